@@ -1,0 +1,81 @@
+# Everything runs in a virtual environment, made on first use and brought up to date when pyproject.toml changes.
+#
+#   make test TORCH=torch==2.11.0 VENV=.venv-2.11    another torch, in an environment of its own
+#   make test ARGS="-n 2 -k lower"                   more arguments for pytest
+#
+# TORCH is installed first and alone: left to choose, pip takes the newest CUDA build, several GB.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN     = $(abspath $(VENV))/bin
+PIP     = $(BIN)/python -m pip --quiet --disable-pip-version-check
+SOURCES = src tests
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test test-slow demo lint format layers docs bench wheel clean
+
+help:
+	@echo "make test       run the tests                       make test-slow  run the slow ones"
+	@echo "make demo       shard a trained model and show it   make bench      measure"
+	@echo "make lint       style, types and layers             make format     let ruff fix what it can"
+	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
+	@echo "make setup      only the virtual environment        make clean      remove what was built, not $(VENV)"
+
+# The stamp names the torch that was asked for: another TORCH in the same environment installs anew.
+TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+
+$(TORCH_STAMP):
+	@echo "Setting up $(VENV) with $(TORCH)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.torch-*
+	@$(PIP) install '$(TORCH)'
+	@touch $@
+
+$(VENV)/.extra-%: pyproject.toml $(TORCH_STAMP)
+	@echo "Installing tpplan[$*] into $(VENV)"
+	@$(PIP) install --editable '.[$*]'
+	@touch $@
+
+setup: $(VENV)/.extra-dev
+
+test: $(VENV)/.extra-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.extra-dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+demo: $(VENV)/.extra-demo
+	$(BIN)/tpplan demo $(ARGS)
+
+lint: $(VENV)/.extra-dev layers
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.extra-dev
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+layers: $(VENV)/.extra-dev
+	$(BIN)/python -m pytest --quiet tests/house/test_layers.py
+
+# Through a temporary file, so that a command that fails leaves the page as it was.
+docs: $(VENV)/.extra-dev
+	$(BIN)/tpplan schema > plans/plan.schema.json.new
+	mv plans/plan.schema.json.new plans/plan.schema.json
+	$(BIN)/tpplan rule --all --markdown > docs/diagnostics.md.new
+	mv docs/diagnostics.md.new docs/diagnostics.md
+
+bench: $(VENV)/.extra-dev
+	$(BIN)/tpplan bench $(ARGS)
+
+wheel: $(VENV)/.extra-dev
+	$(BIN)/hatchling build --clean --directory dist --target sdist --target wheel
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

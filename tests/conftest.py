@@ -1,0 +1,55 @@
+"""What every test gets: no network, few threads, fixed seeds, and no process group left over from another test."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Read by torch when it is first imported, here and in each process that a test spawns.
+    os.environ["OMP_NUM_THREADS"] = "1"
+if "PYTHONPATH" in os.environ:
+    # `PYTHONPATH=src pytest` has to hold for a process that a test starts in another folder, too.
+    folders = os.environ["PYTHONPATH"].split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@pytest.fixture(autouse=True)
+def _few_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several processes, or several xdist workers, with a thread pool each would fight over the cores."""
+    if request.node.get_closest_marker("processes") is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    # numpy and torch are seeded only where a test has imported them, so that the torch-free tests stay quick.
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left() -> Iterator[None]:
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
