@@ -256,9 +256,7 @@ def _mutations(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
             for target in _targets(node):
-                if _is_class_of_a_module(target) or (
-                    isinstance(target, ast.Subscript) and _is_module_table(target.value)
-                ):
+                if _is_class(target) or _is_table_entry(target):
                     yield node.lineno, f"writes {ast.unparse(target)}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             receiver = node.func.value
@@ -278,8 +276,12 @@ def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) -> I
         yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
 
 
-def _is_class_of_a_module(node: ast.expr) -> bool:
+def _is_class(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "__class__"
+
+
+def _is_table_entry(node: ast.expr) -> bool:
+    return isinstance(node, ast.Subscript) and _is_module_table(node.value)
 
 
 def _is_module_table(node: ast.expr) -> bool:
