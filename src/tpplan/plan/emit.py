@@ -1,0 +1,95 @@
+"""From a plan back to plain data and to a plan file's text."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from tpplan.plan.rules import KernelRule, Rule
+
+SCHEMA_COMMENT = "# yaml-language-server: $schema=plan.schema.json\n"
+
+
+class PlanLike(Protocol):
+    """What is written of a plan."""
+
+    @property
+    def rules(self) -> tuple[Rule, ...]: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def kernels(self) -> tuple[KernelRule, ...]: ...
+
+
+def plan_to_dict(plan: PlanLike) -> dict[str, object]:
+    """Plain data, in the order in which a plan file is written."""
+    document: dict[str, object] = {"version": plan.version, "name": plan.name, "axis": plan.axis}
+    document["modules"] = {rule.pattern.text: _rule(rule) for rule in plan.rules}
+    if plan.kernels:
+        document["kernels"] = _kernels(plan.kernels)
+    return document
+
+
+def plan_to_yaml(plan: PlanLike) -> str:
+    """A plan file's text: a line for each rule, options in braces."""
+    from ruamel.yaml import YAML
+
+    writer = YAML()
+    writer.width = 10_000
+    stream = StringIO()
+    cast("Any", writer).dump(_with_flow_options(plan_to_dict(plan)), stream)
+    return SCHEMA_COMMENT + stream.getvalue()
+
+
+def _rule(rule: Rule) -> object:
+    options: dict[str, object] = {"style": rule.style.value}
+    if rule.input is not None:
+        options["input"] = rule.input.value
+    if rule.output is not None:
+        options["output"] = rule.output.value
+    if rule.packed is not None:
+        sized = any(pack.size is not None for pack in rule.packed)
+        packs = {pack.name: pack.size for pack in rule.packed}
+        options["packed"] = packs if sized else list(packs)
+    if rule.local:
+        options["local"] = list(rule.local)
+    return options if len(options) > 1 else rule.style.value
+
+
+def _kernels(kernels: tuple[KernelRule, ...]) -> dict[str, object]:
+    document: dict[str, object] = {}
+    for rule in kernels:
+        if rule.pattern is None:
+            document[rule.kind.value] = rule.choice.value
+        else:
+            scope = cast("dict[str, str]", document.setdefault(rule.pattern.text, {}))
+            scope[rule.kind.value] = rule.choice.value
+    return document
+
+
+def _with_flow_options(document: dict[str, object]) -> object:
+    from ruamel.yaml.comments import CommentedMap
+
+    written: Any = CommentedMap()
+    for key, value in document.items():
+        written[key] = _flow_values(value) if isinstance(value, dict) else value
+    return written
+
+
+def _flow_values(mapping: dict[str, object]) -> object:
+    from ruamel.yaml.comments import CommentedMap
+
+    written: Any = CommentedMap()
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            inner: Any = CommentedMap(cast("dict[str, object]", value))
+            inner.fa.set_flow_style()
+            written[key] = inner
+        else:
+            written[key] = value
+    return written

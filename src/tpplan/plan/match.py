@@ -1,0 +1,170 @@
+"""Binding rules to modules.
+
+In: rules, and the names of a model's modules. Out: the rule that wins on each module, and what's wrong.
+
+    `model.layers.*.mlp.up_proj: colwise`  +  `model.layers.0.mlp.up_proj`, `model.norm`
+    →  {"model.layers.0.mlp.up_proj": <that rule>}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tpplan.plan.diagnostic import Diagnostic, Severity
+from tpplan.plan.pattern import Pattern, Specificity
+from tpplan.plan.positions import Span
+from tpplan.plan.rules import KernelRule, Rule
+from tpplan.plan.suggest import unmatched_help
+from tpplan.plan.vocabulary import Style
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What matching yields.
+
+    Attributes:
+        rules: the winning rule by module name, in the order of the modules; a module on which `none` wins isn't in it.
+        diagnostics: patterns that match nothing, contradictions, and rules without effect.
+    """
+
+    rules: dict[str, Rule]
+    diagnostics: list[Diagnostic]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What became of one rule."""
+
+    matched: int = 0
+    won: bool = False
+    tied: bool = False
+    first_loss: tuple[str, Rule] | None = None
+
+
+@dataclass(slots=True)
+class _Contest:
+    """The rules that compete for the modules, and the ties among them."""
+
+    rules: Sequence[Rule]
+    tallies: list[_Tally]
+    ties: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
+
+    def decide(self, name: str, candidates: list[tuple[Specificity, int]]) -> Rule:
+        """Find the winner on one module, and note who lost or tied."""
+        best = max(specificity for specificity, _ in candidates)
+        top = [index for specificity, index in candidates if specificity == best]
+        winner = self.rules[top[0]]
+        self.tallies[top[0]].won = True
+        for _, index in candidates:
+            tally = self.tallies[index]
+            tally.matched += 1
+            if index == top[0]:
+                continue
+            if index in top and self.rules[index].settings != winner.settings:
+                self.ties.setdefault((top[0], index), []).append(name)
+                tally.tied = True
+            elif tally.first_loss is None:
+                tally.first_loss = (name, winner)
+        return winner
+
+
+def match_rules(rules: Sequence[Rule], kernels: Sequence[KernelRule], module_names: Iterable[str]) -> Matched:
+    """Bind rules to modules, the most specific one winning."""
+    names = list(module_names)
+    index = _NameIndex(names)
+    candidates: dict[str, list[tuple[Specificity, int]]] = {}
+    for number, rule in enumerate(rules):
+        for name, specificity in index.find(rule.pattern).items():
+            candidates.setdefault(name, []).append((specificity, number))
+    contest = _Contest(rules, [_Tally() for _ in rules])
+    won = {name: contest.decide(name, candidates[name]) for name in names if name in candidates}
+    diagnostics = [
+        *_unmatched(rules, contest.tallies, names),
+        *_unmatched_kernels(kernels, index, names),
+        *_ambiguous(contest),
+        *_shadowed(contest),
+    ]
+    return Matched(
+        {name: rule for name, rule in won.items() if rule.style is not Style.NONE},
+        sorted(diagnostics, key=lambda diagnostic: diagnostic.sort_key),
+    )
+
+
+class _NameIndex:
+    """Module names by their last segment, since most patterns write theirs out."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.by_last: dict[str, list[str]] = {}
+        for name in names:
+            self.by_last.setdefault(name.rpartition(".")[2], []).append(name)
+
+    def find(self, pattern: Pattern) -> dict[str, Specificity]:
+        """The matching names, each with the specificity of the closest alternative."""
+        found: dict[str, Specificity] = {}
+        for alternative in pattern.alternatives:
+            last = alternative.last_literal
+            for name in self.names if last is None else self.by_last.get(last, ()):
+                if alternative.matches(name) and (name not in found or found[name] < alternative.specificity):
+                    found[name] = alternative.specificity
+        return found
+
+
+def _unmatched(rules: Sequence[Rule], tallies: Sequence[_Tally], names: Sequence[str]) -> Iterable[Diagnostic]:
+    for rule, tally in zip(rules, tallies, strict=True):
+        if tally.matched or (rule.style is Style.NONE and rule.overrides):
+            continue
+        # A `none` that carves nothing out changes nothing, but it's likely to be misspelt.
+        severity = Severity.WARNING if rule.style is Style.NONE else Severity.ERROR
+        yield _unmatched_pattern(rule.pattern, rule.pattern_span, names, severity)
+
+
+def _unmatched_kernels(kernels: Sequence[KernelRule], index: _NameIndex, names: Sequence[str]) -> Iterable[Diagnostic]:
+    scopes = {rule.pattern: rule.pattern_span for rule in kernels if rule.pattern is not None}
+    for pattern, span in scopes.items():
+        if not index.find(pattern):
+            yield _unmatched_pattern(pattern, span, names, Severity.ERROR)
+
+
+def _unmatched_pattern(pattern: Pattern, span: Span | None, names: Sequence[str], severity: Severity) -> Diagnostic:
+    return Diagnostic(
+        "TP012",
+        f"`{pattern}` matches none of the model's {len(names)} modules",
+        span=span,
+        label="matches no module",
+        help=unmatched_help(pattern, names),
+        subject=pattern.text,
+        severity=severity,
+    )
+
+
+def _ambiguous(contest: _Contest) -> Iterable[Diagnostic]:
+    for (first_number, second_number), names in contest.ties.items():
+        first, second = contest.rules[first_number], contest.rules[second_number]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield Diagnostic(
+            "TP013",
+            f"`{first.pattern}` and `{second.pattern}` match `{names[0]}`{more} equally closely and differ",
+            span=second.pattern_span,
+            label=f"says `{second.style}`, the other `{first.style}`",
+            help=f"name the module in a rule of its own, such as `{names[0]}: {second.style}`",
+            notes=(f"the other rule is at {first.origin}",),
+            subject=second.pattern.text,
+        )
+
+
+def _shadowed(contest: _Contest) -> Iterable[Diagnostic]:
+    for rule, tally in zip(contest.rules, contest.tallies, strict=True):
+        if tally.won or tally.tied or tally.first_loss is None:
+            continue
+        name, winner = tally.first_loss
+        yield Diagnostic(
+            "TP014",
+            f"`{rule.pattern}` takes effect nowhere: a closer rule wins on each of its modules",
+            span=rule.pattern_span,
+            label="never wins",
+            help="remove the rule, or widen its pattern",
+            notes=(f"on `{name}`, `{winner.pattern}` wins ({winner.origin})",),
+            subject=rule.pattern.text,
+        )

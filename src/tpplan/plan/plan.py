@@ -1,0 +1,66 @@
+"""The plan: rules, kernel choices, and the questions that the compiler asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tpplan.plan.emit import plan_to_dict, plan_to_yaml
+from tpplan.plan.match import Matched, match_rules
+from tpplan.plan.rules import KernelRule, Rule
+from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, KernelChoice, KernelKind
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan as it was read, with everything that it extends merged in.
+
+    Attributes:
+        version: the version of the plan language.
+        name: the plan's name; the file's stem where the plan gives none.
+        axis: the mesh axis over which the modules are sharded.
+        rules: the rules, a base plan's first.
+        kernels: the kernel choices, a base plan's first.
+        sources: the files that it was read from, the outermost first.
+    """
+
+    version: int = PLAN_VERSION
+    name: str = "plan"
+    axis: str = DEFAULT_AXIS
+    rules: tuple[Rule, ...] = ()
+    kernels: tuple[KernelRule, ...] = ()
+    sources: tuple[str, ...] = field(default=(), compare=False)
+
+    def match(self, module_names: Iterable[str]) -> Matched:
+        """Bind the rules to modules; the most specific one wins on each."""
+        return match_rules(self.rules, self.kernels, module_names)
+
+    def kernel_choice(self, kind: KernelKind | str, module_name: str = "") -> KernelChoice:
+        """The choice for `kind` in a module: that of the nearest module around it that a pattern names.
+
+        Where several patterns name the same module, the most specific wins; where none does, the plan's default
+        holds, which is `auto` unless the plan says otherwise.
+        """
+        scoped = [rule for rule in self.kernels if rule.kind == kind and rule.pattern is not None]
+        name = module_name
+        while scoped:
+            found = [(specificity, rule) for rule in scoped if (specificity := _specificity(rule, name)) is not None]
+            if found:
+                return max(found, key=lambda pair: pair[0])[1].choice
+            if not name:
+                break
+            name = name.rpartition(".")[0]
+        defaults = [rule.choice for rule in self.kernels if rule.kind == kind and rule.pattern is None]
+        return defaults[-1] if defaults else KernelChoice.AUTO
+
+    def to_dict(self) -> dict[str, object]:
+        """The plan as nested plain data; `load_plan` reads it back. What it extends has been merged in."""
+        return plan_to_dict(self)
+
+    def to_yaml(self) -> str:
+        """The plan as a plan file's text; `load_plan` reads it back. What it extends has been merged in."""
+        return plan_to_yaml(self)
+
+
+def _specificity(rule: KernelRule, name: str) -> object:
+    return rule.pattern.specificity(name) if rule.pattern is not None else None

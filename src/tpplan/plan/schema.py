@@ -1,0 +1,53 @@
+"""The keys of a plan file, their types and their meaning: the source of the JSON Schema and the reader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+from tpplan.plan.vocabulary import KernelChoice, KernelKind, Pin, Style
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions:
+    """A rule in its long form."""
+
+    style: Style
+    """How the module's parameters are laid out over the axis."""
+    input: Pin | None = None
+    """The placement demanded of the input, instead of the inferred one."""
+    output: Pin | None = None
+    """The placement demanded of the output, instead of the inferred one."""
+    packed: list[str] | dict[str, int] | None = None
+    """The matrices in a packed projection, in order; with their sizes where they differ."""
+    local: list[str] | None = None
+    """Integer attributes that count something global, such as `num_heads`, and have to become local."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A tensor parallelism plan."""
+
+    version: Literal[1]
+    """The version of the plan language."""
+    name: str | None = None
+    """The plan's name; the file's stem by default."""
+    extends: str | None = None
+    """A plan to start from: a path relative to this file, or the name of a plan that ships with tpplan."""
+    axis: str | None = None
+    """The mesh axis over which the modules are sharded; `tp` by default."""
+    modules: dict[str, Style | RuleOptions] | None = None
+    """Rules by pattern over dotted module names; the most specific one wins."""
+    kernels: dict[str, KernelChoice | dict[KernelKind, KernelChoice]] | None = None
+    """Kernel choices by kind, or by a module pattern and then by kind."""
+
+
+PLAN_KEYS: Final = tuple(entry.name for entry in fields(PlanFile))
+RULE_KEYS: Final = tuple(entry.name for entry in fields(RuleOptions))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a plan file."""
+    from tpplan.plan.schema_export import export
+
+    return export(PlanFile)

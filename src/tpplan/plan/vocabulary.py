@@ -1,0 +1,59 @@
+"""The words of the plan language: styles, pins, options and kernel kinds."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+PLAN_VERSION: Final = 1
+DEFAULT_AXIS: Final = "tp"
+
+
+class Style(StrEnum):
+    """How one module's parameters are laid out over the axis."""
+
+    COLWISE = "colwise"
+    ROWWISE = "rowwise"
+    SEQUENCE = "sequence"
+    VOCAB = "vocab"
+    REPLICATE = "replicate"
+    NONE = "none"
+
+
+class Pin(StrEnum):
+    """A placement demanded of a module's input or output, instead of the inferred one."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+    SEQUENCE = "sequence"
+
+
+class KernelKind(StrEnum):
+    """An operation for which tpplan has a Triton kernel."""
+
+    LAYER_NORM = "layer_norm"
+    RMS_NORM = "rms_norm"
+    GELU = "gelu"
+    BIAS_GELU = "bias_gelu"
+    SWIGLU = "swiglu"
+    GEGLU = "geglu"
+    RESIDUAL_NORM = "residual_norm"
+    CROSS_ENTROPY = "cross_entropy"
+
+
+class KernelChoice(StrEnum):
+    """Which implementation of a kernel kind to use."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    TORCH = "torch"
+
+
+OPTIONS_BY_STYLE: Final[dict[Style, frozenset[str]]] = {
+    Style.COLWISE: frozenset({"input", "output", "packed", "local"}),
+    Style.ROWWISE: frozenset({"input", "output", "packed", "local"}),
+    Style.SEQUENCE: frozenset({"input", "output", "local"}),
+    Style.VOCAB: frozenset({"input", "output", "local"}),
+    Style.REPLICATE: frozenset({"input", "output", "local"}),
+    Style.NONE: frozenset(),
+}
