@@ -51,10 +51,16 @@ class Diagnostic:
         return str(self.span) if self.span is not None else self.subject or ""
 
     @property
+    def title(self) -> str:
+        """The code and its name, with the severity in front unless it's an error."""
+        severity = "" if self.severity is Severity.ERROR else f"{self.severity} "
+        return f"{severity}{self.code} {self.name}"
+
+    @property
     def headline(self) -> str:
         """The finding in one line: `plans/llama.yaml:9:3: TP012 unmatched-pattern: …`."""
         prefix = f"{self.place}: " if self.place else ""
-        return f"{prefix}{self.code} {self.name}: {self.message}"
+        return f"{prefix}{self.title}: {self.message}"
 
     @property
     def sort_key(self) -> tuple[str, int, int, str, str, str]:

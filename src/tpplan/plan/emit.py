@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from tpplan.plan.plan import Plan
     from tpplan.plan.rules import KernelRule, Rule
 
 SCHEMA_COMMENT = "# yaml-language-server: $schema=plan.schema.json\n"
 
 
-class PlanLike(Protocol):
-    """What is written of a plan."""
-
-    @property
-    def rules(self) -> tuple[Rule, ...]: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def axis(self) -> str: ...
-    @property
-    def kernels(self) -> tuple[KernelRule, ...]: ...
-
-
-def plan_to_dict(plan: PlanLike) -> dict[str, object]:
+def plan_to_dict(plan: Plan) -> dict[str, object]:
     """Plain data, in the order in which a plan file is written."""
     document: dict[str, object] = {"version": plan.version, "name": plan.name, "axis": plan.axis}
     document["modules"] = {rule.pattern.text: _rule(rule) for rule in plan.rules}
@@ -35,7 +21,7 @@ def plan_to_dict(plan: PlanLike) -> dict[str, object]:
     return document
 
 
-def plan_to_yaml(plan: PlanLike) -> str:
+def plan_to_yaml(plan: Plan) -> str:
     """A plan file's text: a line for each rule, options in braces."""
     from ruamel.yaml import YAML
 
@@ -77,7 +63,7 @@ def _with_flow_options(document: dict[str, object]) -> object:
 
     written: Any = CommentedMap()
     for key, value in document.items():
-        written[key] = _flow_values(value) if isinstance(value, dict) else value
+        written[key] = _flow_values(cast("dict[str, object]", value)) if isinstance(value, dict) else value
     return written
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tpplan.plan.emit import plan_to_dict, plan_to_yaml
@@ -41,15 +41,17 @@ class Plan:
         Where several patterns name the same module, the most specific wins; where none does, the plan's default
         holds, which is `auto` unless the plan says otherwise.
         """
-        scoped = [rule for rule in self.kernels if rule.kind == kind and rule.pattern is not None]
-        name = module_name
-        while scoped:
-            found = [(specificity, rule) for rule in scoped if (specificity := _specificity(rule, name)) is not None]
+        scoped = [
+            (rule.pattern, rule.choice) for rule in self.kernels if rule.kind == kind and rule.pattern is not None
+        ]
+        for name in _inside_out(module_name) if scoped else ():
+            found = [
+                (specificity, choice)
+                for pattern, choice in scoped
+                if (specificity := pattern.specificity(name)) is not None
+            ]
             if found:
-                return max(found, key=lambda pair: pair[0])[1].choice
-            if not name:
-                break
-            name = name.rpartition(".")[0]
+                return max(found, key=lambda pair: pair[0])[1]
         defaults = [rule.choice for rule in self.kernels if rule.kind == kind and rule.pattern is None]
         return defaults[-1] if defaults else KernelChoice.AUTO
 
@@ -62,5 +64,10 @@ class Plan:
         return plan_to_yaml(self)
 
 
-def _specificity(rule: KernelRule, name: str) -> object:
-    return rule.pattern.specificity(name) if rule.pattern is not None else None
+def _inside_out(module_name: str) -> Iterator[str]:
+    """The module, then each module around it; the root's name is empty."""
+    name = module_name
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from tpplan.plan.vocabulary import KernelChoice, KernelKind, Pin, Style
+
+_PYDANTIC_CONFIG: Final[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleOptions:
     """A rule in its long form."""
+
+    __pydantic_config__: ClassVar = _PYDANTIC_CONFIG
 
     style: Style
     """How the module's parameters are laid out over the axis."""
@@ -27,6 +31,8 @@ class RuleOptions:
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """A tensor parallelism plan."""
+
+    __pydantic_config__: ClassVar = _PYDANTIC_CONFIG
 
     version: Literal[1]
     """The version of the plan language."""

@@ -1,0 +1,1 @@
+"""The `tpplan` command. Neither its help nor a plan-only `validate` imports torch."""

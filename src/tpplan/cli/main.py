@@ -1,0 +1,102 @@
+"""The entry point: finds the command, runs it, and turns whatever happens into an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from tpplan.cli import bench, demo, explain, rule, schema, suggest, validate, verify
+from tpplan.cli.exit_codes import BROKEN_PIPE, FAILED, INTERRUPTED, UsageError, exit_code
+from tpplan.plan import Diagnostic, PlanError
+
+_COMMANDS = (validate, explain, verify, suggest, demo, bench, rule, schema)
+_EXAMPLES = """\
+examples:
+  tpplan validate plans/llama.yaml                     check a plan by itself
+  tpplan validate llama --model hf:llama --tp 8        check it against a model
+  tpplan rule TP012                                    what a code means
+
+exit codes: 0 clean, 1 findings, 2 used wrongly or failed
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; nothing but the code gets out."""
+    _tolerate_narrow_encodings()
+    try:
+        parsed = _parser().parse_args(arguments)
+    except SystemExit as exit_request:
+        return exit_request.code if isinstance(exit_request.code, int) else FAILED
+    try:
+        code = parsed.run(parsed)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("tpplan: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except UsageError as error:
+        print(f"tpplan {parsed.command}: {error}", file=sys.stderr)
+        return FAILED
+    except PlanError as error:
+        return _show_findings(error.diagnostics)
+    except Exception as error:
+        return _report_bug(error, bool(getattr(parsed, "traceback", False)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tpplan",
+        description="A compiler for tensor parallelism in PyTorch: checks plans, explains them and proves them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.register(subparsers)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked: importlib.metadata takes longer than everything else in `--help`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import tpplan
+
+        print(f"tpplan {tpplan.__version__}")
+        parser.exit()
+
+
+def _show_findings(diagnostics: tuple[Diagnostic, ...]) -> int:
+    from tpplan.report.diagnostics import render, summary, wants_color
+
+    print(render(diagnostics, color=wants_color(sys.stderr)), file=sys.stderr)
+    print(f"\n{summary(diagnostics)}", file=sys.stderr)
+    return exit_code(diagnostics)
+
+
+def _report_bug(error: Exception, show_traceback: bool) -> int:
+    if show_traceback or os.environ.get("TPPLAN_TRACEBACK") not in (None, "", "0"):
+        import traceback
+
+        traceback.print_exception(error)
+    message = str(error).strip().splitlines()
+    detail = f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
+    print(f"TP199 internal-error: {detail.removeprefix('InternalError: TP199 internal-error: ')}", file=sys.stderr)
+    print("help: this is a bug in tpplan, not in your plan; please report it", file=sys.stderr)
+    print("help: --traceback or TPPLAN_TRACEBACK=1 shows where it happened", file=sys.stderr)
+    return FAILED
+
+
+def _tolerate_narrow_encodings() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")

@@ -1,0 +1,65 @@
+"""`tpplan rule`: what a diagnostic code means."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tpplan.cli.arguments import add_command
+from tpplan.cli.exit_codes import CLEAN, UsageError
+from tpplan.plan import CATALOGUE, Entry
+from tpplan.plan.suggest import did_you_mean
+from tpplan.report.catalogue import entry_text, index_text, markdown_page
+
+if TYPE_CHECKING:
+    from tpplan.cli.arguments import Subparsers
+
+_EXAMPLES = """\
+  tpplan rule TP012                     by code
+  tpplan rule unmatched-pattern         by name
+  tpplan rule                           the list of all
+  tpplan rule --all --markdown          the reference page
+"""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        subparsers,
+        "rule",
+        help="explain a diagnostic code, or list them all",
+        description="Explain a diagnostic code: its cause, the way out, and a plan before and after.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("code", nargs="?", metavar="CODE", help="a code such as TP012, or its name")
+    parser.add_argument("--all", action="store_true", help="explain every code")
+    parser.add_argument("--markdown", action="store_true", help="write Markdown; needs --all")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one entry, all of them, or the list."""
+    if arguments.code is not None and arguments.all:
+        raise UsageError("give a code or --all, not both")
+    if arguments.markdown and not arguments.all:
+        raise UsageError("--markdown needs --all")
+    if arguments.all:
+        entries = CATALOGUE.values()
+        text = markdown_page(entries) if arguments.markdown else "\n\n".join(entry_text(entry) for entry in entries)
+    else:
+        text = index_text(CATALOGUE.values()) if arguments.code is None else entry_text(_find(arguments.code))
+    print(text)
+    return CLEAN
+
+
+def _find(wanted: str) -> Entry:
+    if wanted.upper() in CATALOGUE:
+        return CATALOGUE[wanted.upper()]
+    by_name = {entry.name: entry for entry in CATALOGUE.values()}
+    if wanted.lower() in by_name:
+        return by_name[wanted.lower()]
+    nearest = did_you_mean(wanted, by_name) or did_you_mean(wanted, [code.lower() for code in CATALOGUE])
+    hint = (
+        f"did you mean {nearest if nearest in by_name else nearest.upper()}?" if nearest else "`tpplan rule` lists all"
+    )
+    raise UsageError(f"there is no code {wanted!r}; {hint}")

@@ -1,0 +1,86 @@
+"""`tpplan validate`: check plans by themselves, or against a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from tpplan.cli.arguments import add_command, add_format_argument, add_model_arguments
+from tpplan.cli.exit_codes import UsageError, exit_code
+from tpplan.plan import Diagnostic, Plan, Severity, check_plan
+from tpplan.report.diagnostics import Format, render, summary, wants_color
+
+if TYPE_CHECKING:
+    from tpplan.cli.arguments import Subparsers
+
+_EXAMPLES = """\
+  tpplan validate plans/*.yaml                              each plan by itself; takes no torch
+  tpplan validate llama --model hf:llama --tp 8             a shipped plan against an architecture
+  tpplan validate my.yaml --model ./checkpoint --set num_hidden_layers=2
+  tpplan validate my.yaml --format github                   annotations in a GitHub workflow
+  tpplan validate - < my.yaml                               from standard input
+"""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        subparsers,
+        "validate",
+        help="check plans by themselves, or against a model",
+        description="Check plans and report every finding at its place. With --model, compile each plan for that model.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help="a plan file, a shipped plan's name, or - for stdin")
+    add_format_argument(parser)
+    add_model_arguments(parser, required=False)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check every plan; the exit code says whether any has errors."""
+    if arguments.model is None:
+        _refuse_model_options(arguments)
+    diagnostics: list[Diagnostic] = []
+    for source in arguments.plans:
+        plan, findings = check_plan(f"{sys.stdin.read()}\n" if source == "-" else source)
+        diagnostics += findings
+        if plan is not None and arguments.model is not None:
+            diagnostics += _check_against_model(plan, arguments)
+    unique = list(dict.fromkeys(diagnostics))
+    _show(unique, arguments)
+    return exit_code(unique)
+
+
+def _refuse_model_options(arguments: argparse.Namespace) -> None:
+    given = {"--tp": arguments.tp, "--set": arguments.overrides, "--batch": arguments.batch}
+    for option, value in (given | {"--sequence": arguments.sequence}).items():
+        if value:
+            raise UsageError(f"{option} needs --model")
+
+
+def _check_against_model(plan: Plan, arguments: argparse.Namespace) -> list[Diagnostic]:
+    from tpplan.cli.compile_model import compile_for_arguments
+
+    return compile_for_arguments(plan, arguments)
+
+
+def _show(diagnostics: list[Diagnostic], arguments: argparse.Namespace) -> None:
+    chosen: Format = arguments.format
+    text = render(diagnostics, chosen, color=wants_color(sys.stdout))
+    if text:
+        print(text)
+    if chosen in (Format.FULL, Format.CONCISE):
+        if text and chosen is Format.FULL:
+            print()
+        print(_closing_line(diagnostics, arguments))
+
+
+def _closing_line(diagnostics: list[Diagnostic], arguments: argparse.Namespace) -> str:
+    if any(diagnostic.severity is Severity.ERROR for diagnostic in diagnostics):
+        return summary(diagnostics)
+    count = len(arguments.plans)
+    valid = "The plan is valid" if count == 1 else f"All {count} plans are valid"
+    against = f" for {arguments.model} at tp={arguments.tp or 2}" if arguments.model else ""
+    return f"{valid}{against}. {summary(diagnostics)}" if diagnostics else f"{valid}{against}."

@@ -1,0 +1,1 @@
+"""What tpplan shows: diagnostics, the catalogue of codes and programs, as text, JSON and HTML."""
