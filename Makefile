@@ -16,7 +16,7 @@ SOURCES = src tests
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow demo lint format layers docs bench wheel clean
+.PHONY: help setup test test-slow demo lint layers style types format docs bench wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
@@ -51,17 +51,21 @@ test-slow: $(VENV)/.extra-dev
 demo: $(VENV)/.extra-demo
 	$(BIN)/tpplan demo $(ARGS)
 
-lint: $(VENV)/.extra-dev layers
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+# With --keep-going, one that fails doesn't hide what the others say.
+lint: layers style types
+
+layers: $(VENV)/.extra-dev
+	$(BIN)/python -m pytest --quiet tests/house/test_layers.py
+
+style: $(VENV)/.extra-dev
+	$(BIN)/ruff check $(SOURCES); found=$$?; $(BIN)/ruff format --check $(SOURCES) && exit $$found
+
+types: $(VENV)/.extra-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.extra-dev
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
-
-layers: $(VENV)/.extra-dev
-	$(BIN)/python -m pytest --quiet tests/house/test_layers.py
 
 # Through a temporary file, so that a command that fails leaves the page as it was.
 docs: $(VENV)/.extra-dev
