@@ -1,0 +1,163 @@
+"""torch's private names, all of them, behind one seam.
+
+Everything that tpplan needs from torch beyond its public interface is imported here and given a small,
+typed function. Checked on the torch versions that pyproject.toml admits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+except ImportError:  # torch moved it once already
+    from torch.distributed.tensor._dtensor_spec import _StridedShard as StridedShard  # type: ignore
+
+__all__ = [
+    "OpOverload",
+    "OperatorMeta",
+    "StridedShard",
+    "TorchDispatchMode",
+    "fake_mesh",
+    "is_registered_container",
+    "local_of",
+    "new_distributed_tensor",
+    "propagate",
+    "rebuild_container",
+    "schema_mutates",
+    "schema_returns_view",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorMeta:
+    """A tensor operand of a propagation query: its global geometry and its placement on the one axis."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    placement: Placement
+
+
+@functools.cache
+def fake_mesh(size: int) -> DeviceMesh:
+    """A one-axis mesh of `size` ranks that needs no process group; good for sharding rules, not for communication."""
+    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+
+
+def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:
+    if isinstance(operand, OperatorMeta):
+        meta = TensorMeta(torch.Size(operand.shape), operand.stride, operand.dtype)
+        return DTensorSpec(mesh, (operand.placement,), tensor_meta=meta)
+    if isinstance(operand, (list, tuple)):
+        return [_to_spec(mesh, item) for item in operand]  # pyright: ignore
+    return operand
+
+
+class NoRule(Exception):
+    """DTensor has no sharding rule for the operator, or its rule refused these placements; the text says which."""
+
+
+def propagate(
+    operator: OpOverload, arguments: Sequence[Any], keywords: Mapping[str, Any], size: int
+) -> list[Placement | None] | None:
+    """Ask DTensor's sharding propagator what `operator` yields for operands placed as given, without communication.
+
+    Tensor operands are `OperatorMeta`; anything else is passed through. Returns one placement for each tensor result,
+    or None where the propagator would first have to move an operand. Raises `NoRule` where it has no answer.
+    """
+    mesh = fake_mesh(size)
+    schema = OpSchema(
+        operator,
+        tuple(_to_spec(mesh, a) for a in arguments),
+        {name: _to_spec(mesh, a) for name, a in keywords.items()},
+    )
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    try:
+        sharding = propagator.propagate_op_sharding_non_cached(schema)
+    except Exception as error:  # the propagator raises bare RuntimeErrors, NotImplementedErrors and assertions alike
+        raise NoRule(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    if sharding.needs_redistribute and sharding.redistribute_schema is not None:
+        # The flag is also set where only *size arguments* must become local; a changed operand is communication.
+        suggested = _specs(sharding.redistribute_schema)
+        for given, wanted in zip(_specs(schema), suggested, strict=True):
+            if given.placements != wanted.placements:
+                return None
+    output = sharding.output_spec
+    if output is None:
+        return []
+    outputs = list(output) if isinstance(output, (list, tuple)) else [output]
+    return [None if spec is None else spec.placements[0] for spec in outputs]
+
+
+def _specs(schema: OpSchema) -> list[DTensorSpec]:
+    leaves = pytree.tree_leaves(
+        (schema.args_schema, schema.kwargs_schema), is_leaf=lambda x: isinstance(x, DTensorSpec)
+    )
+    return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
+
+
+@functools.cache
+def schema_mutates(operator: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that `operator` writes to."""
+    return tuple(
+        position
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def schema_returns_view(operator: OpOverload) -> bool:
+    """Whether a result of `operator` shares storage with an operand."""
+    return any(result.alias_info is not None for result in operator._schema.returns)
+
+
+@functools.cache
+def schema_argument_names(operator: OpOverload) -> tuple[str, ...]:
+    """The names of the operator's arguments, in order."""
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
+def is_registered_container(value: object) -> bool:
+    """Whether torch's pytree registry knows how to take `value` apart (transformers registers its ModelOutput)."""
+    return type(value) in pytree.SUPPORTED_NODES and type(value) not in (tuple, list, dict)
+
+
+def rebuild_container(value: Any, transform: Callable[[Any], Any]) -> Any:
+    """Rebuild a registered container with `transform` applied to each child."""
+    node = pytree.SUPPORTED_NODES[type(value)]
+    children, context = node.flatten_fn(value)
+    return node.unflatten_fn([transform(child) for child in children], context)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local shard inside a DTensor, without autograd and without a copy."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore
+
+
+def new_distributed_tensor(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor around `local` with the mesh, placements and global geometry of `like`; no autograd, no communication."""
+    return DTensor(local, like._spec, requires_grad=False)  # pyright: ignore
+
+
+@contextmanager
+def no_dispatch_recording() -> Iterator[None]:
+    """Run a block with every TorchDispatchMode set aside."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield

@@ -1,0 +1,196 @@
+"""Bind: what the plan says of each module, and what follows for its parameters.
+
+in:  a plan and the model's modules and parameters
+out: `Binding`: a style and a rule for modules, a layout for every parameter; and diagnostics
+
+    model.layers.*.mlp.down_proj: rowwise   ->   layers.0.mlp.down_proj: rowwise, its weight S(1), its bias R
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from tpplan.compiler.layout import REPLICATED, Layout, sharded
+from tpplan.plan import Diagnostic, Plan, Rule, Style
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A module with a rule."""
+
+    name: str
+    style: Style
+    rule: Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What the plan says.
+
+    Attributes:
+        modules: by qualified name; modules without a rule, or with style `none`, are absent.
+        parameters: the layout of every parameter, by each of its names.
+        owners: the rule that sharded a parameter, by each of its names.
+    """
+
+    modules: dict[str, Bound]
+    parameters: dict[str, Layout]
+    owners: dict[str, Bound]
+
+
+def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
+    """Match the plan's rules to `model` for an axis of `size` ranks."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    matched = plan.match(name for name in modules if name)
+    diagnostics = list(matched.diagnostics)
+    bound: dict[str, Bound] = {}
+    for name, rule in matched.rules.items():
+        if rule.style is Style.NONE:
+            continue
+        problem = _misfit(modules[name], name, rule, size)
+        if problem is None:
+            bound[name] = Bound(name, rule.style, rule)
+        else:
+            diagnostics.append(problem)
+    parameters, owners, conflicts = _parameter_layouts(model, bound)
+    return Binding(_under_first_names(model, bound), parameters, owners), _once(diagnostics + conflicts)
+
+
+def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, Bound]:
+    """A module reachable by several names is traced under its first."""
+    first: dict[int, str] = {}
+    named: dict[str, Bound] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first.setdefault(id(module), name)
+        if name in bound:
+            named.setdefault(first[id(module)], bound[name])
+    return named
+
+
+def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic | None:
+    kind = type(module).__name__
+    if rule.style in (Style.COLWISE, Style.ROWWISE):
+        if type(module).forward is not nn.Linear.forward or not isinstance(module, nn.Linear):
+            return Diagnostic(
+                code="TP101",
+                message=f"`{rule.style}` splits a linear layer, but `{name}` is a `{kind}`",
+                span=rule.style_span,
+                label=f"`{name}` is a `{kind}`",
+                help=_suggest_style(module),
+                subject=name,
+            )
+        count, what = (
+            (module.out_features, "out_features") if rule.style is Style.COLWISE else (module.in_features, "in_features")
+        )
+    elif rule.style is Style.VOCAB:
+        if type(module).forward is not nn.Embedding.forward or not isinstance(module, nn.Embedding):
+            return Diagnostic(
+                code="TP101",
+                message=f"`vocab` splits an embedding table by rows, but `{name}` is a `{kind}`",
+                span=rule.style_span,
+                label=f"`{name}` is a `{kind}`",
+                help=_suggest_style(module),
+                subject=name,
+            )
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return Diagnostic(
+                code="TP112",
+                message=f"`{name}` is an embedding with max_norm, scale_grad_by_freq or sparse gradients, "
+                "which look at rows that other ranks hold",
+                span=rule.style_span,
+                help="remove the rule, so that the table stays replicated",
+                subject=name,
+            )
+        count, what = module.num_embeddings, "num_embeddings"
+    else:
+        return None
+    if count % size:
+        return Diagnostic(
+            code="TP102",
+            message=f"`{name}` can't be split evenly: {what} {count} is not divisible by {size}",
+            span=rule.style_span,
+            label=f"{count} / {size} leaves a remainder of {count % size}",
+            help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule"
+            + (f"; padding the table to {count + size - count % size} rows also works" if what == "num_embeddings" else ""),
+            subject=name,
+        )
+    return None
+
+
+def _suggest_style(module: nn.Module) -> str:
+    if isinstance(module, nn.Linear):
+        return "a linear layer can be `colwise` or `rowwise`"
+    if isinstance(module, nn.Embedding):
+        return "an embedding table can be `vocab`"
+    linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
+    if linears:
+        return f"name the linear layers inside it, such as `….{linears[0]}`"
+    return "a module of this kind can be `sequence` or `replicate`"
+
+
+def _divisors(count: int) -> str:
+    found = [str(n) for n in range(2, 65) if count % n == 0]
+    return ", ".join(found[:6]) if found else "none up to 64 does"
+
+
+def _parameter_layouts(
+    model: nn.Module, bound: dict[str, Bound]
+) -> tuple[dict[str, Layout], dict[str, Bound], list[Diagnostic]]:
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    layouts: dict[str, Layout] = {}
+    owners: dict[str, Bound] = {}
+    diagnostics: list[Diagnostic] = []
+    for names in names_of.values():
+        wanted: dict[str, tuple[Layout, Bound]] = {}
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            layout = _layout_by_style(bound[module].style, leaf) if module in bound else None
+            if layout is not None:
+                wanted[name] = (layout, bound[module])
+        choices = {layout for layout, _ in wanted.values()}
+        if len(choices) > 1:
+            (first, (_, one)), (second, (_, other)), *_ = wanted.items()
+            diagnostics.append(
+                Diagnostic(
+                    code="TP109",
+                    message=f"`{first}` and `{second}` are one parameter, but `{one.style}` and `{other.style}` "
+                    "split it differently",
+                    span=other.rule.style_span,
+                    help=f"give both modules styles that split the same dim (`vocab` and `colwise` agree); "
+                    f"the other rule is at {one.rule.origin}",
+                    subject=other.name,
+                )
+            )
+        layout, owner = next(iter(wanted.values()), (REPLICATED, None))
+        for name in names:
+            layouts[name] = layout
+            if owner is not None:
+                owners[name] = owner
+    return layouts, owners, diagnostics
+
+
+def _layout_by_style(style: Style, leaf: str) -> Layout | None:
+    if style in (Style.COLWISE, Style.VOCAB):
+        return sharded(0)
+    if style is Style.ROWWISE and leaf == "weight":
+        return sharded(1)
+    return None
+
+
+def _once(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    """Of diagnostics that a pattern causes on many modules alike, the first, with the number of the others."""
+    grouped: dict[tuple[object, ...], list[Diagnostic]] = {}
+    for diagnostic in diagnostics:
+        grouped.setdefault((diagnostic.code, diagnostic.span, diagnostic.label if diagnostic.span else diagnostic.message), []).append(diagnostic)
+    merged: list[Diagnostic] = []
+    for first, *rest in grouped.values():
+        merged.append(_with_note(first, rest))
+    return merged
+
+
+def _with_note(first: Diagnostic, rest: list[Diagnostic]) -> Diagnostic:
+    return replace(first, notes=(*first.notes, f"the same holds for {len(rest)} more")) if rest else first

@@ -1,0 +1,202 @@
+"""Emit: write what was decided as a `Program`.
+
+in:  trace, bindings, assignment
+out: `Program`, and diagnostics for what the plan's author should know
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
+from tpplan.compiler.bind import Binding
+from tpplan.compiler.layout import REPLICATED, Collective, reshard_between
+from tpplan.compiler.origins import Origins
+from tpplan.compiler.program import (
+    InputRecord,
+    LocalAttribute,
+    ModuleProgram,
+    ParameterPlacement,
+    Program,
+    Reshard,
+)
+from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
+from tpplan.plan import Plan
+
+
+def emit(
+    model: nn.Module,
+    plan: Plan,
+    size: int,
+    trace: Trace,
+    binding: Binding,
+    assignment: Assignment,
+    attributes: dict[str, tuple[LocalAttribute, ...]],
+) -> Program:
+    """Write the program. Calls of one module must have been decided alike (see `pipeline.conflicting_modules`)."""
+    origins = Origins(trace, binding)
+    return Program(
+        plan=plan.name,
+        model=type(model).__name__,
+        axis=plan.axis,
+        size=size,
+        training=trace.training,
+        inputs=tuple(_inputs(trace)),
+        parameters=_parameters(model, size, binding, assignment),
+        modules=_modules(model, trace, binding, assignment, origins, attributes),
+        assumptions=tuple(f"{a.module or 'the model'} at {a.location}" for a in trace.assumptions),
+    )
+
+
+def _inputs(trace: Trace) -> list[InputRecord]:
+    found: list[InputRecord] = []
+    for crossing in trace.root.entries:
+        value = trace.values[crossing.source]
+        found.append(InputRecord(crossing.path, value.shape, dtype_name(value.dtype), value.differentiable))
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _parameters(
+    model: nn.Module, size: int, binding: Binding, assignment: Assignment
+) -> tuple[ParameterPlacement, ...]:
+    names: dict[int, list[str]] = defaultdict(list)
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        parameters[id(parameter)] = parameter
+    found: list[ParameterPlacement] = []
+    for key, parameter in parameters.items():
+        first = names[key][0]
+        layout = binding.parameters[first]
+        shape = tuple(parameter.shape)
+        owner = binding.owners.get(first)
+        found.append(
+            ParameterPlacement(
+                names=tuple(names[key]),
+                shape=shape,
+                local_shape=layout.local_shape(shape, size),
+                dtype=dtype_name(parameter.dtype),
+                itemsize=parameter.dtype.itemsize,
+                layout=layout,
+                summed=first in assignment.partial and not layout.is_sharded,
+                trainable=parameter.requires_grad,
+                origin=owner.rule.origin if owner is not None else "replicated: no rule shards it",
+            )
+        )
+    return tuple(found)
+
+
+def _modules(
+    model: nn.Module,
+    trace: Trace,
+    binding: Binding,
+    assignment: Assignment,
+    origins: Origins,
+    attributes: dict[str, tuple[LocalAttribute, ...]],
+) -> tuple[ModuleProgram, ...]:
+    by_module: dict[str, list[FrameAssignment]] = defaultdict(list)
+    for decided in assignment.frames:
+        by_module[decided.frame.module].append(decided)
+    reads = _reads(trace)
+    found: list[ModuleProgram] = []
+    for name, module in model.named_modules():
+        calls = by_module.get(name, [])
+        own = _in_order(module, name, reads.get(name, {}))
+        entries = _reshards(trace, calls, origins, inward=True)
+        exits = _reshards(trace, calls, origins, inward=False)
+        bound = binding.modules.get(name)
+        if not (own or entries or exits or bound or name in attributes or name == ""):
+            continue
+        found.append(
+            ModuleProgram(
+                name=name,
+                kind=type(module).__name__,
+                style=str(bound.style) if bound is not None else None,
+                origin=bound.rule.origin if bound is not None else "inferred",
+                calls=len(calls),
+                entries=entries,
+                exits=exits,
+                reads=own,
+                random=_randomness(calls, assignment),
+                local_attributes=attributes.get(name, ()),
+            )
+        )
+    return tuple(found)
+
+
+def _reads(trace: Trace) -> dict[str, dict[tuple[str, ...], None]]:
+    """The parameters that each module's own body reads, by module; each with all its names."""
+    found: dict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
+    for frame in trace.root.walk():
+        for node in frame.body:
+            inputs = node.inputs if isinstance(node, Operation) else tuple(c.source for c in node.entries)
+            for value in inputs:
+                if value in trace.parameters:
+                    found[frame.module][trace.parameters[value]] = None
+        for crossing in frame.exits:
+            if crossing.source in trace.parameters:
+                found[frame.module][trace.parameters[crossing.source]] = None
+    return found
+
+
+def _in_order(module: nn.Module, name: str, read: dict[tuple[str, ...], None]) -> tuple[str, ...]:
+    """Names to show locally in a body: the module's own, in its order, then every name of the others."""
+    prefix = f"{name}." if name else ""
+    own = {n for names in read for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]}
+    ordered = [f"{prefix}{leaf}" for leaf in module._parameters if f"{prefix}{leaf}" in own]
+    foreign = [n for names in read if not own.intersection(names) for n in names]
+    return (*ordered, *foreign)
+
+
+def _reshards(trace: Trace, calls: list[FrameAssignment], origins: Origins, inward: bool) -> tuple[Reshard, ...]:
+    merged: dict[tuple[str | int, ...], Reshard] = {}
+    for decided in calls:
+        for placed in decided.entries if inward else decided.exits:
+            merged.setdefault(placed.path, _reshard(trace, decided.frame, placed, origins, inward))
+    return tuple(merged.values())
+
+
+def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins, inward: bool) -> Reshard:
+    value = trace.values[placed.value]
+    collectives = reshard_between(placed.source, placed.target)
+    assert collectives is not None
+    crossing = Crossing(placed.path, placed.value, placed.value)
+    return Reshard(
+        path=placed.path,
+        source=placed.source,
+        target=placed.target,
+        forward=collectives.forward,
+        backward=collectives.backward if value.differentiable else Collective.NONE,
+        shape=value.shape,
+        dtype=dtype_name(value.dtype),
+        bytes=value.bytes,
+        differentiable=value.differentiable,
+        origin=origins.of_entry(frame, crossing) if inward else origins.of_exit(frame, placed.value),
+    )
+
+
+def _randomness(calls: list[FrameAssignment], assignment: Assignment) -> str | None:
+    kinds = {kind for decided in calls for kind in drawn_kinds(decided.frame, assignment)}
+    return "split" if "split" in kinds else ("same" if kinds else None)
+
+
+def drawn_kinds(frame: Frame, assignment: Assignment) -> set[str]:
+    """Which random streams a frame's own body needs: "split", "same", or both (which can't be served)."""
+    kinds: set[str] = set()
+    for node in frame.body:
+        if isinstance(node, Operation) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            layouts = [assignment.layouts.get(o, REPLICATED) for o in node.outputs if o is not None]
+            kinds.add("split" if any(held.is_sharded for held in layouts) else "same")
+    return kinds
+
+
+__all__ = ["drawn_kinds", "emit", "replace"]

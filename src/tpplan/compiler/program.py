@@ -1,0 +1,259 @@
+"""The compiler's output: plain data that says what becomes of each module, parameter and boundary.
+
+Equal inputs give equal programs; a program survives JSON; its digest is what ranks compare before they start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tpplan.compiler.layout import Collective, Layout
+from tpplan.plan import Diagnostic
+
+PROGRAM_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A change of layout at a module boundary.
+
+    Attributes:
+        path: where the tensor sits: the argument's name and positions inside it, or positions in the result.
+        source, target: the layouts before and after.
+        forward, backward: the collectives.
+        shape: of the whole tensor, in the example call.
+        dtype: of the tensor, such as `float32`.
+        bytes: of the whole tensor, in the example call.
+        differentiable: whether a gradient flows back.
+        origin: why it stands here.
+    """
+
+    path: tuple[str | int, ...]
+    source: Layout
+    target: Layout
+    forward: Collective
+    backward: Collective
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    differentiable: bool
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlacement:
+    """What becomes of a parameter.
+
+    Attributes:
+        names: every name it goes by; the first is canonical.
+        shape, local_shape: of the whole and of one rank's part.
+        dtype: such as `bfloat16`.
+        layout: R or S(dim).
+        summed: whether its gradient comes out partial and is summed over the axis once a backward.
+        trainable: whether it wants a gradient.
+        origin: the plan's line, or why it is replicated.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    layout: Layout
+    summed: bool
+    trainable: bool
+    origin: str
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def bytes(self) -> int:
+        return _count(self.shape) * self.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        return _count(self.local_shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttribute:
+    """An integer attribute of a module that counts something global, with its value on one rank."""
+
+    name: str
+    whole: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleProgram:
+    """What becomes of a module.
+
+    Attributes:
+        name: qualified name; "" is the root.
+        kind: the stock class's name.
+        style: the plan's style, or None where it was inferred.
+        origin: the plan's line, or "inferred".
+        calls: how often the model calls it in one forward.
+        entries, exits: reshards of its arguments and of its results.
+        reads: names of the parameters that its body reads, relative to the root.
+        random: "split" if it draws different random numbers on each rank, "same" if it draws the same, None if none.
+        local_attributes: attributes that hold a local count.
+    """
+
+    name: str
+    kind: str
+    style: str | None
+    origin: str
+    calls: int
+    entries: tuple[Reshard, ...] = ()
+    exits: tuple[Reshard, ...] = ()
+    reads: tuple[str, ...] = ()
+    random: str | None = None
+    local_attributes: tuple[LocalAttribute, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InputRecord:
+    """A tensor of the example call."""
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled plan; see the module's docstring.
+
+    Attributes:
+        plan: the plan's name.
+        model: the model's class.
+        axis: the mesh axis's name.
+        size: how many ranks the axis has.
+        training: the mode that was captured.
+        inputs: the tensors of the example call.
+        parameters, modules: in the model's order.
+        assumptions: data-dependent branches that the proof leaves aside, with their place.
+        diagnostics: warnings and notes; not part of the digest.
+    """
+
+    plan: str
+    model: str
+    axis: str
+    size: int
+    training: bool
+    inputs: tuple[InputRecord, ...]
+    parameters: tuple[ParameterPlacement, ...]
+    modules: tuple[ModuleProgram, ...]
+    assumptions: tuple[str, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
+    version: int = PROGRAM_VERSION
+
+    # -- what it costs --------------------------------------------------------------------------------------------
+    def reshards(self) -> Iterator[tuple[ModuleProgram, Reshard]]:
+        """Every reshard with its module, entries first."""
+        for module in self.modules:
+            for reshard in (*module.entries, *module.exits):
+                yield module, reshard
+
+    def count_collectives(self, backward: bool = True) -> Counter[str]:
+        """How often each collective runs in one forward, or in one forward and backward.
+
+        The coalesced sum of parameter gradients counts as one all-reduce per dtype, in the backward.
+        """
+        counted: Counter[str] = Counter()
+        for module, reshard in self.reshards():
+            ways = [reshard.forward] + ([reshard.backward] if backward and reshard.differentiable else [])
+            counted.update({str(way): module.calls for way in ways if way.communicates})
+        if backward:
+            dtypes = {p.dtype for p in self.parameters if p.summed and p.trainable}
+            if dtypes:
+                counted[str(Collective.ALL_REDUCE)] += len(dtypes)
+        return counted
+
+    @property
+    def summed_parameters(self) -> tuple[ParameterPlacement, ...]:
+        """Parameters whose gradients are summed over the axis."""
+        return tuple(p for p in self.parameters if p.summed and p.trainable)
+
+    # -- data -----------------------------------------------------------------------------------------------------
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
+        plain = asdict(self)
+        del plain["diagnostics"]
+        return json.loads(json.dumps(plain))
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The program as JSON text with sorted keys."""
+        return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Program:
+        """Read back what `to_dict` wrote."""
+        if plain.get("version") != PROGRAM_VERSION:
+            raise ValueError(f"program version {plain.get('version')} is not {PROGRAM_VERSION}")
+        fields = dict(plain)
+        fields["inputs"] = tuple(
+            InputRecord(tuple(i["path"]), tuple(i["shape"]), i["dtype"], i["differentiable"]) for i in plain["inputs"]
+        )
+        fields["parameters"] = tuple(_parameter(p) for p in plain["parameters"])
+        fields["modules"] = tuple(_module(m) for m in plain["modules"])
+        fields["assumptions"] = tuple(plain["assumptions"])
+        return cls(**fields)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the program's JSON; equal on all ranks or something is wrong."""
+        return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _layout(plain: Mapping[str, Any]) -> Layout:
+    return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"])
+
+
+def _parameter(plain: Mapping[str, Any]) -> ParameterPlacement:
+    return ParameterPlacement(
+        **{**plain, "layout": _layout(plain["layout"])}
+        | {key: tuple(plain[key]) for key in ("names", "shape", "local_shape")}
+    )
+
+
+def _reshard(plain: Mapping[str, Any]) -> Reshard:
+    return Reshard(
+        **{**plain}
+        | {
+            "path": tuple(plain["path"]),
+            "shape": tuple(plain["shape"]),
+            "source": _layout(plain["source"]),
+            "target": _layout(plain["target"]),
+            "forward": Collective(plain["forward"]),
+            "backward": Collective(plain["backward"]),
+        }
+    )
+
+
+def _module(plain: Mapping[str, Any]) -> ModuleProgram:
+    return ModuleProgram(
+        **{**plain}
+        | {
+            "entries": tuple(_reshard(r) for r in plain["entries"]),
+            "exits": tuple(_reshard(r) for r in plain["exits"]),
+            "reads": tuple(plain["reads"]),
+            "local_attributes": tuple(LocalAttribute(**a) for a in plain["local_attributes"]),
+        }
+    )

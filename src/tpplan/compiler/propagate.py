@@ -1,0 +1,183 @@
+"""Propagate: what one operation yields, forward and backward, when its operands lie as given, without communication.
+
+in:  an operation and the layouts of its operands
+out: the possible layouts of its results (`Outcome`s), or a `Refusal` with the reason
+
+    mm(x: R·∂P, w: S(1)) -> S(1)        mm(x: R, w: S(1)) -> refused: x's gradient would be partial
+    mul(x: R, w: R parameter) -> R      mul(x: S(1), w: R parameter) -> S(1), and w's gradient is partial
+
+Forward placements are DTensor's own rules. The gradient side follows from one fact: where a result is sharded or
+partial, each rank differentiates its own part, so the gradient of a replicated operand is a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.compat import NoRule, OperatorMeta, propagate
+from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, layout_of
+from tpplan.compiler.region import LocalValue, OperationNode
+from tpplan.compiler.trace import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One way in which an operation can run on local tensors.
+
+    Attributes:
+        outputs: a layout for each result (also for those that aren't tensors, where it means nothing).
+        partial_parameters: replicated parameters (local numbers) whose gradient comes out partial here.
+        replicated_parameters: replicated parameters whose gradient comes out whole here.
+    """
+
+    outputs: tuple[Layout, ...]
+    partial_parameters: frozenset[int] = frozenset()
+    replicated_parameters: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an operation can't run on local tensors.
+
+    Attributes:
+        kind: "no-rule", "communication", "gradient", "in-place" or "reduction".
+        reason: in words.
+        operands: the operands' layouts, by local number.
+    """
+
+    kind: str
+    reason: str
+    operands: tuple[tuple[int, Layout], ...]
+
+
+class Propagator:
+    """Answers for one axis size; remembers what it asked."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._rules: dict[object, tuple[Layout | None, ...] | None | str] = {}
+
+    def outcomes(
+        self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]
+    ) -> list[Outcome] | Refusal:
+        """The ways in which `node` can run, given its operands' layouts by local number."""
+        node_inputs = _meaningful_inputs(node, values)
+        operands = tuple((i, layout(i)) for i in dict.fromkeys((*node_inputs, *node.overwritten)))
+        if all(held.is_replicated for _, held in operands):
+            return self._replicated(node, values, operands)
+        if node.overwritten:
+            return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
+        forward = self._forward(node, values, dict(operands))
+        if isinstance(forward, Refusal):
+            return forward
+        partial: set[int] = set()
+        for identifier, held in operands:
+            value = values[identifier]
+            if not (held.is_replicated and value.differentiable):
+                continue
+            if value.parameter is not None:
+                partial.add(identifier)
+            elif held == REPLICATED:
+                reason = "reads a replicated value beside a sharded one, so that the value's gradient is partial"
+                return Refusal("gradient", reason, operands)
+        outputs: list[Layout] = []
+        for output, held in zip(node.outputs, forward, strict=True):
+            if output is not None and held.is_replicated and values[output].differentiable:
+                return Refusal("reduction", "makes a replicated value from a sharded one", operands)
+            outputs.append(held)
+        return [Outcome(tuple(outputs), frozenset(partial))]
+
+    def _replicated(
+        self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
+    ) -> list[Outcome] | Refusal:
+        activations = {held for i, held in operands if values[i].differentiable and values[i].parameter is None}
+        if len(activations) > 1:
+            reason = "mixes a value whose gradient is partial with one whose gradient is whole"
+            return Refusal("gradient", reason, operands)
+        parameters = frozenset(i for i, _ in operands if values[i].differentiable and values[i].parameter is not None)
+        kinds = activations or ({REPLICATED, REPLICATED_PARTIAL} if parameters else {REPLICATED})
+        found: list[Outcome] = []
+        for kind in sorted(kinds, key=lambda held: held.gradient, reverse=True):
+            outputs = tuple(kind if o is not None and values[o].differentiable else REPLICATED for o in node.outputs)
+            if kind == REPLICATED:
+                found.append(Outcome(outputs, replicated_parameters=parameters))
+            else:
+                found.append(Outcome(outputs, partial_parameters=parameters))
+        return found
+
+    def _forward(
+        self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
+    ) -> tuple[Layout, ...] | Refusal:
+        def describe(argument: Any) -> Any:
+            if isinstance(argument, Reference):
+                value = values[argument.identifier]
+                placement: Placement = layouts.get(argument.identifier, REPLICATED).placement
+                return OperatorMeta(value.shape, value.stride, value.dtype, placement)
+            if isinstance(argument, tuple):
+                items = [describe(item) for item in argument]  # pyright: ignore
+                return tuple(items)
+            return argument
+
+        arguments = _drop_empty_operands(node, values)
+        arguments = tuple(describe(argument) for argument in arguments)
+        keywords = tuple((name, describe(argument)) for name, argument in node.keywords)
+        key = (node.target, arguments, keywords)
+        try:
+            known = self._rules.get(key)
+            cached = known is not None
+        except TypeError:
+            known, cached, key = None, False, None
+        if not cached:
+            known = self._ask(node, arguments, keywords)
+            if key is not None:
+                self._rules[key] = known
+        operands = tuple(layouts.items())
+        if isinstance(known, str):
+            kind, _, reason = known.partition(":")
+            return Refusal(kind, reason, operands)
+        assert known is not None
+        outputs: list[Layout] = []
+        for held in known:
+            if held is None:
+                return Refusal("reduction", "reduces over a sharded dim with something other than a sum", operands)
+            outputs.append(held)
+        return tuple(outputs)
+
+    def _ask(
+        self, node: OperationNode, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
+    ) -> tuple[Layout | None, ...] | str:
+        try:
+            placements = propagate(node.target, arguments, dict(keywords), self.size)
+        except NoRule as error:
+            return f"no-rule:{error}"
+        if placements is None:
+            return "communication:needs values that other ranks hold"
+        if len(placements) == 1 and len(node.outputs) > 1:
+            placements = placements * len(node.outputs)
+        if len(placements) != len(node.outputs):
+            return "no-rule:DTensor's rule doesn't tell the placement of every result"
+        return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
+
+
+def _meaningful_inputs(node: OperationNode, values: Sequence[LocalValue]) -> tuple[int, ...]:
+    """The operands that carry data: `cat` ignores empty one-dim tensors (a key-value cache starts with one)."""
+    if node.target is torch.ops.aten.cat.default:
+        kept = tuple(i for i in node.inputs if values[i].shape != (0,))
+        return kept or node.inputs
+    return node.inputs
+
+
+def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> tuple[Any, ...]:
+    if node.target is not torch.ops.aten.cat.default:
+        return node.arguments
+    tensors, *rest = node.arguments
+    kept = tuple(t for t in tensors if not isinstance(t, Reference) or values[t.identifier].shape != (0,))
+    return (kept or tensors, *rest)
+
+
+__all__ = ["PARTIAL", "Outcome", "Propagator", "Refusal"]

@@ -1,0 +1,229 @@
+"""The recording of one run: a dispatch mode that turns aten calls on meta tensors into trace operations.
+
+in:  aten calls, as torch issues them below autograd
+out: `Operation`s appended to the frame that is open, and a value for every tensor seen
+
+    x.mul(2)   ->   Operation(aten.mul.Tensor, (Reference(3), 2), outputs=(4,))
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import OpOverload, TorchDispatchMode, schema_mutates, schema_returns_view
+from tpplan.compiler.trace import Assumption, Crossing, Frame, Location, Operation, Reference, Value
+
+_INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parent.parent))
+_OUTSIDE_GRAPH = ("aten.detach.default", "aten.detach_.default")
+
+
+class DataDependentError(Exception):
+    """The model asked for the number inside a tensor, which a capture on meta tensors doesn't have."""
+
+
+@dataclass(slots=True)
+class OpenFrame:
+    """A frame that is being recorded."""
+
+    module: str
+    call: int
+    body: list[Operation | Frame]
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations and values; see the module's docstring.
+
+    Results of functional operators are memoised by the geometry of their operands, since meta kernels written in
+    Python are slower than everything else in a capture.
+    """
+
+    def __init__(self, watch: Callable[[str], None] | None = None) -> None:
+        super().__init__()
+        self.values: list[Value] = []
+        self.assumptions: list[Assumption] = []
+        self.frames: list[OpenFrame] = []
+        self._identity: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # ids are only unique while their objects live
+        self._storage: list[int] = []
+        self._members: dict[int, list[int]] = {}
+        self._memo: dict[object, tuple[object, list[tuple[Any, ...]]]] = {}
+        self._meta_copies: dict[int, Tensor] = {}
+        self._paused = 0
+
+    # -- values ---------------------------------------------------------------------------------------------------
+    def value_of(self, tensor: Tensor) -> int:
+        """The value that `tensor` stands for; a tensor never seen before becomes a constant."""
+        found = self._identity.get(id(tensor))
+        return self.new_value(tensor, tensor.requires_grad) if found is None else found
+
+    def new_value(self, tensor: Tensor, differentiable: bool, storage_of: int | None = None) -> int:
+        """Give `tensor` a fresh value, also if it had one before."""
+        identifier = len(self.values)
+        self.values.append(
+            Value(identifier, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, differentiable)
+        )
+        storage = identifier if storage_of is None else self._storage[storage_of]
+        self._storage.append(storage)
+        self._members.setdefault(storage, []).append(identifier)
+        self._identity[id(tensor)] = identifier
+        self._alive.append(tensor)
+        return identifier
+
+    def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
+        """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
+        outside = self.value_of(tensor)
+        self._paused += 1
+        try:
+            alias = torch.ops.aten.alias.default(tensor)
+        finally:
+            self._paused -= 1
+        return alias, outside, self.new_value(alias, self.values[outside].differentiable, storage_of=outside)
+
+    # -- operations -----------------------------------------------------------------------------------------------
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if self._paused or not self.frames:
+            return func(*args, **keywords)
+        operands = _tensors((*args, *keywords.values()))
+        on_meta = [operand.is_meta for operand in operands]
+        if not any(on_meta):
+            if operands or not _is_meta_device(keywords.get("device")):
+                return func(*args, **keywords)  # real constants stay real: the model may read their values
+        elif not all(on_meta):
+            args, keywords = self._constants_to_meta(args, keywords)
+            operands = _tensors((*args, *keywords.values()))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._assume(operands[0])
+        return self._record(func, args, keywords, operands)
+
+    def _record(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]) -> Any:
+        inputs = tuple(self.value_of(operand) for operand in operands)
+        arguments = tuple(self._refer(argument) for argument in args)
+        named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
+        written = schema_mutates(func)
+        view = schema_returns_view(func)
+        result = self._run(func, args, keywords, memoise=not written and not view)
+        differentiable = (
+            torch.is_grad_enabled()
+            and func.name() not in ("aten::detach", "aten::detach_")
+            and any(self.values[identifier].differentiable for identifier in inputs)
+        )
+        overwritten: tuple[int, ...] = ()
+        if written:
+            target = args[written[0]] if written[0] < len(args) else next(iter(keywords.values()))
+            targets = [target] if isinstance(target, Tensor) else [t for t in target if isinstance(t, Tensor)]
+            overwritten = self._aliases_of(targets)
+        outputs: list[int | None] = []
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(made, Tensor):
+                outputs.append(None)
+                continue
+            grad = differentiable and (made.is_floating_point() or made.is_complex())
+            base = inputs[0] if (view or written) and inputs else None
+            outputs.append(self.new_value(made, grad, storage_of=base))
+        self.frames[-1].body.append(
+            Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self._location())
+        )
+        return result
+
+    def _aliases_of(self, targets: list[Tensor]) -> tuple[int, ...]:
+        found: list[int] = []
+        for target in targets:
+            own = self.value_of(target)
+            found.extend(other for other in self._members[self._storage[own]] if other != own)
+        return tuple(found)
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool) -> Any:
+        if not memoise:
+            return func(*args, **keywords)
+        key = (func, *map(_geometry, args), *((name, _geometry(a)) for name, a in keywords.items()))
+        try:
+            known = self._memo.get(key)
+        except TypeError:
+            return func(*args, **keywords)
+        if known is None:
+            result = func(*args, **keywords)
+            made = list(result) if isinstance(result, (tuple, list)) else [result]
+            if made and all(isinstance(item, Tensor) and item.is_meta for item in made):
+                shapes = [(tuple(item.shape), tuple(item.stride()), item.dtype) for item in made]
+                self._memo[key] = (type(result), shapes)
+            return result
+        container, shapes = known
+        made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in shapes]
+        if container is tuple or container is list:
+            return container(made)  # pyright: ignore[reportCallIssue]
+        return made[0]
+
+    def _refer(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return Reference(self.value_of(argument))
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._refer(item) for item in argument)  # pyright: ignore[reportUnknownVariableType]
+        return argument
+
+    def _constants_to_meta(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def convert(argument: Any) -> Any:
+            if isinstance(argument, Tensor) and not argument.is_meta:
+                copy = self._meta_copies.get(id(argument))
+                if copy is None:
+                    copy = self._meta_copies[id(argument)] = torch.empty_strided(
+                        argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+                    )
+                    self._alive.append(argument)
+                return copy
+            if isinstance(argument, (list, tuple)):
+                return type(argument)(convert(item) for item in argument)  # pyright: ignore
+            return argument
+
+        return tuple(convert(a) for a in args), {name: convert(a) for name, a in keywords.items()}
+
+    def _assume(self, tensor: Tensor) -> bool:
+        location = self._location()
+        if tensor.dtype is not torch.bool:
+            raise DataDependentError(f"reads the value of a tensor at {location}")
+        self.assumptions.append(Assumption(self.frames[-1].module, location))
+        return False
+
+    @staticmethod
+    def _location() -> Location | None:
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith(_INTERNAL) and not name.startswith("<"):
+                return Location(name, frame.f_lineno)
+            frame = frame.f_back
+        return None
+
+
+def _is_meta_device(device: object) -> bool:
+    return device is not None and torch.device(device).type == "meta"  # pyright: ignore[reportArgumentType]
+
+
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found.extend(item for item in argument if isinstance(item, Tensor))  # pyright: ignore
+    return found
+
+
+def _geometry(argument: Any) -> object:
+    if isinstance(argument, Tensor):
+        return (argument.shape, argument.stride(), argument.dtype)
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_geometry, argument))  # pyright: ignore[reportUnknownArgumentType]
+    return (type(argument), argument)
+
+
+__all__ = ["Crossing", "DataDependentError", "OpenFrame", "Recorder"]

@@ -1,0 +1,307 @@
+"""Regions: module calls with their names taken off, so that equal layers are one object and are solved once.
+
+in:  a trace and the bindings of its modules
+out: a tree of `Instance`s over shared `Region`s
+
+    layers.0, layers.1, … layers.125   ->   one Region; 126 Instances that map its local values to the trace's
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpplan.compat import OpOverload
+from tpplan.compiler.bind import Binding
+from tpplan.compiler.layout import Layout
+from tpplan.compiler.trace import Frame, Location, Operation, Path, Reference, Trace
+from tpplan.plan import Pin, Style
+
+
+@dataclass(frozen=True, slots=True)
+class LocalValue:
+    """A value of a region. `parameter` is set for a parameter: its layout when sharded, REPLICATED otherwise."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    parameter: Layout | None = None
+    constant: bool = False
+
+    @property
+    def bytes(self) -> int:
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class OperationNode:
+    """An operation of a region; `Reference`s hold local numbers."""
+
+    target: OpOverload
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    overwritten: tuple[int, ...]
+    location: Location | None = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CallNode:
+    """A module call inside a region; numbers are local to the calling region."""
+
+    region: Region
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A crossing; numbers are local. `pin` is the layout family that the plan demands on the inside (entry) or
+    outside (exit)."""
+
+    path: Path
+    source: int
+    target: int
+    pin: Pin | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """The content of a module call, up to names. Compared by identity: equal regions are the same object.
+
+    Attributes:
+        values: geometry by local number.
+        inputs: values that come from outside: sources of entries first, then values read without crossing.
+        outputs: values handed outside: targets of exits first, then values that leave without crossing.
+        entries, exits: boundaries that can carry a reshard.
+        nodes: the body.
+        style: the plan's style of the module; None where it has none.
+        has_bias: for a rowwise linear, whether there is a bias to add after the reduction.
+        depth: nesting, for breaking ties.
+        solutions: memo of the placement pass, by the layouts of `inputs`.
+    """
+
+    values: tuple[LocalValue, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    entries: tuple[Boundary, ...]
+    exits: tuple[Boundary, ...]
+    nodes: tuple[OperationNode | CallNode, ...]
+    style: Style | None
+    depth: int
+    fixed: bool
+    solutions: dict[tuple[Layout, ...], Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One module call: its region, the trace's values by local number, and the calls inside, in order."""
+
+    frame: Frame
+    region: Region
+    values: tuple[int, ...]
+    children: tuple[Instance, ...]
+
+
+def build_regions(trace: Trace, binding: Binding, fixed: frozenset[str] = frozenset()) -> Instance:
+    """Turn a trace into instances over shared regions.
+
+    Args:
+        trace: as captured.
+        binding: what the plan says of modules and parameters.
+        fixed: modules whose boundaries may not carry a reshard unless the plan pins one.
+    """
+    return _Builder(trace, binding, fixed).build(trace.root, 0)
+
+
+class _Builder:
+    def __init__(self, trace: Trace, binding: Binding, fixed: frozenset[str]) -> None:
+        self.trace = trace
+        self.binding = binding
+        self.fixed = fixed
+        self.interned: dict[object, Region] = {}
+        self.free, self.escapes = _uncrossed(trace)
+
+    def build(self, frame: Frame, depth: int) -> Instance:
+        numbers: dict[int, int] = {}
+        values: list[LocalValue] = []
+
+        def local(identifier: int) -> int:
+            if identifier not in numbers:
+                numbers[identifier] = len(values)
+                values.append(self._local_value(identifier))
+            return numbers[identifier]
+
+        bound = self.binding.modules.get(frame.module)
+        sources = [crossing.source for crossing in frame.entries]
+        inputs = tuple(dict.fromkeys(local(i) for i in (*sources, *self.free.get(id(frame), ()))))
+        entries = tuple(
+            Boundary(c.path, local(c.source), local(c.target), _entry_pin(bound, index))
+            for index, c in enumerate(frame.entries)
+        )
+        children: list[Instance] = []
+        nodes: list[OperationNode | CallNode] = []
+        for node in frame.body:
+            if isinstance(node, Operation):
+                nodes.append(_operation(node, local))
+                continue
+            child = self.build(node, depth + 1)
+            children.append(child)
+            nodes.append(
+                CallNode(
+                    child.region,
+                    tuple(local(child.values[i]) for i in child.region.inputs),
+                    tuple(local(child.values[i]) for i in child.region.outputs),
+                )
+            )
+        pin = bound.rule.output if bound is not None else None
+        exits = tuple(Boundary(c.path, local(c.source), local(c.target), pin) for c in frame.exits)
+        outputs = tuple(dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ()))))
+        region = Region(
+            tuple(values), inputs, outputs, entries, exits, tuple(nodes),
+            bound.style if bound is not None else None, depth, frame.module in self.fixed,
+        )  # fmt: skip
+        region = self.interned.setdefault(_key(region), region)
+        return Instance(frame, region, tuple(numbers), tuple(children))
+
+    def _local_value(self, identifier: int) -> LocalValue:
+        value = self.trace.values[identifier]
+        names = self.trace.parameters.get(identifier)
+        layout = None if names is None else self.binding.parameters[names[0]]
+        constant = names is None and identifier in self.constants
+        return LocalValue(value.shape, value.stride, value.dtype, value.differentiable, layout, constant)
+
+    @property
+    def constants(self) -> frozenset[int]:
+        return _constants(self.trace)
+
+
+def _entry_pin(bound: Any, index: int) -> Pin | None:
+    if bound is None or index > 0:
+        return None
+    if bound.rule.input is not None:
+        return bound.rule.input
+    return {
+        Style.COLWISE: Pin.REPLICATE,
+        Style.ROWWISE: Pin.SHARD,
+        Style.VOCAB: Pin.REPLICATE,
+        Style.SEQUENCE: Pin.SEQUENCE,
+        Style.REPLICATE: Pin.REPLICATE,
+    }.get(bound.style)
+
+
+def _operation(node: Operation, local: Any) -> OperationNode:
+    def refer(argument: Any) -> Any:
+        if isinstance(argument, Reference):
+            return Reference(local(argument.identifier))
+        if isinstance(argument, tuple):
+            return tuple(refer(item) for item in argument)  # pyright: ignore
+        return argument
+
+    return OperationNode(
+        node.target,
+        tuple(refer(a) for a in node.arguments),
+        tuple((name, refer(a)) for name, a in node.keywords.items()),
+        tuple(local(i) for i in node.inputs),
+        tuple(None if o is None else local(o) for o in node.outputs),
+        tuple(local(i) for i in node.overwritten),
+        node.location,
+    )
+
+
+def _key(region: Region) -> object:
+    nodes = tuple(
+        (
+            (n.target, _typed(n.arguments), _typed(n.keywords), n.inputs, n.outputs, n.overwritten)
+            if isinstance(n, OperationNode)
+            else (id(n.region), n.inputs, n.outputs)
+        )
+        for n in region.nodes
+    )
+    return (region.values, region.inputs, region.outputs, region.entries, region.exits, nodes, region.style, region.fixed)
+
+
+def _typed(argument: Any) -> object:
+    """Python holds 1 == 1.0 == True; operators don't."""
+    if isinstance(argument, tuple):
+        return tuple(map(_typed, argument))  # pyright: ignore
+    return (type(argument), argument)
+
+
+_CONSTANTS: dict[int, tuple[Trace, frozenset[int]]] = {}
+
+
+def _constants(trace: Trace) -> frozenset[int]:
+    known = _CONSTANTS.get(id(trace))
+    if known is not None and known[0] is trace:
+        return known[1]
+    made: set[int] = set(trace.inputs) | set(trace.parameters)
+    for frame in trace.root.walk():
+        made.update(c.target for c in (*frame.entries, *frame.exits))
+        for node in frame.body:
+            if isinstance(node, Operation):
+                made.update(o for o in node.outputs if o is not None)
+    found = frozenset(v.identifier for v in trace.values if v.identifier not in made)
+    _CONSTANTS.clear()
+    _CONSTANTS[id(trace)] = (trace, found)
+    return found
+
+
+def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Values that pass a module boundary other than through arguments and results, by id of the frame:
+    (read from outside, left for the outside)."""
+    ancestors: dict[int, tuple[Frame, ...]] = {}
+    home: dict[int, Frame] = {}
+    uses: dict[int, list[Frame]] = defaultdict(list)
+
+    def visit(frame: Frame, above: tuple[Frame, ...]) -> None:
+        path = (*above, frame)
+        ancestors[id(frame)] = path
+        for crossing in frame.entries:
+            home[crossing.target] = frame
+            if above:
+                uses[crossing.source].append(above[-1])
+        for crossing in frame.exits:
+            uses[crossing.source].append(frame)
+            if above:
+                home[crossing.target] = above[-1]
+        for node in frame.body:
+            if isinstance(node, Frame):
+                visit(node, path)
+                continue
+            for identifier in (*node.inputs, *node.overwritten):
+                if identifier not in trace.parameters:
+                    uses[identifier].append(frame)
+            for output in node.outputs:
+                if output is not None:
+                    home[output] = frame
+
+    visit(trace.root, ())
+    free: dict[int, list[int]] = defaultdict(list)
+    escapes: dict[int, list[int]] = defaultdict(list)
+    for identifier, readers in uses.items():
+        origin = home.get(identifier)
+        if origin is None:
+            continue
+        source = ancestors[id(origin)]
+        for reader in readers:
+            if reader is origin:
+                continue
+            target = ancestors[id(reader)]
+            shared = sum(1 for a, b in zip(source, target, strict=False) if a is b)
+            for frame in source[shared:]:
+                if identifier not in escapes[id(frame)]:
+                    escapes[id(frame)].append(identifier)
+            for frame in target[shared:]:
+                if identifier not in free[id(frame)]:
+                    free[id(frame)].append(identifier)
+    return free, escapes

@@ -1,0 +1,155 @@
+"""The captured program: values, operations, and the tree of module calls that they happened in.
+
+Every tensor that enters or leaves a module call through its arguments or results gets a value of its own on the
+inside (a `Crossing`), so that a crossing is a node of the data flow: the one place that can carry a reshard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpplan.compat import OpOverload
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the trace, with its *global* geometry.
+
+    Attributes:
+        identifier: position in `Trace.values`.
+        shape, stride: in elements.
+        dtype: of the captured run.
+        differentiable: whether a gradient flows to it.
+    """
+
+    identifier: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @property
+    def bytes(self) -> int:
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Stands for a value in the arguments of an operation."""
+
+    identifier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """The line of the model's own source that an operation came from."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One aten operator call.
+
+    Attributes:
+        target: the operator overload.
+        arguments, keywords: as called, tensors replaced by `Reference`.
+        inputs: the values read, in order of appearance.
+        outputs: the values made, in order; None where a result isn't a tensor.
+        overwritten: values whose storage the operation wrote to, other than its result.
+        location: where in the model's source it was called; None for operators that torch itself issued.
+    """
+
+    target: OpOverload
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    overwritten: tuple[int, ...]
+    location: Location | None
+
+    @property
+    def name(self) -> str:
+        return str(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor passing a module boundary.
+
+    Attributes:
+        path: where it sits in the arguments (first the parameter's name) or in the results.
+        source: the value on the side that it comes from.
+        target: the value on the side that it goes to.
+    """
+
+    path: Path
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call of one module.
+
+    Attributes:
+        module: fully qualified name; "" for the root.
+        call: how many calls of this module came before.
+        entries, exits: the tensors passed in and out.
+        body: operations and inner frames, in order of execution.
+    """
+
+    module: str
+    call: int
+    entries: tuple[Crossing, ...]
+    exits: tuple[Crossing, ...]
+    body: tuple[Operation | Frame, ...]
+
+    def walk(self) -> Iterator[Frame]:
+        """This frame and every inner one, in order of execution."""
+        yield self
+        for node in self.body:
+            if isinstance(node, Frame):
+                yield from node.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A branch of the model that depends on data: the trace holds the side on which `location`'s test was false."""
+
+    module: str
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One run of the model.
+
+    Attributes:
+        root: the call of the whole model.
+        values: all values, by identifier.
+        parameters: value identifier to the parameter's qualified names (more than one if it is tied).
+        inputs: identifiers of the root's example inputs.
+        training: whether the run was in training mode.
+        assumptions: data-dependent branches met on the way.
+    """
+
+    root: Frame
+    values: tuple[Value, ...]
+    parameters: dict[int, tuple[str, ...]]
+    inputs: tuple[int, ...]
+    training: bool
+    assumptions: tuple[Assumption, ...] = field(default=())

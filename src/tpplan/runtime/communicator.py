@@ -1,0 +1,79 @@
+"""What the runtime needs of an axis: four collectives on plain tensors, over a process group.
+
+Other implementations stand in for it elsewhere: shapes only (the compiler's check), or threads (simulated ranks).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """The ranks of one axis, seen from one of them.
+
+    Attributes:
+        size: number of ranks.
+        rank: this one's number on the axis.
+    """
+
+    size: int
+    rank: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks. May write to `tensor`, which must be the caller's own."""
+        ...
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """The ranks' tensors, concatenated in rank order along `dim`."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim` of the sum over ranks."""
+        ...
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
+        """Part r of `tensor` along `split_dim` goes to rank r; what arrives is concatenated along `concatenate_dim`."""
+        ...
+
+
+class ProcessGroupCommunicator:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Take the ranks of `group`, in its order."""
+        self.group = group
+        self.size = group.size()
+        self.rank = group.rank()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Communicator`."""
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `Communicator`."""
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather_into_tensor(gathered, tensor, group=self.group)
+        return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `Communicator`."""
+        if dim != 0:
+            tensor = torch.cat(tensor.chunk(self.size, dim))
+        tensor = tensor.contiguous()
+        scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        dist.reduce_scatter_tensor(scattered, tensor, group=self.group)
+        return scattered
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
+        """See `Communicator`."""
+        sent = torch.stack(tensor.chunk(self.size, split_dim))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return torch.cat(received.unbind(), concatenate_dim)

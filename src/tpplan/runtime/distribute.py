@@ -1,0 +1,79 @@
+"""A rank's parts of the model's tensors: cut from the whole, or made on `meta`, and wrapped as DTensors."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpplan.compiler.program import ParameterPlacement
+from tpplan.runtime.communicator import Communicator
+
+
+class MeshDistributor:
+    """Distributes over the one axis of a device mesh."""
+
+    def __init__(self, mesh: DeviceMesh, axis: Communicator, source: dist.ProcessGroup | None) -> None:
+        """Cut for `axis`, whose DTensors live on `mesh` (one-dim).
+
+        Args:
+            mesh: the one-axis mesh.
+            axis: this rank's view of it.
+            source: a group whose first rank's numbers everybody takes; None if all hold the same already.
+        """
+        self.mesh = mesh
+        self.axis = axis
+        self.device = _device_of(mesh)
+        self._source = source
+
+    def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
+        """This rank's part of `parameter`, as a DTensor parameter on the mesh's device."""
+        local = self._local(parameter.detach(), placement)
+        distributed = DTensor.from_local(
+            local,
+            self.mesh,
+            [placement.layout.placement],
+            run_check=False,
+            shape=torch.Size(placement.shape),
+            stride=_contiguous_stride(placement.shape),
+        )
+        return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+
+    def _local(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
+        if whole.is_meta:
+            return torch.empty(placement.local_shape, dtype=whole.dtype, device="meta")
+        whole = self._agreed(whole)
+        dim = placement.layout.dim
+        if dim is None:
+            return whole.clone() if self._source is None else whole
+        count = placement.local_shape[dim]
+        return whole.narrow(dim, self.axis.rank * count, count).clone(memory_format=torch.contiguous_format)
+
+    def _agreed(self, whole: Tensor) -> Tensor:
+        if self._source is None:
+            return whole.to(self.device)
+        sent = whole.to(self.device, copy=True).contiguous()
+        dist.broadcast(sent, group=self._source, group_src=0)
+        return sent
+
+    def place_buffer(self, buffer: Tensor) -> Tensor:
+        """The buffer on the mesh's device, with the first rank's numbers."""
+        return buffer if buffer.is_meta else self._agreed(buffer)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, mesh.device_type)
+    return torch.device(mesh.device_type, module.current_device())
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= size
+    return tuple(reversed(stride))

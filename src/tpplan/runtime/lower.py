@@ -1,0 +1,202 @@
+"""Lower: rewrite the user's model as the program says. The only place that mutates it.
+
+in:  a stock model and its program
+out: the same model object: DTensor parameters, swapped classes, reshards at the boundaries
+
+Everything that can fail is prepared first; the changes are then made in one go and undone if one of them fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.capture import argument_names
+from tpplan.compiler.layout import Layout
+from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
+from tpplan.runtime.parameters import SummedParameters, read_shard
+from tpplan.runtime.randomness import SplitRandomness
+from tpplan.runtime.reshard import make_reshard
+
+
+class Distributor(Protocol):
+    """Makes a rank's part of a tensor, and the parameter that holds it."""
+
+    axis: Communicator
+    device: torch.device
+
+    def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
+        """The parameter that takes the stock one's place."""
+        ...
+
+    def place_buffer(self, buffer: Tensor) -> Tensor:
+        """The buffer that takes the stock one's place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    apply: Callable[[], None]
+    undo: Callable[[], None]
+
+
+def lower(
+    model: nn.Module, program: Program, distributor: Distributor, guard: Callable[..., None] | None = None
+) -> nn.Module:
+    """Rewrite `model` in place and return it; on any error it is left as it was.
+
+    Args:
+        model: the stock model that `program` was compiled for.
+        program: what to do.
+        distributor: makes the local parts, and knows the axis.
+        guard: called with the arguments of each call of the root, to raise for calls that weren't proved.
+    """
+    modules = dict(model.named_modules())
+    changes = [*_parameter_changes(model, program, distributor), *_buffer_changes(modules, distributor)]
+    changes += _module_changes(modules, program, distributor, guard)
+    done: list[_Change] = []
+    try:
+        for change in changes:
+            done.append(change)
+            change.apply()
+    except BaseException:
+        for change in reversed(done):
+            change.undo()
+        raise
+    return model
+
+
+def _parameter_changes(model: nn.Module, program: Program, distributor: Distributor) -> list[_Change]:
+    changes: list[_Change] = []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for placement in program.parameters:
+        owner, _, leaf = placement.name.rpartition(".")
+        stock = modules[owner]._parameters[leaf]
+        assert stock is not None, placement.name
+        replacement = distributor.distribute(stock, placement)
+        for name in placement.names:
+            owner, _, leaf = name.rpartition(".")
+            changes.append(_swap_entry(modules[owner]._parameters, leaf, replacement))
+    return changes
+
+
+def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor) -> list[_Change]:
+    placed: dict[int, Tensor] = {}
+    changes: list[_Change] = []
+    for module in modules.values():
+        for leaf, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in placed:
+                placed[id(buffer)] = distributor.place_buffer(buffer)
+            if placed[id(buffer)] is not buffer:
+                changes.append(_swap_entry(module._buffers, leaf, placed[id(buffer)]))
+    return changes
+
+
+def _swap_entry(table: dict[str, Any], key: str, replacement: Any) -> _Change:
+    stock = table[key]
+    return _Change(lambda: table.__setitem__(key, replacement), lambda: table.__setitem__(key, stock))
+
+
+def _module_changes(
+    modules: dict[str, nn.Module], program: Program, distributor: Distributor, guard: Callable[..., None] | None
+) -> list[_Change]:
+    placements = {name: placement for placement in program.parameters for name in placement.names}
+    summed = SummedParameters(distributor.axis)
+    opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
+    changes: list[_Change] = []
+    for spec in program.modules:
+        module = modules[spec.name]
+        is_root = spec.name == ""
+        runtime = ModuleRuntime(
+            label=_label(spec, placements),
+            axis=distributor.axis,
+            entries=tuple(_entry(module, spec, r, distributor.axis) for r in spec.entries),
+            exits=tuple(_exit(spec, r, distributor.axis) for r in spec.exits),
+            reads=tuple(_read(modules, spec, name, placements[name], summed) for name in spec.reads),
+            random=SplitRandomness(distributor.axis, distributor.device) if spec.random == "split" else None,
+            summed=summed if is_root and opened else None,
+            opened=opened if is_root else (),
+            guard=guard if is_root else None,
+        )
+        changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
+        changes.extend(_swap_attribute(module, a.name, a.local) for a in spec.local_attributes)
+    return changes
+
+
+def _swap_class(module: nn.Module, replacement: type[nn.Module], runtime: ModuleRuntime) -> _Change:
+    stock = type(module)
+
+    def apply() -> None:
+        module.__dict__[RUNTIME] = runtime
+        module.__class__ = replacement
+
+    def undo() -> None:
+        module.__class__ = stock
+        module.__dict__.pop(RUNTIME, None)
+
+    return _Change(apply, undo)
+
+
+def _swap_attribute(module: nn.Module, name: str, value: int) -> _Change:
+    stock = getattr(module, name)
+    return _Change(lambda: setattr(module, name, value), lambda: setattr(module, name, stock))
+
+
+def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return modules[owner], leaf
+
+
+def _read(
+    modules: dict[str, nn.Module],
+    spec: ModuleProgram,
+    name: str,
+    placement: ParameterPlacement,
+    summed: SummedParameters,
+) -> tuple[nn.Module, str, Callable[[Tensor], Tensor]]:
+    owner, leaf = _owner(modules, name)
+    return owner, leaf, summed.read if placement.summed else read_shard
+
+
+def _entry(module: nn.Module, spec: ModuleProgram, reshard: Reshard, axis: Communicator) -> EntryStep:
+    name, *inner = reshard.path
+    names = argument_names(type(module).forward)
+    text = str(name)
+    if text.startswith("*"):
+        position: int | None = int(text[1:])
+    else:
+        position = names.index(text) if text in names else None
+    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, fresh=False)
+    return EntryStep(text, position, tuple(inner), step)
+
+
+def _exit(spec: ModuleProgram, reshard: Reshard, axis: Communicator) -> ExitStep:
+    fresh = spec.style in ("rowwise", "vocab")
+    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, fresh)
+    return ExitStep(reshard.path, step)
+
+
+def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement]) -> str:
+    parts: list[str] = []
+    for name in spec.reads:
+        layout: Layout = placements[name].layout
+        if layout.is_sharded:
+            parts.append(f"{name.rpartition('.')[2]}={layout}")
+    parts += [f"{_shown(r)}: {r.source} -> {r.target}" for r in spec.entries]
+    parts += [f"result: {r.source} -> {r.target}" for r in spec.exits]
+    return ", ".join(parts)
+
+
+def _shown(reshard: Reshard) -> str:
+    return ".".join(str(part) for part in reshard.path)
+
+
+__all__ = ["Distributor", "Sequence", "lower"]

@@ -1,0 +1,244 @@
+"""The classes that stock modules are swapped for: same attributes and state_dict, a forward on local shards.
+
+`isinstance(module, nn.Linear)` still holds after a swap, since each class derives from the stock one, and
+`print(model)` shows what a module has become.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.parameters import SummedParameters
+from tpplan.runtime.randomness import SplitRandomness
+from tpplan.runtime.reshard import ReshardStep
+
+Reader = Callable[[Tensor], Tensor]
+RUNTIME = "_tpplan"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryStep:
+    """A reshard of one argument: by name, by position if it was passed so, and by the path inside it."""
+
+    name: str
+    position: int | None
+    inner: tuple[str | int, ...]
+    step: ReshardStep
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStep:
+    """A reshard of one result, by its path in the results."""
+
+    path: tuple[str | int, ...]
+    step: ReshardStep
+
+
+@dataclass(slots=True)
+class ModuleRuntime:
+    """What a swapped module needs at run time.
+
+    Attributes:
+        label: what `print` adds to the stock representation.
+        entries, exits: reshards at the boundary.
+        reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
+        axis: the ranks.
+        random: a guard around bodies that draw different random numbers on each rank.
+        opened: for the root: the summed parameters to hand out, in order.
+        summed: the parameters whose gradients are summed.
+    """
+
+    label: str
+    axis: Communicator
+    entries: tuple[EntryStep, ...] = ()
+    exits: tuple[ExitStep, ...] = ()
+    reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
+    random: SplitRandomness | None = None
+    summed: SummedParameters | None = None
+    opened: tuple[tuple[nn.Module, str], ...] = ()
+    guard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Reshard the arguments of a call."""
+        moved: list[Any] | None = None
+        copied = False
+        for entry in self.entries:
+            if entry.position is not None and entry.position < len(args):
+                if moved is None:
+                    moved = list(args)
+                moved[entry.position] = _apply(moved[entry.position], entry.inner, entry.step)
+            elif entry.name in kwargs:
+                if not copied:
+                    kwargs, copied = dict(kwargs), True
+                kwargs[entry.name] = _apply(kwargs[entry.name], entry.inner, entry.step)
+        return (args if moved is None else tuple(moved)), kwargs
+
+    def leave(self, result: Any) -> Any:
+        """Reshard the results of a call."""
+        for exit_step in self.exits:
+            result = _apply(result, exit_step.path, exit_step.step)
+        return result
+
+
+def _apply(held: Any, path: tuple[str | int, ...], step: ReshardStep) -> Any:
+    """`held` with the tensor at `path` resharded; containers on the way are copied, other objects are written to."""
+    if not path:
+        return step(held) if isinstance(held, Tensor) else held
+    key, *rest = path
+    if isinstance(held, tuple):
+        assert isinstance(key, int)
+        items = list(held)  # pyright: ignore
+        items[key] = _apply(items[key], tuple(rest), step)
+        return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
+    held[key] = _apply(held[key], tuple(rest), step)
+    return held
+
+
+class ShardedModule(nn.Module):
+    """The part that all swapped classes share: reshard arguments, show the body local parameters, reshard results."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stock forward on local tensors."""
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.entries:
+            args, kwargs = runtime.enter(args, kwargs)
+        for owner, name, read in runtime.reads:
+            # An instance attribute comes before nn.Module's own look-up of parameters.
+            owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
+        try:
+            if runtime.random is None or not self.training:
+                result = super().forward(*args, **kwargs)
+            else:
+                with runtime.random:
+                    result = super().forward(*args, **kwargs)
+        finally:
+            for owner, name, _ in runtime.reads:
+                owner.__dict__.pop(name, None)
+        return runtime.leave(result) if runtime.exits else result
+
+    def extra_repr(self) -> str:
+        """The stock representation, and what the module has become."""
+        stock = super().extra_repr()
+        label = self.__dict__[RUNTIME].label
+        return f"{stock}, {label}" if stock and label else stock or label
+
+
+class ShardedRoot(ShardedModule):
+    """The model itself: hands out summed parameters before the body runs, and checks the call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on local tensors."""
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.guard is not None:
+            runtime.guard(args, kwargs)
+        if runtime.summed is None:
+            return super().forward(*args, **kwargs)
+        runtime.summed.open([owner._parameters[name] for owner, name in runtime.opened])  # pyright: ignore
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            runtime.summed.close()
+
+
+class ShardedLinear(ShardedModule):
+    """A linear layer split by columns, its body written out to spare the detour over attributes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x (…, in) to y (…, out / size)."""
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.entries:
+            input = runtime.entries[0].step(input)
+        (_, _, read), *_ = runtime.reads
+        parameters: dict[str, Tensor | None] = self._parameters
+        bias = parameters["bias"]
+        weight = parameters["weight"]
+        assert weight is not None
+        result = functional.linear(input, read(weight), None if bias is None else runtime.reads[1][2](bias))
+        return runtime.exits[0].step(result) if runtime.exits else result
+
+
+class ReducedLinear(ShardedModule):
+    """A linear layer split by rows: the products are reduced, then the bias is added once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x (…, in / size) to y (…, out)."""
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.entries:
+            input = runtime.entries[0].step(input)
+        parameters: dict[str, Tensor | None] = self._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        result = functional.linear(input, runtime.reads[0][2](weight))
+        if runtime.exits:
+            result = runtime.exits[0].step(result)
+        return result if bias is None else result + runtime.reads[1][2](bias)
+
+
+class VocabularyEmbedding(ShardedModule):
+    """An embedding table split by rows: ids that another rank holds give zero rows, and the ranks' rows are summed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids (…) to rows (…, hidden)."""
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        table = runtime.reads[0][2](self._parameters["weight"])  # pyright: ignore
+        rows, axis = table.shape[0], runtime.axis
+        local = input - axis.rank * rows
+        foreign = (local < 0) | (local >= rows)
+        padding = self.padding_idx
+        if padding is not None:
+            padding -= axis.rank * rows
+            padding = padding if 0 <= padding < rows else None
+        result = functional.embedding(local.masked_fill(foreign, 0), table, padding)
+        result = result.masked_fill(foreign.unsqueeze(-1), 0)
+        return runtime.exits[0].step(result) if runtime.exits else result
+
+
+_PREFIX: dict[str | None, str] = {
+    "colwise": "Colwise",
+    "rowwise": "Rowwise",
+    "vocab": "Vocabulary",
+    "sequence": "Sequence",
+    "replicate": "Replicated",
+    None: "Sharded",
+}
+
+
+@functools.cache
+def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type[nn.Module]:
+    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination."""
+    base: type[ShardedModule] = ShardedModule
+    if root:
+        base = ShardedRoot
+    elif style == "colwise" and stock.forward is nn.Linear.forward:
+        base = ShardedLinear
+    elif style == "rowwise":
+        base = ReducedLinear
+    elif style == "vocab":
+        base = VocabularyEmbedding
+    name = f"{_PREFIX[style]}{stock.__name__}"
+    return type(name, (base, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__})
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """Whether `module` was swapped already."""
+    return isinstance(module, ShardedModule)
+
+
+__all__ = [
+    "EntryStep",
+    "ExitStep",
+    "ModuleRuntime",
+    "ShardedModule",
+    "is_parallel",
+    "swapped_class",
+    "torch",
+    "field",
+]
