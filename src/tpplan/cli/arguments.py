@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tpplan.report.diagnostics import Format
-
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
+FORMATS = ("full", "concise", "json", "github")
 MODEL_HELP = "a folder or file with a transformers config.json, hf:MODEL_TYPE, or package.module:callable"
 
 
@@ -35,10 +34,9 @@ def add_format_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--format`."""
     parser.add_argument(
         "--format",
-        type=_format,
-        choices=list(Format),
-        default=Format.FULL,
-        metavar="|".join(Format),
+        choices=FORMATS,
+        default="full",
+        metavar="|".join(FORMATS),
         help="how findings are written (default: full)",
     )
 
@@ -78,7 +76,3 @@ def override(text: str) -> tuple[str, str]:
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} isn't of the form KEY=VALUE")
     return key, value
-
-
-def _format(text: str) -> Format | str:
-    return Format(text) if text in list(Format) else text

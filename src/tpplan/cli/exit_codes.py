@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from tpplan.plan import Diagnostic, Severity
+if TYPE_CHECKING:
+    from tpplan.plan import Diagnostic
 
 CLEAN: Final = 0
 FINDINGS: Final = 1
@@ -22,7 +23,7 @@ class UsageError(Exception):
 
 def exit_code(diagnostics: Iterable[Diagnostic]) -> int:
     """1 if there are errors, 2 if one of them kept something from being read at all, else 0."""
-    errors = [diagnostic.code for diagnostic in diagnostics if diagnostic.severity is Severity.ERROR]
+    errors = [diagnostic.code for diagnostic in diagnostics if diagnostic.severity == "error"]
     if not errors:
         return CLEAN
     return FAILED if _NOT_EVEN_READ.intersection(errors) else FINDINGS

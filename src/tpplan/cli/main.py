@@ -6,10 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tpplan.cli import bench, demo, explain, rule, schema, suggest, validate, verify
 from tpplan.cli.exit_codes import BROKEN_PIPE, FAILED, INTERRUPTED, UsageError, exit_code
-from tpplan.plan import Diagnostic, PlanError
+
+if TYPE_CHECKING:
+    from tpplan.plan import Diagnostic
 
 _COMMANDS = (validate, explain, verify, suggest, demo, bench, rule, schema)
 _EXAMPLES = """\
@@ -43,10 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"tpplan {parsed.command}: {error}", file=sys.stderr)
         return FAILED
-    except PlanError as error:
-        return _show_findings(error.diagnostics)
     except Exception as error:
-        return _report_bug(error, bool(getattr(parsed, "traceback", False)))
+        return _report(error, bool(getattr(parsed, "traceback", False)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +73,14 @@ class _Version(argparse.Action):
 
         print(f"tpplan {tpplan.__version__}")
         parser.exit()
+
+
+def _report(error: Exception, show_traceback: bool) -> int:
+    from tpplan.plan import PlanError
+
+    if isinstance(error, PlanError):
+        return _show_findings(error.diagnostics)
+    return _report_bug(error, show_traceback)
 
 
 def _show_findings(diagnostics: tuple[Diagnostic, ...]) -> int:

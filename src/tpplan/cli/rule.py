@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import add_command
 from tpplan.cli.exit_codes import CLEAN, UsageError
-from tpplan.plan import CATALOGUE, Entry
-from tpplan.plan.suggest import did_you_mean
-from tpplan.report.catalogue import entry_text, index_text, markdown_page
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
+    from tpplan.plan import Entry
 
 _EXAMPLES = """\
   tpplan rule TP012                     by code
@@ -39,6 +37,9 @@ def register(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one entry, all of them, or the list."""
+    from tpplan.plan import CATALOGUE
+    from tpplan.report.catalogue import entry_text, index_text, markdown_page
+
     if arguments.code is not None and arguments.all:
         raise UsageError("give a code or --all, not both")
     if arguments.markdown and not arguments.all:
@@ -53,6 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find(wanted: str) -> Entry:
+    from tpplan.plan import CATALOGUE
+    from tpplan.plan.suggest import did_you_mean
+
     if wanted.upper() in CATALOGUE:
         return CATALOGUE[wanted.upper()]
     by_name = {entry.name: entry for entry in CATALOGUE.values()}

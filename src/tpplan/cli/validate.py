@@ -7,12 +7,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import add_command, add_format_argument, add_model_arguments
-from tpplan.cli.exit_codes import UsageError, exit_code
-from tpplan.plan import Diagnostic, Plan, Severity, check_plan
-from tpplan.report.diagnostics import Format, render, summary, wants_color
+from tpplan.cli.exit_codes import CLEAN, UsageError, exit_code
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
+    from tpplan.plan import Diagnostic, Plan
 
 _EXAMPLES = """\
   tpplan validate plans/*.yaml                              each plan by itself; takes no torch
@@ -29,7 +28,7 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "validate",
         help="check plans by themselves, or against a model",
-        description="Check plans and report every finding at its place. With --model, compile each plan for that model.",
+        description="Check plans, and report every finding at its place. With --model, compile them for that model.",
         examples=_EXAMPLES,
     )
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="a plan file, a shipped plan's name, or - for stdin")
@@ -40,6 +39,8 @@ def register(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check every plan; the exit code says whether any has errors."""
+    from tpplan.plan import check_plan
+
     if arguments.model is None:
         _refuse_model_options(arguments)
     diagnostics: list[Diagnostic] = []
@@ -67,20 +68,22 @@ def _check_against_model(plan: Plan, arguments: argparse.Namespace) -> list[Diag
 
 
 def _show(diagnostics: list[Diagnostic], arguments: argparse.Namespace) -> None:
-    chosen: Format = arguments.format
+    from tpplan.report.diagnostics import Format, render, summary, wants_color
+
+    chosen = Format(arguments.format)
     text = render(diagnostics, chosen, color=wants_color(sys.stdout))
     if text:
         print(text)
     if chosen in (Format.FULL, Format.CONCISE):
         if text and chosen is Format.FULL:
             print()
-        print(_closing_line(diagnostics, arguments))
+        print(_closing_line(diagnostics, summary(diagnostics), arguments))
 
 
-def _closing_line(diagnostics: list[Diagnostic], arguments: argparse.Namespace) -> str:
-    if any(diagnostic.severity is Severity.ERROR for diagnostic in diagnostics):
-        return summary(diagnostics)
+def _closing_line(diagnostics: list[Diagnostic], summary: str, arguments: argparse.Namespace) -> str:
+    if exit_code(diagnostics) != CLEAN:
+        return summary
     count = len(arguments.plans)
     valid = "The plan is valid" if count == 1 else f"All {count} plans are valid"
     against = f" for {arguments.model} at tp={arguments.tp or 2}" if arguments.model else ""
-    return f"{valid}{against}. {summary(diagnostics)}" if diagnostics else f"{valid}{against}."
+    return f"{valid}{against}. {summary}" if diagnostics else f"{valid}{against}."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from tpplan.plan.diagnostic import Diagnostic
 from tpplan.plan.errors import PlanError
@@ -45,8 +45,7 @@ def check_plan(source: PlanSource) -> tuple[Plan | None, list[Diagnostic]]:
     return (None if problems.failed else plan), diagnostics
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
+class _Origin(NamedTuple):
     """Where a document is read from: its name in messages, and its path if it's a file."""
 
     shown: str
@@ -61,11 +60,11 @@ class _Origin:
         return str(self.path.resolve()) if self.path else self.shown
 
 
-@dataclass(slots=True)
 class _Loader:
     """Reads a document and everything that it extends."""
 
-    problems: Problems
+    def __init__(self, problems: Problems) -> None:
+        self.problems = problems
 
     def plan(self, source: PlanSource) -> Plan | None:
         """The merged plan; None if it can't be read at all."""

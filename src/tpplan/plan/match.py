@@ -9,7 +9,7 @@ In: rules, and the names of a model's modules. Out: the rule that wins on each m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tpplan.plan.diagnostic import Diagnostic, Severity
 from tpplan.plan.pattern import Pattern, Specificity
@@ -32,23 +32,23 @@ class Matched:
     diagnostics: list[Diagnostic]
 
 
-@dataclass(slots=True)
 class _Tally:
     """What became of one rule."""
 
-    matched: int = 0
-    won: bool = False
-    tied: bool = False
-    first_loss: tuple[str, Rule] | None = None
+    def __init__(self) -> None:
+        self.matched = 0
+        self.won = False
+        self.tied = False
+        self.first_loss: tuple[str, Rule] | None = None
 
 
-@dataclass(slots=True)
 class _Contest:
     """The rules that compete for the modules, and the ties among them."""
 
-    rules: Sequence[Rule]
-    tallies: list[_Tally]
-    ties: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = rules
+        self.tallies = [_Tally() for _ in rules]
+        self.ties: dict[tuple[int, int], list[str]] = {}
 
     def decide(self, name: str, candidates: list[tuple[Specificity, int]]) -> Rule:
         """Find the winner on one module, and note who lost or tied."""
@@ -77,7 +77,7 @@ def match_rules(rules: Sequence[Rule], kernels: Sequence[KernelRule], module_nam
     for number, rule in enumerate(rules):
         for name, specificity in index.find(rule.pattern).items():
             candidates.setdefault(name, []).append((specificity, number))
-    contest = _Contest(rules, [_Tally() for _ in rules])
+    contest = _Contest(rules)
     won = {name: contest.decide(name, candidates[name]) for name in names if name in candidates}
     diagnostics = [
         *_unmatched(rules, contest.tallies, names),

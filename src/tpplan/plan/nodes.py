@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from tpplan.plan.positions import Span
 
@@ -17,8 +16,7 @@ _INT = re.compile(r"[-+]?[0-9]{1,18}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,3})?")
 
 
-@dataclass(frozen=True, slots=True)
-class ScalarNode:
+class ScalarNode(NamedTuple):
     """A single value: `text` as written, `value` as YAML 1.2 means it."""
 
     text: str
@@ -28,8 +26,7 @@ class ScalarNode:
     size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ListNode:
+class ListNode(NamedTuple):
     """A list."""
 
     items: tuple[Node, ...]
@@ -38,19 +35,18 @@ class ListNode:
     size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class MapNode:
+class MapNode(NamedTuple):
     """A mapping, in the order of the file. Keys are scalars and differ."""
 
     entries: tuple[tuple[ScalarNode, Node], ...]
     span: Span | None
     path: str = ""
     size: int = 1
-    by_key: dict[str, Node] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Index the entries by key."""
-        object.__setattr__(self, "by_key", {key.text: value for key, value in self.entries})
+    @property
+    def by_key(self) -> dict[str, Node]:
+        """The values by their keys' text."""
+        return {key.text: value for key, value in self.entries}
 
 
 Node = ScalarNode | ListNode | MapNode

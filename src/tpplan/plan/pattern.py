@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Final
+from typing import Final, NamedTuple
 
 MAX_PATTERN_LENGTH: Final = 512
 MAX_ALTERNATIVES: Final = 128
@@ -32,8 +32,7 @@ class PatternError(ValueError):
         self.help = help_text
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Specificity:
+class Specificity(NamedTuple):
     """How closely a pattern names a module. Compared from the first field to the last; the larger one wins.
 
     Attributes:

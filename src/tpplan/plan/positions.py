@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _LINE_BREAK = re.compile(r"\r\n|\n|\r|\x85|\u2028|\u2029")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Position:
     """A place in a text. Both numbers count from 1; a column is one Unicode code point."""
 

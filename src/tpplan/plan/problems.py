@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from tpplan.plan.diagnostic import Diagnostic, Severity
 from tpplan.plan.nodes import Node
 from tpplan.plan.positions import Span
@@ -13,11 +11,11 @@ class Stop(Exception):
     """Nothing more can be read from this file; what's wrong has been collected already."""
 
 
-@dataclass(slots=True)
 class Problems:
     """The findings so far."""
 
-    diagnostics: list[Diagnostic] = field(default_factory=list[Diagnostic])
+    def __init__(self) -> None:
+        self.diagnostics: list[Diagnostic] = []
 
     def add(
         self,

@@ -1,4 +1,4 @@
-"""The JSON Schema of a plan file, made by pydantic; apart, since importing pydantic takes longer than reading a plan."""
+"""The JSON Schema of a plan file, by pydantic; apart, since importing that takes longer than reading a plan."""
 
 from __future__ import annotations
 

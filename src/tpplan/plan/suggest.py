@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher, get_close_matches
 from itertools import islice
 
 from tpplan.plan.pattern import Pattern, PatternError
 
 _CANDIDATES = 3000
-_LISTED = 8
+_LISTED = 5
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The known word that's nearest to `word`, if any is near."""
+    from difflib import get_close_matches
+
     found = get_close_matches(word.lower()[:64], list(known), n=1, cutoff=0.6)
     return found[0] if found else None
 
@@ -38,7 +39,8 @@ def unmatched_help(pattern: Pattern, names: Sequence[str]) -> str:
     suggestion = _other_prefix(pattern, names) or _nearest(pattern, shapes)
     if suggestion:
         return f"did you mean `{suggestion}`?"
-    return f"the model has modules such as {one_of(list(islice(shapes, _LISTED)))}"
+    listed = ", ".join(f"`{shape}`" for shape in islice(shapes, _LISTED))
+    return f"the model has modules such as {listed}"
 
 
 def _shapes(names: Sequence[str]) -> dict[str, None]:
@@ -64,6 +66,8 @@ def _other_prefix(pattern: Pattern, names: Sequence[str]) -> str | None:
 
 
 def _nearest(pattern: Pattern, shapes: Iterable[str]) -> str | None:
+    from difflib import SequenceMatcher
+
     texts = [alternative.text for alternative in pattern.alternatives[:4]]
     indices = [[part for part in text.split(".") if part.isdigit()] for text in texts]
     best: tuple[float, str] = (0.6, "")

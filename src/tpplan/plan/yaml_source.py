@@ -45,7 +45,7 @@ def compose(source: SourceText, text: str, problems: Problems) -> Node | None:
 
     parser: Any = YAML(typ="safe", pure=True)
     try:
-        return _Composer(source, parser.parse(text), problems).document()
+        return _Composer(source, text, parser.parse(text), problems).document()
     except ReaderError as error:
         offset = int(getattr(error, "position", 0))
         at = source.span(offset, offset + 1)
@@ -60,8 +60,9 @@ def compose(source: SourceText, text: str, problems: Problems) -> Node | None:
 class _Composer:
     """Builds nodes from the parser's events, counting what aliases stand for."""
 
-    def __init__(self, source: SourceText, events: Iterator[Any], problems: Problems) -> None:
+    def __init__(self, source: SourceText, text: str, events: Iterator[Any], problems: Problems) -> None:
         self.source = source
+        self.text = text
         self.events = events
         self.problems = problems
         self.anchors: dict[str, Node] = {}
@@ -96,9 +97,7 @@ class _Composer:
             return self.alias(event)
         self.count(1, event)
         if getattr(event, "ctag", None) is not None:
-            self.problems.add(
-                "TP018", f"a plan has no tags, found `{event.ctag}`", self.span(event), help="remove the tag"
-            )
+            self.refuse_tag(event)
         if kind == "Scalar":
             node: Node = self.scalar(event)
         elif kind == "SequenceStart":
@@ -108,6 +107,14 @@ class _Composer:
         if event.anchor:
             self.anchors[event.anchor] = node
         return node
+
+    def refuse_tag(self, event: Any) -> None:
+        """Report a tag; the value is read as if it had none."""
+        start = self.text.find("!", event.start_mark.index)
+        tag = self.text[start:].split(maxsplit=1)[0]
+        span = self.source.span(start, start + len(tag))
+        message = f"a plan has no tags, found `{shorten(tag)}`"
+        self.problems.add("TP018", message, span, label="a tag", help="remove the tag")
 
     def count(self, size: int, event: Any) -> None:
         """Keep the number of nodes, aliases expanded, within bounds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +35,7 @@ def render(diagnostics: Iterable[Diagnostic], format: Format = Format.FULL, *, c
 
 
 def summary(diagnostics: Iterable[Diagnostic]) -> str:
-    """The closing line: `Found 2 errors, 1 warning.`"""
+    """The closing line, such as `Found 2 errors, 1 warning`."""
     counts = Counter(diagnostic.severity for diagnostic in diagnostics)
     parts = [
         f"{counts[severity]} {severity}{'s' * (counts[severity] != 1)}" for severity in Severity if counts[severity]
@@ -78,6 +77,8 @@ def _render_concise(diagnostics: Sequence[Diagnostic], color: bool) -> str:
 
 
 def _render_json(diagnostics: Sequence[Diagnostic], color: bool) -> str:
+    import json
+
     return json.dumps([to_record(diagnostic) for diagnostic in diagnostics], indent=2, ensure_ascii=False)
 
 

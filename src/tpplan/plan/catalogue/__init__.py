@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from tpplan.plan.catalogue.entry import Entry, Severity
-from tpplan.plan.catalogue.model_codes import MODEL_CODES
-from tpplan.plan.catalogue.plan_codes import PLAN_CODES
+from tpplan.plan.catalogue.file_codes import FILE_CODES
+from tpplan.plan.catalogue.layout_codes import LAYOUT_CODES
+from tpplan.plan.catalogue.program_codes import PROGRAM_CODES
+from tpplan.plan.catalogue.rule_codes import RULE_CODES
 
-CATALOGUE: Final[dict[str, Entry]] = {entry.code: entry for entry in (*PLAN_CODES, *MODEL_CODES)}
+_ENTRIES = sorted((*FILE_CODES, *RULE_CODES, *LAYOUT_CODES, *PROGRAM_CODES), key=lambda entry: entry.code)
+
+CATALOGUE: Final[dict[str, Entry]] = {entry.code: entry for entry in _ENTRIES}
 
 __all__ = ["CATALOGUE", "Entry", "Severity"]

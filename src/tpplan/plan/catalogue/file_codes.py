@@ -1,0 +1,169 @@
+"""Codes of what can be wrong with a plan file as a file: its text, its size, and what it extends."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tpplan.plan.catalogue.entry import Entry, Severity
+
+FILE_CODES: Final[tuple[Entry, ...]] = (
+    Entry(
+        code="TP001",
+        name="yaml-syntax",
+        severity=Severity.ERROR,
+        summary="The file isn't valid YAML.",
+        explanation="""
+A plan is one YAML 1.2 document. Reading stops at a syntax error, so what follows it in the file hasn't been checked.
+
+The usual causes are tabs in the indentation, and a pattern that begins with `*`, `{` or `&`: YAML takes the first for
+an alias, the second for a mapping and the third for an anchor. Quote such a pattern.
+""",
+        bad="""
+version: 1
+modules:
+  **.o_proj: rowwise
+""",
+        good="""
+version: 1
+modules:
+  "**.o_proj": rowwise
+""",
+    ),
+    Entry(
+        code="TP002",
+        name="duplicate-key",
+        severity=Severity.ERROR,
+        summary="A key stands twice in one mapping.",
+        explanation="""
+Many YAML readers let the second value win without a word, and the first rule is lost. tpplan reports both places
+instead. Keep one of the two; if both were meant, one of the patterns is misspelt.
+""",
+        bad="""
+version: 1
+modules:
+  lm_head: colwise
+  lm_head: replicate
+""",
+        good="""
+version: 1
+modules:
+  lm_head: colwise
+""",
+    ),
+    Entry(
+        code="TP010",
+        name="extends-not-found",
+        severity=Severity.ERROR,
+        summary="The plan named by `extends` doesn't exist.",
+        explanation="""
+`extends` takes a path, relative to the folder of the plan in which it stands, or the name of a plan that ships with
+tpplan, such as `llama`. A file wins over a shipped name. The rest of the plan has been checked without its base.
+""",
+        bad="""
+version: 1
+extends: lama.yaml
+modules:
+  lm_head: none
+""",
+        good="""
+version: 1
+extends: llama
+modules:
+  lm_head: none
+""",
+    ),
+    Entry(
+        code="TP011",
+        name="extends-cycle",
+        severity=Severity.ERROR,
+        summary="A plan extends itself, directly or through others.",
+        explanation="""
+Following `extends` led back to a plan that was already being read, so there's no base to start from. The note shows
+the whole way round. Chains of more than 16 plans are refused under the same code.
+""",
+        bad="""
+version: 1
+extends: TP011.yaml
+""",
+        good="""
+version: 1
+extends: base.yaml
+""",
+    ),
+    Entry(
+        code="TP015",
+        name="file-too-large",
+        severity=Severity.ERROR,
+        summary="The file is larger than any plan needs to be.",
+        explanation="""
+A plan of more than 1 MiB isn't read. A plan for the largest models takes a few kilobytes, since a pattern names a
+module in every layer at once: `model.layers.*.mlp.up_proj`. Is this the file that was meant?
+""",
+        bad="$ tpplan validate model.safetensors",
+        good="$ tpplan validate plans/llama.yaml",
+    ),
+    Entry(
+        code="TP016",
+        name="too-many-aliases",
+        severity=Severity.ERROR,
+        summary="The file's aliases or nesting expand beyond the limit.",
+        explanation="""
+A few lines of nested aliases can stand for billions of values. A plan may stand for 20,000 values once its aliases
+are expanded, and may nest 16 levels deep; a plan needs three. Write a pattern in place of a repetition.
+""",
+        bad="""
+version: 1
+modules:
+  lm_head: {style: colwise, local: [[[[[[[[[[[[[[[[[deep]]]]]]]]]]]]]]]]]}
+""",
+        good="""
+version: 1
+modules:
+  lm_head: {style: colwise}
+""",
+    ),
+    Entry(
+        code="TP017",
+        name="not-utf8",
+        severity=Severity.ERROR,
+        summary="The file isn't UTF-8 text.",
+        explanation="""
+A plan is UTF-8, with or without a byte order mark. The place is that of the first byte that isn't. Save the file as
+UTF-8, or check that it's a plan at all.
+""",
+        bad="$ tpplan validate plan-in-latin-1.yaml",
+        good="$ iconv -f latin1 -t utf-8 plan-in-latin-1.yaml > plan.yaml",
+    ),
+    Entry(
+        code="TP018",
+        name="yaml-tag",
+        severity=Severity.ERROR,
+        summary="A YAML tag; a plan is plain data.",
+        explanation="""
+In YAML a tag such as `!!python/object` can make a reader build objects and run code. tpplan acts on no tag, harmless
+ones included, so that a plan from anywhere is safe to read. Remove the tag.
+""",
+        bad="""
+version: 1
+modules:
+  lm_head: !!str colwise
+""",
+        good="""
+version: 1
+modules:
+  lm_head: colwise
+""",
+    ),
+    Entry(
+        code="TP019",
+        name="file-not-readable",
+        severity=Severity.ERROR,
+        summary="The file can't be read.",
+        explanation="""
+There's no file at the path, it's a folder, or it may not be read; nor is it the name of a shipped plan. The command
+exits with 2, since it had nothing to check. A string given to `load_plan` is YAML text only if it holds a line break.
+""",
+        bad="$ tpplan validate lama",
+        good="$ tpplan validate llama",
+    ),
+)

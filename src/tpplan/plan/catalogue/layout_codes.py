@@ -1,0 +1,178 @@
+"""Codes of a plan that asks of a model what its modules cannot give."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tpplan.plan.catalogue.entry import Entry, Severity
+
+LAYOUT_CODES: Final[tuple[Entry, ...]] = (
+    Entry(
+        code="TP101",
+        name="style-mismatch",
+        severity=Severity.ERROR,
+        summary="The style doesn't fit the kind of module.",
+        explanation="""
+`colwise` and `rowwise` need a module with a weight of two dims, such as `nn.Linear` or transformers' `Conv1D`;
+`vocab` needs an embedding, or the output projection that shares its rows. A style on a container, such as a whole
+attention block, doesn't reach the modules inside it: name those.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.self_attn: colwise
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+""",
+    ),
+    Entry(
+        code="TP102",
+        name="not-divisible",
+        severity=Severity.ERROR,
+        summary="A size isn't divisible by the size of the axis.",
+        explanation="""
+The dim that the style splits has to be shared out evenly: every rank runs the same program on shards of the same
+size. Use a number of ranks that divides it, or leave the module `replicate`. A vocabulary can be padded in the
+model's config.
+""",
+        bad="$ tpplan validate llama --model hf:llama --tp 3",
+        good="$ tpplan validate llama --model hf:llama --tp 4",
+    ),
+    Entry(
+        code="TP103",
+        name="heads-not-divisible",
+        severity=Severity.ERROR,
+        summary="The attention heads can't be shared out evenly over the axis.",
+        explanation="""
+A query head lives on one rank, so the number of query heads has to be divisible by the size of the axis, even where
+the projection's features are. Key and value heads that are fewer than the ranks are replicated, which works if the
+size of the axis is divisible by their number; rank r then holds head r * heads // ranks, the one that its query heads
+use.
+""",
+        bad="$ tpplan validate gpt2 --model hf:gpt2 --tp 8",
+        good="$ tpplan validate gpt2 --model hf:gpt2 --tp 4",
+    ),
+    Entry(
+        code="TP104",
+        name="gathered-colwise",
+        severity=Severity.WARNING,
+        summary="A column-wise result is gathered, since nobody can use it sharded.",
+        explanation="""
+The program is right, but pays for an all-gather of the whole result; the message says how many bytes. A `colwise`
+linear pays off where its result stays sharded until a `rowwise` one sums it away. Make the next linear `rowwise`, or
+this one `replicate`. If the gathered result is what's wanted, as of an `lm_head`, say so with `output: replicate`.
+""",
+        bad="""
+version: 1
+modules:
+  lm_head: colwise
+""",
+        good="""
+version: 1
+modules:
+  lm_head: {style: colwise, output: replicate}
+""",
+    ),
+    Entry(
+        code="TP105",
+        name="sliced-rowwise",
+        severity=Severity.WARNING,
+        summary="A row-wise module's input isn't sharded, so it's sliced.",
+        explanation="""
+The program is right, but every rank has computed the whole input and throws most of it away. Make the linear that
+feeds this one `colwise`, so that each rank computes its own part. If the slice is what's wanted, say so with `input:
+replicate`.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.mlp.down_proj: rowwise
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    ),
+    Entry(
+        code="TP106",
+        name="packed-projection",
+        severity=Severity.ERROR,
+        summary="A projection that packs several matrices is split across its packs.",
+        explanation="""
+The result of one linear is split or chunked into several, such as q|k|v or gate|up. Cut into equal parts, rank 0
+would hold all of q and no v, and the model would run and be wrong. Name the packs in their order, so that each rank
+takes its part of each; give their sizes where they differ. `tpplan suggest` finds them by itself.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.mlp.gate_up_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.mlp.gate_up_proj: {style: colwise, packed: [gate, up]}
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    ),
+    Entry(
+        code="TP109",
+        name="shared-module-conflict",
+        severity=Severity.ERROR,
+        summary="A module that's called several times is needed in ways that differ.",
+        explanation="""
+A module has one set of parameters and one place for its collectives, so every call of it is lowered the same way.
+Here two calls take inputs, or owe results, that no single lowering serves. Pin its `input` and `output` to one
+placement, make it `replicate`, or give the two calls modules of their own.
+""",
+    ),
+    Entry(
+        code="TP112",
+        name="unsupported-module",
+        severity=Severity.ERROR,
+        summary="A module that can't be sharded as it stands.",
+        explanation="""
+Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
+was assigned to the instance bypasses the class, and a parametrised or already quantised weight isn't the parameter
+that the style would split. The message says which it is. Leave the module `replicate`, or remove what's in the way
+first.
+""",
+    ),
+    Entry(
+        code="TP114",
+        name="pin-not-satisfiable",
+        severity=Severity.ERROR,
+        summary="An `input:` or `output:` pin can't be met.",
+        explanation="""
+The value at that boundary can't be brought to the placement that the plan demands: it isn't a tensor, the dim isn't
+divisible by the size of the axis, or there's no sequence dim to split. Remove the pin, and the compiler infers a
+placement that works; `tpplan explain` shows which.
+""",
+        bad="""
+version: 1
+modules:
+  model.rotary_emb: {style: replicate, output: shard}
+""",
+        good="""
+version: 1
+modules:
+  model.rotary_emb: replicate
+""",
+    ),
+    Entry(
+        code="TP120",
+        name="no-rules-for-parameters",
+        severity=Severity.NOTE,
+        summary="Parameters that no rule covers stay whole on every rank.",
+        explanation="""
+That's right for small parameters such as norms, and costs memory on each rank for large ones; the message says how
+much. A `replicate` rule on the modules says that it's meant, and the note goes away.
+""",
+    ),
+)

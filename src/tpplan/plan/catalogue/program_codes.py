@@ -1,0 +1,194 @@
+"""Codes of what goes wrong while a plan and a model become a program, and while that runs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tpplan.plan.catalogue.entry import Entry, Severity
+
+PROGRAM_CODES: Final[tuple[Entry, ...]] = (
+    Entry(
+        code="TP107",
+        name="body-not-local",
+        severity=Severity.ERROR,
+        summary="A module's forward can't run on local shards.",
+        explanation="""
+The module's own Python does something that needs more than one rank's shard: it reduces over a sharded dim, or it
+bakes in a global number, as in `view(batch, length, self.num_heads, head_dim)`. The message names the operation and
+its line. If it's a number, name the attribute in `local`, and it's divided by the size of the axis. Otherwise keep
+the value whole there: make the linear that shards it `replicate`, or pin its `output`.
+""",
+        bad="""
+version: 1
+modules:
+  h.*.attn.c_attn: {style: colwise, packed: [q, k, v]}
+""",
+        good="""
+version: 1
+modules:
+  h.*.attn: {style: replicate, local: [num_heads, split_size]}
+  h.*.attn.c_attn: {style: colwise, packed: [q, k, v]}
+""",
+    ),
+    Entry(
+        code="TP108",
+        name="already-parallel",
+        severity=Severity.ERROR,
+        summary="The model is parallel already.",
+        explanation="""
+`parallelize` rewrites a stock module, and this one holds DTensor parameters or has been rewritten before; sharding
+the shards would be wrong. Start from a fresh model. To combine with FSDP, call `parallelize` first and `fully_shard`
+after it.
+""",
+        bad="""
+model = tpplan.parallelize(model, plan)
+model = tpplan.parallelize(model, plan)
+""",
+        good="""
+model = tpplan.parallelize(model, plan)
+""",
+    ),
+    Entry(
+        code="TP110",
+        name="capture-failed",
+        severity=Severity.ERROR,
+        summary="The model itself failed on the example inputs.",
+        explanation="""
+The compiler runs the model once on fake tensors, which have shapes and no values, and the model raised. Call the
+model on the same inputs without tpplan first. If it works there, its forward looks at values, as in `if mask.all():`;
+example inputs that take another branch, such as without a mask, often help.
+""",
+    ),
+    Entry(
+        code="TP111",
+        name="inputs-needed",
+        severity=Severity.ERROR,
+        summary="No example inputs could be made for the model.",
+        explanation="""
+For transformers models tpplan makes example inputs from the config. For any other model give them: a dict of keyword
+arguments, or a tuple. Fake or meta tensors will do; only shapes and dtypes count.
+""",
+        bad="""
+model = tpplan.parallelize(my_model, plan)
+""",
+        good="""
+model = tpplan.parallelize(my_model, plan, inputs=(torch.empty(2, 128, 512, device="meta"),))
+""",
+    ),
+    Entry(
+        code="TP113",
+        name="in-place-mutation",
+        severity=Severity.ERROR,
+        summary="A forward writes in place through a view of a sharded value.",
+        explanation="""
+The value has another placement where it's written than where it's read again, so the write would reach one of two
+copies. Write the result to a new tensor, or keep the value whole by `replicate`.
+""",
+    ),
+    Entry(
+        code="TP115",
+        name="mesh-mismatch",
+        severity=Severity.ERROR,
+        summary="The plan's axis isn't in the mesh, or has the wrong size there.",
+        explanation="""
+The plan shards over the mesh axis that `axis:` names, `tp` by default. The device mesh has to have an axis of that
+name, whose size is the number of ranks that the program was compiled for.
+""",
+        bad="""
+model = tpplan.parallelize(model, plan, mesh=init_device_mesh("cuda", (8,), mesh_dim_names=("model",)))
+""",
+        good="""
+model = tpplan.parallelize(model, plan, mesh=init_device_mesh("cuda", (8,), mesh_dim_names=("tp",)))
+""",
+    ),
+    Entry(
+        code="TP116",
+        name="program-mismatch",
+        severity=Severity.ERROR,
+        summary="The ranks compiled different programs.",
+        explanation="""
+Every rank compiles for itself, and before anything is rewritten the programs are compared; ranks with different
+programs would wait for each other for ever. Give each rank the same plan, the same config and the same versions of
+torch, of transformers and of tpplan.
+""",
+    ),
+    Entry(
+        code="TP117",
+        name="unproved-call",
+        severity=Severity.ERROR,
+        summary="A call differs from the one that the program was proved for.",
+        explanation="""
+A program is proved for a kind of call: which arguments are given, their dtypes and their number of dims; sizes may
+vary. This call takes a path through the model that nobody has checked. Compile with example inputs of this kind.
+""",
+        bad="""
+model = tpplan.parallelize(model, plan, inputs={"input_ids": ids})
+model(inputs_embeds=embeddings)
+""",
+        good="""
+model = tpplan.parallelize(model, plan, inputs={"inputs_embeds": embeddings})
+model(inputs_embeds=embeddings)
+""",
+    ),
+    Entry(
+        code="TP118",
+        name="uneven-sequence",
+        severity=Severity.ERROR,
+        summary="A call's sequence can't be split evenly over the axis.",
+        explanation="""
+Under sequence parallelism each rank holds an equal part of the sequence between the blocks. Pad the sequence to a
+multiple of the axis's size. Decoding, whose sequence has a length of 1, runs a variant of the program without
+sequence parallelism where one was compiled.
+""",
+    ),
+    Entry(
+        code="TP119",
+        name="randomness-mixed",
+        severity=Severity.ERROR,
+        summary="A forward draws random numbers for replicated and for sharded values alike.",
+        explanation="""
+Where a value is replicated every rank has to draw the same numbers, and where it's sharded different ones; one
+forward that does both can't be given one generator. Put the two dropouts into modules of their own.
+""",
+    ),
+    Entry(
+        code="TP121",
+        name="checkpoint-mismatch",
+        severity=Severity.ERROR,
+        summary="The checkpoint doesn't fit the model.",
+        explanation="""
+A tensor is missing from the checkpoint, there's one too many, or its shape or dtype differs from the unsharded
+model's. The message names every such tensor. Checkpoints hold whole tensors under the stock model's names, whatever
+the plan.
+""",
+        bad="""
+tpplan.load_weights(llama_8b, "Llama-3.2-1B")
+""",
+        good="""
+tpplan.load_weights(llama_1b, "Llama-3.2-1B")
+""",
+    ),
+    Entry(
+        code="TP122",
+        name="model-reference",
+        severity=Severity.ERROR,
+        summary="The model that `--model` names can't be loaded.",
+        explanation="""
+`--model` takes a folder or a file with a transformers `config.json`, `hf:MODEL_TYPE` for an architecture's default
+config (`--set key=value` overrides its fields), or `package.module:callable`, which is called and returns a module.
+Nothing is downloaded.
+""",
+        bad="$ tpplan validate llama --model hf:lama --tp 8",
+        good="$ tpplan validate llama --model hf:llama --tp 8",
+    ),
+    Entry(
+        code="TP199",
+        name="internal-error",
+        severity=Severity.ERROR,
+        summary="A bug in tpplan.",
+        explanation="""
+tpplan came upon something that it holds to be impossible. That's no mistake of the plan or the model: please report
+it, with the output of `--traceback` (or with `TPPLAN_TRACEBACK=1` set). The command exits with 2.
+""",
+    ),
+)

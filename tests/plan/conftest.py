@@ -1,0 +1,12 @@
+from pathlib import Path
+
+import pytest
+
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+@pytest.fixture(autouse=True)
+def shipped_plans(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One shipped plan, whatever plans the project ships at the time."""
+    monkeypatch.setattr("tpplan.plan.locate.shipped_plan_directory", lambda: SHIPPED)
+    return SHIPPED
