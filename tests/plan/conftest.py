@@ -1,6 +1,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine makes single examples slow without anything being wrong.
+settings.register_profile("tpplan", deadline=None)
+settings.load_profile("tpplan")
 
 SHIPPED = Path(__file__).parent / "shipped"
 

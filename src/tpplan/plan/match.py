@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tpplan.plan.diagnostic import Diagnostic, Severity
-from tpplan.plan.pattern import Pattern, Specificity
+from tpplan.plan.pattern import Alternative, Pattern, Specificity
 from tpplan.plan.positions import Span
 from tpplan.plan.rules import KernelRule, Rule
-from tpplan.plan.suggest import unmatched_help
+from tpplan.plan.suggest import Suggestions
 from tpplan.plan.vocabulary import Style
 
 
@@ -79,9 +79,10 @@ def match_rules(rules: Sequence[Rule], kernels: Sequence[KernelRule], module_nam
             candidates.setdefault(name, []).append((specificity, number))
     contest = _Contest(rules)
     won = {name: contest.decide(name, candidates[name]) for name in names if name in candidates}
+    suggestions = Suggestions(names)
     diagnostics = [
-        *_unmatched(rules, contest.tallies, names),
-        *_unmatched_kernels(kernels, index, names),
+        *_unmatched(rules, contest.tallies, suggestions),
+        *_unmatched_kernels(kernels, index, suggestions),
         *_ambiguous(contest),
         *_shadowed(contest),
     ]
@@ -92,7 +93,7 @@ def match_rules(rules: Sequence[Rule], kernels: Sequence[KernelRule], module_nam
 
 
 class _NameIndex:
-    """Module names by their last segment, since most patterns write theirs out."""
+    """Module names by their last segment: a large model has thousands of names, and a dozen of those."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -104,36 +105,44 @@ class _NameIndex:
         """The matching names, each with the specificity of the closest alternative."""
         found: dict[str, Specificity] = {}
         for alternative in pattern.alternatives:
-            last = alternative.last_literal
-            for name in self.names if last is None else self.by_last.get(last, ()):
+            for name in self.candidates(alternative):
                 if alternative.matches(name) and (name not in found or found[name] < alternative.specificity):
                     found[name] = alternative.specificity
         return found
 
+    def candidates(self, alternative: Alternative) -> Iterable[str]:
+        """The names whose last segment fits."""
+        last_segment = alternative.last_segment
+        if last_segment is None:
+            return self.names
+        return (name for last, names in self.by_last.items() if last_segment.fullmatch(last) for name in names)
 
-def _unmatched(rules: Sequence[Rule], tallies: Sequence[_Tally], names: Sequence[str]) -> Iterable[Diagnostic]:
+
+def _unmatched(rules: Sequence[Rule], tallies: Sequence[_Tally], suggestions: Suggestions) -> Iterable[Diagnostic]:
     for rule, tally in zip(rules, tallies, strict=True):
         if tally.matched or (rule.style is Style.NONE and rule.overrides):
             continue
         # A `none` that carves nothing out changes nothing, but it's likely to be misspelt.
         severity = Severity.WARNING if rule.style is Style.NONE else Severity.ERROR
-        yield _unmatched_pattern(rule.pattern, rule.pattern_span, names, severity)
+        yield _unmatched_pattern(rule.pattern, rule.pattern_span, suggestions, severity)
 
 
-def _unmatched_kernels(kernels: Sequence[KernelRule], index: _NameIndex, names: Sequence[str]) -> Iterable[Diagnostic]:
+def _unmatched_kernels(
+    kernels: Sequence[KernelRule], index: _NameIndex, suggestions: Suggestions
+) -> Iterable[Diagnostic]:
     scopes = {rule.pattern: rule.pattern_span for rule in kernels if rule.pattern is not None}
     for pattern, span in scopes.items():
         if not index.find(pattern):
-            yield _unmatched_pattern(pattern, span, names, Severity.ERROR)
+            yield _unmatched_pattern(pattern, span, suggestions, Severity.ERROR)
 
 
-def _unmatched_pattern(pattern: Pattern, span: Span | None, names: Sequence[str], severity: Severity) -> Diagnostic:
+def _unmatched_pattern(pattern: Pattern, span: Span | None, suggestions: Suggestions, severity: Severity) -> Diagnostic:
     return Diagnostic(
         "TP012",
-        f"`{pattern}` matches none of the model's {len(names)} modules",
+        f"`{pattern}` matches none of the model's {len(suggestions.names)} modules",
         span=span,
         label="matches no module",
-        help=unmatched_help(pattern, names),
+        help=suggestions.help_for(pattern),
         subject=pattern.text,
         severity=severity,
     )

@@ -61,15 +61,10 @@ class Alternative:
     expression: re.Pattern[str] = field(repr=False)
 
     @property
-    def segments(self) -> tuple[str, ...]:
-        """The text's segments."""
-        return tuple(self.text.split("."))
-
-    @property
-    def last_literal(self) -> str | None:
-        """The last segment if it's written out in full: an index for quick matching."""
+    def last_segment(self) -> re.Pattern[str] | None:
+        """What a matching name's last segment looks like: an index for quick matching. None if it may be anything."""
         last = self.text.rpartition(".")[2]
-        return None if "*" in last else last
+        return None if last in ("*", "**") else re.compile(_segment_expression(last))
 
     def matches(self, name: str) -> bool:
         """Whether the module called `name` is meant."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import islice
 
 from tpplan.plan.pattern import Pattern, PatternError
 
-_CANDIDATES = 3000
+_SHAPES = 500
 _LISTED = 5
+_CUTOFF = 0.6
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
@@ -31,61 +33,74 @@ def word_help(word: str, known: Sequence[str]) -> str:
     return f"did you mean `{nearest}`?" if nearest else f"use {one_of(known)}"
 
 
-def unmatched_help(pattern: Pattern, names: Sequence[str]) -> str:
-    """The help line for a pattern that matches no module."""
-    shapes = _shapes(names)
-    if not shapes:
-        return "the model has no modules"
-    suggestion = _other_prefix(pattern, names) or _nearest(pattern, shapes)
-    if suggestion:
-        return f"did you mean `{suggestion}`?"
-    listed = ", ".join(f"`{shape}`" for shape in islice(shapes, _LISTED))
-    return f"the model has modules such as {listed}"
+class Suggestions:
+    """Help lines for patterns that match no module of one model.
 
+    It looks at shapes, which are names with `*` for each index: a model of any depth has a few dozen.
+    """
 
-def _shapes(names: Sequence[str]) -> dict[str, None]:
-    """The names with `*` for each index: a model of any depth has a few dozen."""
-    unique = (".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names if name)
-    return dict.fromkeys(islice(dict.fromkeys(unique), _CANDIDATES))
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
 
+    @cached_property
+    def shapes(self) -> dict[str, str]:
+        """Each shape, with the first name that has it."""
+        shapes: dict[str, str] = {}
+        for name in self.names:
+            if name and len(shapes) < _SHAPES:
+                shapes.setdefault(_shape(name), name)
+        return shapes
 
-def _other_prefix(pattern: Pattern, names: Sequence[str]) -> str | None:
-    """The pattern with a segment more or fewer in front, where that matches."""
-    heads = list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
-    texts = [f"{head}.{pattern.text}" for head in heads]
-    if not pattern.text.split(".")[0].count("{"):
-        texts.append(pattern.text.partition(".")[2])
-    for text in texts:
+    def help_for(self, pattern: Pattern) -> str:
+        """The nearest pattern that matches, or else what there is to match."""
+        if not self.shapes:
+            return "the model has no modules"
+        suggestion = self.with_other_prefix(pattern) or self.nearest(pattern)
+        if suggestion:
+            return f"did you mean `{suggestion}`?"
+        listed = ", ".join(f"`{shape}`" for shape in islice(self.shapes, _LISTED))
+        return f"the model has modules such as {listed}"
+
+    def with_other_prefix(self, pattern: Pattern) -> str | None:
+        """The pattern with a segment more or fewer in front, where that matches."""
+        heads = dict.fromkeys(name.partition(".")[0] for name in self.shapes.values() if "." in name)
+        texts = [f"{head}.{pattern.text}" for head in islice(heads, _LISTED)]
+        first, _, rest = pattern.text.partition(".")
+        if rest and "{" not in first:
+            texts.append(rest)
+        return next((text for text in texts if self.matches_any(text)), None)
+
+    def matches_any(self, text: str) -> bool:
+        """Whether a pattern of this text would match some module."""
         try:
-            candidate = Pattern.parse(text)
+            pattern, shape = Pattern.parse(text), Pattern.parse(_shape(text))
         except PatternError:
-            continue
-        if any(candidate.matches(name) for name in names):
-            return text
-    return None
+            return False
+        likely = any(shape.matches(name) for name in self.shapes.values())
+        return likely and any(pattern.matches(name) for name in self.names)
+
+    def nearest(self, pattern: Pattern) -> str | None:
+        """The shape that reads most like the pattern, with the pattern's own indices."""
+        from difflib import SequenceMatcher
+
+        best = (_CUTOFF, "")
+        for alternative in pattern.alternatives[:4]:
+            text = alternative.text
+            matcher = SequenceMatcher(b=_shape(text), autojunk=False)
+            for shape in self.shapes:
+                matcher.set_seq1(shape)
+                if matcher.real_quick_ratio() > best[0] and matcher.quick_ratio() > best[0]:
+                    same_depth = shape.count(".") == text.count(".")
+                    ratio = matcher.ratio() + (0.02 if same_depth else 0)
+                    best = max(best, (ratio, _with_indices(shape, text)), key=lambda pair: pair[0])
+        return best[1] or None
 
 
-def _nearest(pattern: Pattern, shapes: Iterable[str]) -> str | None:
-    from difflib import SequenceMatcher
-
-    texts = [alternative.text for alternative in pattern.alternatives[:4]]
-    indices = [[part for part in text.split(".") if part.isdigit()] for text in texts]
-    best: tuple[float, str] = (0.6, "")
-    for text, digits in zip(texts, indices, strict=True):
-        matcher = SequenceMatcher(b=_generalised(text), autojunk=False)
-        for shape in shapes:
-            matcher.set_seq1(shape)
-            if matcher.real_quick_ratio() > best[0] and matcher.quick_ratio() > best[0]:
-                ratio = matcher.ratio() + (0.02 if shape.count(".") == text.count(".") else 0)
-                best = max(best, (ratio, _with_indices(shape, digits)), key=lambda pair: pair[0])
-    return best[1] or None
-
-
-def _generalised(text: str) -> str:
+def _shape(text: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in text.split("."))
 
 
-def _with_indices(shape: str, digits: Sequence[str]) -> str:
-    for index in digits:
+def _with_indices(shape: str, text: str) -> str:
+    for index in (part for part in text.split(".") if part.isdigit()):
         shape = shape.replace("*", index, 1)
     return shape

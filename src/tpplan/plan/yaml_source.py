@@ -6,6 +6,7 @@ expanded without bound.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ MAX_BYTES: Final = 1024 * 1024
 MAX_NODES: Final = 20_000
 MAX_DEPTH: Final = 16
 
+_PROPERTIES = re.compile(r"(?:[!&]\S*\s*)*")
 _QUOTE_HELP = 'quote a pattern that begins with `*`, `{` or `&`: `"*.mlp": colwise`'
 
 
@@ -136,7 +138,11 @@ class _Composer:
     def scalar(self, event: Any) -> ScalarNode:
         """A scalar; only a plain one can be anything but text."""
         text = str(event.value)
-        return ScalarNode(text, plain_scalar(text) if event.implicit[0] else text, self.span(event))
+        end = event.end_mark.index
+        start = event.start_mark.index
+        if (event.anchor or event.ctag) and (properties := _PROPERTIES.match(self.text, start, end)):
+            start = properties.end()
+        return ScalarNode(text, plain_scalar(text) if event.implicit[0] else text, self.source.span(start, end))
 
     def sequence(self, start: Any, depth: int) -> ListNode:
         """A list."""

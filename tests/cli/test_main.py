@@ -1,0 +1,147 @@
+"""Exit codes, streams, and that nothing but a code ever gets out of the command."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpplan.cli import main as entry
+from tpplan.cli import schema
+from tpplan.cli.main import main
+
+SOURCES = Path(__file__).parents[2] / "src"
+COMMANDS = ["validate", "explain", "verify", "suggest", "demo", "bench", "rule", "schema"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(SOURCES), **environment}
+    command = [sys.executable, "-m", "tpplan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_s_help_ends_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    examples = capsys.readouterr().out.rpartition("\nexamples:\n")[2]
+    assert f"tpplan {command}" in examples and "options:" not in examples
+
+
+def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"    {command} " in text for command in COMMANDS)
+
+
+WRONG_USAGES = [
+    "",
+    "nonsense",
+    "validate",
+    "validate x --format xml",
+    "validate x --model m --tp 0",
+    "validate x --model m --set novalue",
+    "verify x",
+    "rule --markdown",
+    "rule TP1 --all",
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG_USAGES)
+def test_wrong_usage_exits_with_2_and_says_so_on_stderr(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err
+
+
+def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(schema, "run", run)
+
+
+def test_an_unexpected_exception_is_reported_as_our_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(ZeroDivisionError("by zero"), monkeypatch)
+    assert main(["schema"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("TP199 internal-error: ZeroDivisionError: by zero\n")
+    assert "bug in tpplan" in captured.err and "Traceback" not in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("way", ["option", "variable"])
+def test_the_traceback_is_there_for_who_asks(
+    way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(ZeroDivisionError("by zero"), monkeypatch)
+    if way == "variable":
+        monkeypatch.setenv("TPPLAN_TRACEBACK", "1")
+    assert main(["schema", *(["--traceback"] if way == "option" else [])]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(KeyboardInterrupt(), monkeypatch)
+    assert main(["schema"]) == 130
+
+
+def test_a_plan_error_is_shown_as_findings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from tpplan.plan import CompileError, Diagnostic
+
+    fail_with(CompileError([Diagnostic("TP102", "768 rows by 5 ranks", subject="h.0.c_fc")]), monkeypatch)
+    assert main(["schema"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("h.0.c_fc: TP102 not-divisible: 768 rows by 5 ranks\n")
+
+
+def test_a_reader_that_hangs_up_is_no_error() -> None:
+    script = f"{sys.executable} -m tpplan rule --all | head -1"
+    variables = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    finished = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=variables, check=True)
+    assert finished.stdout.startswith("TP001") and finished.stderr == ""
+
+
+def test_an_ascii_terminal_is_written_to_all_the_same() -> None:
+    finished = run("rule", "--all", PYTHONIOENCODING="ascii")
+    assert finished.returncode == 0 and finished.stderr == ""
+
+
+def test_the_module_runs_like_the_command() -> None:
+    finished = run("--version")
+    assert finished.returncode == 0 and finished.stdout.startswith("tpplan ")
+
+
+def test_help_and_a_plan_only_validate_import_neither_torch_nor_pydantic_nor_rich(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("version: 1\nmodules: {a: colwise}\n")
+    for arguments in (["--help"], ["validate", str(path)], ["rule"]):
+        script = f"import sys; from tpplan.cli.main import main; code = main({arguments!r})\n"
+        script += (
+            "print([name for name in ('torch', 'pydantic', 'rich', 'numpy') if name in sys.modules], file=sys.stderr)"
+        )
+        variables = {**os.environ, "PYTHONPATH": str(SOURCES)}
+        command = [sys.executable, "-c", script]
+        finished = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+        assert finished.stderr == "[]\n"
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    script = (
+        "import sys, tpplan; print([name for name in sys.modules if name.startswith('tpplan.') or name == 'torch'])"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, env=variables, check=True).stdout == "[]\n"
+
+
+def test_every_public_name_is_listed() -> None:
+    import tpplan
+
+    assert set(tpplan.__all__) <= set(dir(tpplan))
+    assert callable(tpplan.load_plan) and tpplan.__version__
+    with pytest.raises(AttributeError):
+        _ = tpplan.nonsense  # type: ignore[attr-defined]
+    assert entry.main is main
