@@ -14,8 +14,33 @@ UPDATE = bool(os.environ.get("UPDATE_SNAPSHOTS"))
 
 # Too large to keep, or nothing at all: made below.
 MADE_HERE = {"TP015", "TP019"}
-# These need a model, and have their cases beside the compiler's tests.
-NEED_THE_COMPILER = {code for code in CATALOGUE if code >= "TP100"}
+# These need a model. A code leaves this list once a test elsewhere causes it.
+WITHOUT_A_CASE_YET = {
+    "TP101",
+    "TP102",
+    "TP103",
+    "TP104",
+    "TP105",
+    "TP106",
+    "TP107",
+    "TP108",
+    "TP109",
+    "TP110",
+    "TP111",
+    "TP112",
+    "TP113",
+    "TP114",
+    "TP115",
+    "TP116",
+    "TP117",
+    "TP118",
+    "TP119",
+    "TP120",
+    "TP121",
+    "TP122",
+}
+# TP199 has its case in tests/cli/test_main.py.
+ELSEWHERE = {"TP199"}
 
 
 def findings(path: str) -> list[Diagnostic]:
@@ -24,7 +49,8 @@ def findings(path: str) -> list[Diagnostic]:
 
 
 def test_every_code_about_a_plan_has_a_bad_plan() -> None:
-    assert {path.stem for path in BAD.glob("*.yaml")} | MADE_HERE | NEED_THE_COMPILER == set(CATALOGUE)
+    here = {path.stem for path in BAD.glob("*.yaml")} | MADE_HERE
+    assert sorted([*here, *ELSEWHERE, *WITHOUT_A_CASE_YET]) == list(CATALOGUE)
 
 
 @pytest.mark.parametrize("code", sorted(path.stem for path in BAD.glob("*.yaml")))

@@ -44,11 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         _refuse_model_options(arguments)
     diagnostics: list[Diagnostic] = []
+    plans: list[Plan] = []
     for source in arguments.plans:
         plan, findings = check_plan(f"{sys.stdin.read()}\n" if source == "-" else source)
         diagnostics += findings
-        if plan is not None and arguments.model is not None:
-            diagnostics += _check_against_model(plan, arguments)
+        if plan is not None:
+            plans.append(plan)
+    if plans and arguments.model is not None:
+        diagnostics += _check_against_model(plans, arguments)
     unique = list(dict.fromkeys(diagnostics))
     _show(unique, arguments)
     return exit_code(unique)
@@ -61,10 +64,10 @@ def _refuse_model_options(arguments: argparse.Namespace) -> None:
             raise UsageError(f"{option} needs --model")
 
 
-def _check_against_model(plan: Plan, arguments: argparse.Namespace) -> list[Diagnostic]:
+def _check_against_model(plans: list[Plan], arguments: argparse.Namespace) -> list[Diagnostic]:
     from tpplan.cli.compile_model import compile_for_arguments
 
-    return compile_for_arguments(plan, arguments)
+    return compile_for_arguments(plans, arguments)
 
 
 def _show(diagnostics: list[Diagnostic], arguments: argparse.Namespace) -> None:

@@ -111,11 +111,12 @@ class _NameIndex:
         return found
 
     def candidates(self, alternative: Alternative) -> Iterable[str]:
-        """The names whose last segment fits."""
-        last_segment = alternative.last_segment
+        """The names that begin and end as the alternative does."""
+        last_segment, prefix = alternative.last_segment, alternative.prefix
         if last_segment is None:
-            return self.names
-        return (name for last, names in self.by_last.items() if last_segment.fullmatch(last) for name in names)
+            return (name for name in self.names if name.startswith(prefix))
+        fitting = (names for last, names in self.by_last.items() if last_segment.fullmatch(last))
+        return (name for names in fitting for name in names if name.startswith(prefix))
 
 
 def _unmatched(rules: Sequence[Rule], tallies: Sequence[_Tally], suggestions: Suggestions) -> Iterable[Diagnostic]:

@@ -61,6 +61,11 @@ class Alternative:
     expression: re.Pattern[str] = field(repr=False)
 
     @property
+    def prefix(self) -> str:
+        """What every matching name begins with."""
+        return self.text.partition("*")[0].rstrip(".")
+
+    @property
     def last_segment(self) -> re.Pattern[str] | None:
         """What a matching name's last segment looks like: an index for quick matching. None if it may be anything."""
         last = self.text.rpartition(".")[2]
