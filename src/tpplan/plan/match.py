@@ -105,8 +105,9 @@ class _NameIndex:
         """The matching names, each with the specificity of the closest alternative."""
         found: dict[str, Specificity] = {}
         for alternative in pattern.alternatives:
+            fits = alternative.expression.fullmatch
             for name in self.candidates(alternative):
-                if alternative.matches(name) and (name not in found or found[name] < alternative.specificity):
+                if fits(f"{name}." if name else "") and (name not in found or found[name] < alternative.specificity):
                     found[name] = alternative.specificity
         return found
 

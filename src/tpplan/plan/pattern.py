@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -52,13 +53,16 @@ class Specificity(NamedTuple):
     minus_alternatives: int
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(NamedTuple):
     """One text that a pattern stands for once its braces are expanded."""
 
     text: str
     specificity: Specificity
-    expression: re.Pattern[str] = field(repr=False)
+
+    @property
+    def expression(self) -> re.Pattern[str]:
+        """What a matching name, with a dot behind each of its segments, looks like."""
+        return _compiled(self.text)
 
     @property
     def prefix(self) -> str:
@@ -69,11 +73,11 @@ class Alternative:
     def last_segment(self) -> re.Pattern[str] | None:
         """What a matching name's last segment looks like: an index for quick matching. None if it may be anything."""
         last = self.text.rpartition(".")[2]
-        return None if last in ("*", "**") else re.compile(_segment_expression(last))
+        return None if last in ("*", "**") else _compiled_segment(last)
 
     def matches(self, name: str) -> bool:
         """Whether the module called `name` is meant."""
-        return self.expression.fullmatch(f"{name}." if name else "") is not None
+        return _compiled(self.text).fullmatch(f"{name}." if name else "") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,7 @@ def _alternative(text: str, pattern: str, alternatives: int) -> Alternative:
         wildcards=segments.count("*"),
         minus_alternatives=-alternatives,
     )
-    return Alternative(text, specificity, re.compile(_expression(segments)))
+    return Alternative(text, specificity)
 
 
 def _check_segment(segment: str, following: str | None, text: str, pattern: str) -> None:
@@ -194,6 +198,17 @@ def _empty_segment(pattern: str) -> int:
     if ".." in pattern:
         return pattern.index("..") + 1
     return len(pattern) - 1 if pattern.endswith(".") else 0
+
+
+# Compiled when first matched, since a plan that's only validated matches nothing.
+@lru_cache(maxsize=4096)
+def _compiled(text: str) -> re.Pattern[str]:
+    return re.compile(_expression(text.split(".")))
+
+
+@lru_cache(maxsize=4096)
+def _compiled_segment(segment: str) -> re.Pattern[str]:
+    return re.compile(_segment_expression(segment))
 
 
 def _expression(segments: list[str]) -> str:

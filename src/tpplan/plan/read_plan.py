@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpplan.plan.nodes import MapNode, Node, ScalarNode, shorten
 from tpplan.plan.problems import Problems
@@ -14,8 +14,7 @@ from tpplan.plan.vocabulary import PLAN_VERSION, KernelChoice, KernelKind
 _KINDS = tuple(kind.value for kind in KernelKind)
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """What one plan file says.
 
     Attributes:

@@ -10,7 +10,7 @@ from tpplan.plan.vocabulary import KernelChoice, KernelKind, Pin, Style
 _PYDANTIC_CONFIG: Final[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RuleOptions:
     """A rule in its long form."""
 
@@ -28,7 +28,7 @@ class RuleOptions:
     """Integer attributes that count something global, such as `num_heads`, and have to become local."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlanFile:
     """A tensor parallelism plan."""
 

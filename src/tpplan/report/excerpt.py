@@ -11,8 +11,7 @@ Columns are terminal cells: tabs are expanded, wide characters take two cells, a
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from tpplan.plan import Span
 
@@ -21,8 +20,7 @@ MAX_WIDTH: Final = 100
 _CONTEXT = 30
 
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
+class Excerpt(NamedTuple):
     """A line ready to print.
 
     Attributes:
