@@ -60,9 +60,10 @@ def test_the_machine_formats_hold_nothing_but_findings(folder: Path, capsys: pyt
 def test_a_plan_is_read_from_standard_input(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("version: 1"))
-    code, text = validate(capsys, "-", "--format", "concise")
-    assert code == 1 and text.startswith("<text>:1:1: TP007")
+    for data, finding in ((b"version: 1", "<text>:1:1: TP007"), (b"version: 1\nname: \xe4\n", "<text>:2:7: TP017")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+        code, text = validate(capsys, "-", "--format", "concise")
+        assert code == 1 and text.startswith(finding)
 
 
 @pytest.mark.parametrize("option", [("--tp", "2"), ("--set", "a=b"), ("--batch", "1"), ("--sequence", "8")])

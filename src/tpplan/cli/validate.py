@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     diagnostics: list[Diagnostic] = []
     plans: list[Plan] = []
     for source in arguments.plans:
-        plan, findings = check_plan(f"{sys.stdin.read()}\n" if source == "-" else source)
+        plan, findings = check_plan(_standard_input() if source == "-" else source)
         diagnostics += findings
         if plan is not None:
             plans.append(plan)
@@ -55,6 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     unique = list(dict.fromkeys(diagnostics))
     _show(unique, arguments)
     return exit_code(unique)
+
+
+def _standard_input() -> str:
+    from tpplan.plan.yaml_source import MAX_BYTES
+
+    # The line break makes it text rather than a path; bytes that aren't UTF-8 are for the reader to report.
+    return sys.stdin.buffer.read(MAX_BYTES + 1).decode("utf-8", "surrogateescape") + "\n"
 
 
 def _refuse_model_options(arguments: argparse.Namespace) -> None:

@@ -172,7 +172,7 @@ def _shadowed(contest: _Contest) -> Iterable[Diagnostic]:
         name, winner = tally.first_loss
         yield Diagnostic(
             "TP014",
-            f"`{rule.pattern}` takes effect nowhere: a closer rule wins on each of its modules",
+            f"`{rule.pattern}` takes effect nowhere: another rule wins on each of its modules",
             span=rule.pattern_span,
             label="never wins",
             help="remove the rule, or widen its pattern",
