@@ -9,10 +9,12 @@ out: `Trace`: every aten operation, in the module call it happened in, dead ones
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,48 @@ from tpplan.compat import is_registered_container, rebuild_container
 from tpplan.compiler.recorder import OpenFrame, Recorder
 from tpplan.compiler.skeleton import Skeleton
 from tpplan.compiler.trace import Crossing, Frame, Operation, Path, Trace
+
+
+class BoundaryRule(Protocol):
+    """What a run on local shapes does at module boundaries; see the check pass."""
+
+    def enter(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        """The argument as the body gets it."""
+        ...
+
+    def leave(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        """The result as the caller gets it."""
+        ...
+
+    def stand_in(self, module: str, call: int) -> tuple[Any] | None:
+        """A result (in a tuple) that makes running the body unnecessary; None to run it."""
+        ...
+
+
+class BodyError(Exception):
+    """A model's body raised; `__cause__` is what it raised.
+
+    Attributes:
+        root: what was recorded until then; calls that were open have no exits.
+        frame: the innermost call that was open.
+    """
+
+    def __init__(self, root: Frame, frame: Frame) -> None:
+        """Remember the record so far."""
+        super().__init__(frame.module)
+        self.root = root
+        self.frame = frame
+
+
+@dataclass(slots=True)
+class Capture:
+    """One recording under way; `results` keeps what each module call returned, for runs that stand in for it."""
+
+    recorder: Recorder
+    boundary: BoundaryRule | None = None
+    calls: dict[str, int] = field(default_factory=dict[str, int])
+    results: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
+    failed: Frame | None = None
 
 
 def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool) -> Trace:
@@ -32,25 +76,44 @@ def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str,
         training: the mode to run in.
 
     Raises:
-        Exception: whatever the model raises on these inputs.
+        BodyError: a module raised on these inputs.
     """
-    recorder = Recorder()
-    calls: dict[str, int] = {}
+    return record(skeleton, arguments, keywords, training, Capture(Recorder()))
+
+
+def record(
+    skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool, state: Capture
+) -> Trace:
+    """As `capture`, with a state that the caller looks into afterwards."""
+    recorder = state.recorder
     skeleton.model.train(training)
     parameters: dict[int, tuple[str, ...]] = {}
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     for name, module in skeleton.model.named_modules():
-        _wrap(module, name, recorder, calls)
+        _wrap(module, name, state)
     example = _to_meta((tuple(arguments), dict(keywords)))
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
-    with recorder, torch.enable_grad():
-        skeleton.model(*example[0], **example[1])
+    collecting = gc.isenabled()
+    gc.disable()  # a capture only makes objects that live as long as the trace
+    try:
+        with recorder, torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            skeleton.model(*example[0], **example[1])
+    except Exception as error:
+        if state.failed is None:  # raised before any forward ran: by a hook, or for the arguments
+            raise
+        (root,) = (node for node in outer.body if isinstance(node, Frame))
+        raise BodyError(root, state.failed) from error
+    finally:
+        if collecting:
+            gc.enable()
     (root,) = (node for node in outer.body if isinstance(node, Frame))
     return Trace(
         _without_dead_operations(root),
+        root,
         tuple(recorder.values),
         parameters,
         inputs,
@@ -59,33 +122,54 @@ def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str,
     )
 
 
-def _wrap(module: nn.Module, name: str, recorder: Recorder, calls: dict[str, int]) -> None:
+def _wrap(module: nn.Module, name: str, state: Capture) -> None:
     forward = module.forward
     names = argument_names(type(module).forward)
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        call = calls.get(name, 0)
-        calls[name] = call + 1
-        frame = OpenFrame(name, call, [])
-        entries: list[Crossing] = []
-        memo: dict[int, Tensor] = {}
-        inner_args = tuple(
-            _cross(arg, (names[i] if i < len(names) else f"*{i}",), recorder, entries, memo)
-            for i, arg in enumerate(args)
-        )
-        inner_kwargs = {key: _cross(arg, (key,), recorder, entries, memo) for key, arg in kwargs.items()}
+        return _record_call(name, names, forward, args, kwargs, state)
+
+    module.__dict__["forward"] = recorded
+
+
+def _record_call(
+    name: str,
+    names: tuple[str, ...],
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: Capture,
+) -> Any:
+    recorder, boundary = state.recorder, state.boundary
+    call = state.calls.get(name, 0)
+    state.calls[name] = call + 1
+    inward = _Crosser(recorder, False, None if boundary is None else functools.partial(boundary.enter, name, call))
+    inner_args = tuple(inward(arg, (names[i] if i < len(names) else f"*{i}",)) for i, arg in enumerate(args))
+    inner_kwargs = {key: inward(arg, (key,)) for key, arg in kwargs.items()}
+    frame = OpenFrame(name, call, [])
+    with recorder.aside():
+        stand_in = None if boundary is None else boundary.stand_in(name, call)
+    if stand_in is None:
         recorder.frames.append(frame)
         try:
             result = forward(*inner_args, **inner_kwargs)
-        finally:
+        except Exception:
             recorder.frames.pop()
-        exits: list[Crossing] = []
-        result = _cross(result, (), recorder, exits, {}, outward=True)
-        recorder.frames[-1].body.append(Frame(name, call, tuple(entries), tuple(exits), tuple(frame.body)))
-        return result
-
-    module.__dict__["forward"] = recorded
+            partial = Frame(name, call, tuple(inward.crossings), (), tuple(frame.body))
+            recorder.frames[-1].body.append(partial)
+            state.failed = state.failed or partial
+            raise
+        recorder.frames.pop()
+    else:
+        result = stand_in[0]
+    outward = _Crosser(recorder, True, None if boundary is None else functools.partial(boundary.leave, name, call))
+    result = outward(result, ())
+    state.results[name, call] = result
+    recorder.frames[-1].body.append(
+        Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body))
+    )
+    return result
 
 
 @functools.cache
@@ -99,41 +183,54 @@ def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, parameter in signature.parameters.items() if parameter.kind in kinds)[1:]
 
 
-def _cross(
-    held: Any, path: Path, recorder: Recorder, crossings: list[Crossing], memo: dict[int, Tensor], outward: bool = False
-) -> Any:
-    """Replace every tensor in `held` by an alias with its own value.
+class _Crosser:
+    """Replaces every tensor in a call's arguments or results by an alias with its own value.
 
     Lists and dicts passed *in* are left alone: a body may write to them. Their tensors are then read across the
     boundary, and no reshard can be put there.
     """
-    if isinstance(held, Tensor):
-        if id(held) in memo:
-            return memo[id(held)]
-        alias, source, target = recorder.cross(held)
-        crossings.append(Crossing(path, source, target))
-        memo[id(held)] = alias
-        return alias
 
-    def step(key: str | int, item: Any) -> Any:
-        return _cross(item, (*path, key), recorder, crossings, memo, outward)
+    def __init__(
+        self, recorder: Recorder, outward: bool, transform: Callable[[Path, Tensor], Tensor] | None
+    ) -> None:
+        self.recorder = recorder
+        self.outward = outward
+        self.transform = transform
+        self.crossings: list[Crossing] = []
+        self._memo: dict[int, Tensor] = {}
 
-    if isinstance(held, tuple):
-        items = [step(i, item) for i, item in enumerate(held)]  # pyright: ignore
-        return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
-    if not outward:
+    def __call__(self, held: Any, path: Path) -> Any:
+        if isinstance(held, Tensor):
+            if id(held) not in self._memo:
+                self._memo[id(held)] = self._cross(held, path)
+            return self._memo[id(held)]
+        if isinstance(held, tuple):
+            items = [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+            return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
+        if not self.outward:
+            return held
+        if type(held) is list:
+            return [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+        if type(held) is dict:
+            return {key: self(item, (*path, key)) for key, item in held.items()}  # pyright: ignore
+        if is_registered_container(held):
+            # transformers' ModelOutput is a dict: name the path by its keys
+            keys = iter(list(held) if isinstance(held, dict) else range(1 << 30))  # pyright: ignore
+            return rebuild_container(held, lambda item: self(item, (*path, next(keys))))  # pyright: ignore
         return held
-    if type(held) is list:
-        return [step(i, item) for i, item in enumerate(held)]  # pyright: ignore
-    if type(held) is dict:
-        return {key: step(key, item) for key, item in held.items()}  # pyright: ignore
-    if is_registered_container(held):
-        if isinstance(held, dict):  # transformers' ModelOutput: name the path by its keys
-            keys = iter(list(held))  # pyright: ignore
-            return rebuild_container(held, lambda item: step(next(keys), item))
-        count = iter(range(1 << 30))
-        return rebuild_container(held, lambda item: step(next(count), item))
-    return held
+
+    def _cross(self, tensor: Tensor, path: Path) -> Tensor:
+        if self.transform is not None:
+            with self.recorder.aside():
+                moved = self.transform(path, tensor)
+            if moved is not tensor:
+                source = self.recorder.value_of(tensor)
+                target = self.recorder.new_value(moved, self.recorder.values[source].differentiable)
+                self.crossings.append(Crossing(path, source, target))
+                return moved
+        alias, source, target = self.recorder.cross(tensor)
+        self.crossings.append(Crossing(path, source, target))
+        return alias
 
 
 def _to_meta(held: Any) -> Any:

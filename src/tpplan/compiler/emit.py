@@ -7,8 +7,6 @@ out: `Program`, and diagnostics for what the plan's author should know
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -25,7 +23,7 @@ from tpplan.compiler.program import (
     Reshard,
 )
 from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
-from tpplan.plan import Plan
+from tpplan.plan import Diagnostic, Plan
 
 
 def emit(
@@ -36,6 +34,7 @@ def emit(
     binding: Binding,
     assignment: Assignment,
     attributes: dict[str, tuple[LocalAttribute, ...]],
+    diagnostics: tuple[Diagnostic, ...] = (),
 ) -> Program:
     """Write the program. Calls of one module must have been decided alike (see `pipeline.conflicting_modules`)."""
     origins = Origins(trace, binding)
@@ -48,7 +47,8 @@ def emit(
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
         modules=_modules(model, trace, binding, assignment, origins, attributes),
-        assumptions=tuple(f"{a.module or 'the model'} at {a.location}" for a in trace.assumptions),
+        assumptions=tuple(f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions),
+        diagnostics=diagnostics,
     )
 
 
@@ -199,4 +199,4 @@ def drawn_kinds(frame: Frame, assignment: Assignment) -> set[str]:
     return kinds
 
 
-__all__ = ["drawn_kinds", "emit", "replace"]
+__all__ = ["drawn_kinds", "emit"]

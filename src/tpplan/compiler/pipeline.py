@@ -1,41 +1,227 @@
 """The pipeline: from a model and a plan to a program, pass by pass.
 
-    bind -> capture -> regions -> place -> assign -> emit -> check
+    bind -> capture -> regions -> place -> assign -> check -> emit
+               ^          ^_________________________|  a check that fails teaches the placement, or localises an attribute
+
+`TPPLAN_DUMP=dir` writes what each pass made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
-from tpplan.compiler.bind import bind
-from tpplan.compiler.capture import capture
+from tpplan.compiler.bind import Binding, bind
+from tpplan.compiler.capture import BodyError, Capture, record
+from tpplan.compiler.check import CheckInput, Mismatch, check
+from tpplan.compiler.conflicts import (
+    conflicting_modules,
+    mixed_gradient_findings,
+    mixed_gradients,
+    randomness_findings,
+    shared_module_findings,
+    uses_of,
+)
+from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit import emit
 from tpplan.compiler.layout import REPLICATED
+from tpplan.compiler.localise import equal_modules, integer_attributes, propose_attributes, read_sizes
 from tpplan.compiler.place import Constraints, Failure, Placer, root_solution
+from tpplan.compiler.program import LocalAttribute, Program
 from tpplan.compiler.propagate import Propagator
-from tpplan.compiler.region import build_regions
-from tpplan.compiler.program import Program
+from tpplan.compiler.recorder import Recorder
+from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.trace import Trace
+from tpplan.compiler.warn import warnings_for
 from tpplan.cost.communication import NVLINK
-from tpplan.plan import CompileError, Plan, Severity, Style
+from tpplan.plan import CompileError, Diagnostic, InternalError, Plan, Severity, Style
+
+_ROUNDS = 64
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the passes share while they look for a program that passes the check."""
+
+    model: nn.Module
+    plan: Plan
+    size: int
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    binding: Binding
+    trace: Trace
+    results: dict[tuple[str, int], Any]
+    constraints: Constraints
+    propagator: Propagator
+    attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
+    fixed: frozenset[str] = frozenset()
+    excused: frozenset[str] = frozenset()
+    findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
 
 
 def compile_program(
     model: nn.Module, plan: Plan, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Program:
+    """Compile `plan` for `model` on an axis of `size` ranks.
+
+    Args:
+        model: the stock model, materialised or on `meta`; not changed.
+        plan: the plan.
+        size: number of ranks.
+        arguments, keywords: an example call; only the tensors' geometry counts.
+
+    Raises:
+        CompileError: with every finding, if plan and model don't fit together.
+    """
+    dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
+    dump.binding(binding)
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
-    trace = capture(make_skeleton(model), arguments, keywords, True)
-    constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
-    instance = build_regions(trace, binding)
-    placer = Placer(Propagator(size), NVLINK, constraints)
-    solutions = placer.solve(instance.region, tuple(REPLICATED for _ in instance.region.inputs))
-    if isinstance(solutions, Failure):
-        raise RuntimeError(solutions)
-    assignment = assign(instance, root_solution(solutions), trace.parameters)
-    return emit(model, plan, size, trace, binding, assignment, {})
+    trace, results = _capture(model, arguments, keywords, diagnostics)
+    dump.trace(trace)
+    work = _Work(
+        model, plan, size, arguments, keywords, binding, trace, results,
+        Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values())),
+        Propagator(size), findings=list(diagnostics),
+    )  # fmt: skip
+    work.attributes = _named_attributes(work)
+    _, assignment = _search(work, dump)
+    if any(d.severity is Severity.ERROR for d in work.findings):
+        raise CompileError(work.findings)
+    work.findings += warnings_for(trace, binding, assignment, size)
+    program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings))
+    dump.program(program)
+    return program
+
+
+def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
+    """The attributes that the plan's `local:` names."""
+    modules = dict(work.model.named_modules())
+    found: dict[str, tuple[LocalAttribute, ...]] = {}
+    for name, bound in work.binding.modules.items():
+        counts = dict(integer_attributes(modules[name]))
+        held: list[LocalAttribute] = []
+        for attribute in bound.rule.local:
+            if attribute in counts and counts[attribute] % work.size == 0:
+                held.append(LocalAttribute(attribute, counts[attribute], counts[attribute] // work.size))
+                continue
+            known = counts.get(attribute)
+            work.findings.append(
+                Diagnostic(
+                    code="TP102",
+                    message=f"`{name}` has no integer attribute `{attribute}`"
+                    if known is None
+                    else f"`{name}.{attribute}` is {known}, which is not divisible by {work.size}",
+                    span=bound.rule.span_of("local"),
+                    help=f"its integer attributes are {', '.join(counts) or 'none'}",
+                    subject=name,
+                )
+            )
+        if held:
+            found[name] = tuple(held)
+    return found
+
+
+def _capture(
+    model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], diagnostics: list[Diagnostic]
+) -> tuple[Trace, dict[tuple[str, int], Any]]:
+    """Record the model in training mode, whose operations include those of evaluation; in evaluation if that fails."""
+    errors: list[BaseException] = []
+    for training in (True, False):
+        state = Capture(Recorder())
+        try:
+            return record(make_skeleton(model), arguments, keywords, training, state), state.results
+        except BodyError as error:
+            errors.append(error)
+        except Exception as error:  # whatever the model raises is the finding
+            errors.append(error)
+    raise CompileError([*diagnostics, explain_failure.of_capture(errors[-1])])
+
+
+def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
+    """Place and check until a program passes, or nothing more can be learned."""
+    for attempt in range(_ROUNDS):
+        placed = _place(work)
+        if placed is None:
+            raise CompileError(work.findings)
+        instance, assignment = placed
+        dump.assignment(assignment, attempt)
+        if _reconcile(work, instance, assignment):
+            continue
+        given = CheckInput(
+            work.model, work.trace, assignment, instance, work.size, work.arguments, work.keywords, work.results
+        )
+        mismatch = check(given, work.attributes, work.excused)
+        if mismatch is None:
+            work.findings += randomness_findings(assignment, work.binding)
+            return instance, assignment
+        _learn(work, given, mismatch)
+    raise InternalError(f"no program was settled on in {_ROUNDS} rounds")
+
+
+def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
+    """Constrain what one module or one parameter can't serve both ways; True if the placement must be redone."""
+    clashes = conflicting_modules(assignment)
+    if clashes - work.fixed:
+        work.fixed |= clashes
+        return True
+    work.findings += shared_module_findings(clashes, work.binding)
+    mixed = mixed_gradients(assignment)
+    uses = uses_of(mixed, instance, work.trace)
+    if uses - work.constraints.whole_gradients:
+        work.constraints.whole_gradients |= uses
+        return True
+    work.findings += mixed_gradient_findings(mixed, assignment)
+    return False
+
+
+def _place(work: _Work) -> tuple[Instance, Assignment] | None:
+    """Solve the placement; on failure, report it, set the operation aside and look for the next mistake."""
+    failed = False
+    for _ in range(_ROUNDS):
+        instance = build_regions(work.trace, work.binding, work.fixed)
+        placer = Placer(work.propagator, NVLINK, work.constraints)
+        inputs = tuple(REPLICATED for _ in instance.region.inputs)
+        solutions = placer.solve(instance.region, inputs)
+        if not isinstance(solutions, Failure):
+            if failed:
+                return None
+            return instance, assign(instance, root_solution(solutions), work.trace.parameters)
+        if work.constraints.sequence and not work.constraints.slice_constants:
+            work.constraints.slice_constants = True
+            continue
+        failed = True
+        work.findings.append(explain_failure.of_placement(instance, solutions, work.trace, work.binding))
+        region = explain_failure.instance_at(instance, solutions.path).region
+        if solutions.node is None or (region.example, solutions.node) in work.constraints.forgiven:
+            return None
+        work.constraints.forgiven.add((region.example, solutions.node))
+    return None
+
+
+def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
+    """Make the next round's program differ where this one was found wanting, or report that nothing helps."""
+    for proposal in propose_attributes(given, mismatch, work.attributes):
+        after = check(given, proposal, work.excused)
+        if after is None or not _same_place(after, mismatch):
+            work.attributes = proposal
+            return
+    learned = read_sizes(given, mismatch) - work.constraints.unsharded
+    if learned:
+        work.constraints.unsharded |= learned
+        return
+    work.findings.append(explain_failure.of_check(given, mismatch, work.binding))
+    if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
+        raise CompileError(work.findings)
+    work.excused |= equal_modules(given.instance, mismatch.frame)
+
+
+def _same_place(one: Mismatch, other: Mismatch) -> bool:
+    return one.frame.module == other.frame.module and one.position <= other.position

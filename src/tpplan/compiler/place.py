@@ -34,6 +34,7 @@ from tpplan.plan import Pin, Style
 
 Cost = tuple[int, int]
 State = tuple[Layout, ...]
+Name = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +127,16 @@ class Constraints:
     """What the search must obey beyond the plan; grown by the passes that find a program wanting.
 
     Attributes:
-        unsharded: (region, local value): a value that must not be sharded there, as its size is read.
-        forgiven: (region, node): operations already reported; taken as replicated to find the next mistake.
-        partial: parameters by (region, local number) whose gradient must be partial, or must not.
+        unsharded: (region's example, local value): a value that must not be sharded there, as its size is read.
+        forgiven: (region's example, node): operations already reported; taken as replicated to find the next mistake.
+        whole_gradients: (region's example, local value): parameters whose gradient must not be partial there.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
     """
 
-    unsharded: set[tuple[int, int]] = field(default_factory=set)
-    forgiven: set[tuple[int, int]] = field(default_factory=set)
+    unsharded: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
+    forgiven: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
+    whole_gradients: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     slice_constants: bool = False
     sequence: bool = False
 
@@ -203,15 +205,21 @@ class Placer:
         outcomes = self._transfer(region, position, node, known)
         if isinstance(outcomes, Refusal):
             return Failure((), position, outcomes, (position,))
+        accepted = False
         for outcome in outcomes:
+            if any((region.example, i) in self.constraints.whole_gradients for i in outcome.partial_parameters):
+                continue
             made = {o: held for o, held in zip(node.outputs, outcome.outputs, strict=True) if o is not None}
-            if any(held.is_sharded and (id(region), o) in self.constraints.unsharded for o, held in made.items()):
+            if any(held.is_sharded and (region.example, o) in self.constraints.unsharded for o, held in made.items()):
                 continue
             extra = sum(self._gradient_sum(region.values[i]) for i in outcome.partial_parameters)
             after = known | made
             total = (cost[0] + extra, cost[1])
             _keep(following, tuple(after[name] for name in names), total, Steps(Ran(position, outcome), steps))
-        return None
+            accepted = True
+        if accepted:
+            return None
+        return Failure((), position, Refusal("constraint", "would split a value whose size is read", ()), (position,))
 
     def _transfer(
         self, region: Region, position: int, node: OperationNode, known: dict[int, Layout]
@@ -224,7 +232,7 @@ class Placer:
         key = (id(region), position, tuple(layout(i) for i in inputs))
         if key not in self._transfers:
             outcomes = self.propagator.outcomes(node, region.values, layout)
-            if isinstance(outcomes, Refusal) and (id(region), position) in self.constraints.forgiven:
+            if isinstance(outcomes, Refusal) and (region.example, position) in self.constraints.forgiven:
                 outcomes = [Outcome(tuple(REPLICATED for _ in node.outputs))]
             self._transfers[key] = outcomes
         return self._transfers[key]
@@ -246,12 +254,19 @@ class Placer:
             return Failure(
                 (position, *solutions.path), solutions.node, solutions.refusal, (position, *solutions.progress)
             )
+        accepted = False
         for solution in solutions:
-            after = known | dict(zip(node.outputs, solution.outputs, strict=True))
+            made = dict(zip(node.outputs, solution.outputs, strict=True))
+            if any(held.is_sharded and (region.example, o) in self.constraints.unsharded for o, held in made.items()):
+                continue
+            accepted = True
+            after = known | made
             total = (cost[0] + solution.cost[0], cost[1] + solution.cost[1])
             choice = Called(position, inputs, solution)
             _keep(following, tuple(after[name] for name in names), total, Steps(choice, steps))
-        return None
+        if accepted:
+            return None
+        return Failure((), position, Refusal("constraint", "would split a value whose size is read", ()), (position,))
 
     def _leave(
         self, region: Region, states: dict[State, tuple[Cost, Steps | None]], names: tuple[int, ...]
@@ -301,6 +316,8 @@ class Placer:
                     if target == REPLICATED:
                         replicated = frozenset({bias})
                     else:
+                        if (region.example, bias) in self.constraints.whole_gradients:
+                            continue
                         partial = frozenset({bias})
                         total = (total[0] + self._gradient_sum(region.values[bias]), total[1])
                 steps = Steps(Left((target,), partial, replicated), Steps(Entered(chosen), None))
@@ -320,7 +337,7 @@ class Placer:
         value = region.values[boundary.target]
         options: list[tuple[Layout, Cost]] = []
         for target in self._targets(region, boundary, value, source, outward=False):
-            if target.is_sharded and (id(region), boundary.target) in self.constraints.unsharded:
+            if target.is_sharded and (region.example, boundary.target) in self.constraints.unsharded:
                 continue
             collectives = reshard_between(source, target)
             if collectives is not None:

@@ -9,7 +9,8 @@ out: `Operation`s appended to the frame that is open, and a value for every tens
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -44,7 +45,7 @@ class Recorder(TorchDispatchMode):
     Python are slower than everything else in a capture.
     """
 
-    def __init__(self, watch: Callable[[str], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.values: list[Value] = []
         self.assumptions: list[Assumption] = []
@@ -79,12 +80,18 @@ class Recorder(TorchDispatchMode):
     def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
         outside = self.value_of(tensor)
+        with self.aside():
+            alias = torch.ops.aten.alias.default(tensor)
+        return alias, outside, self.new_value(alias, self.values[outside].differentiable, storage_of=outside)
+
+    @contextmanager
+    def aside(self) -> Generator[None]:
+        """Run a block without recording it."""
         self._paused += 1
         try:
-            alias = torch.ops.aten.alias.default(tensor)
+            yield
         finally:
             self._paused -= 1
-        return alias, outside, self.new_value(alias, self.values[outside].differentiable, storage_of=outside)
 
     # -- operations -----------------------------------------------------------------------------------------------
     def __torch_dispatch__(

@@ -9,7 +9,6 @@ out: a tree of `Instance`s over shared `Region`s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,9 +84,9 @@ class Region:
         entries, exits: boundaries that can carry a reshard.
         nodes: the body.
         style: the plan's style of the module; None where it has none.
-        has_bias: for a rowwise linear, whether there is a bias to add after the reduction.
         depth: nesting, for breaking ties.
-        solutions: memo of the placement pass, by the layouts of `inputs`.
+        fixed: whether its boundaries may carry a reshard only where the plan pins one.
+        example: the module and call that it was first met in; a name for the region.
     """
 
     values: tuple[LocalValue, ...]
@@ -99,7 +98,7 @@ class Region:
     style: Style | None
     depth: int
     fixed: bool
-    solutions: dict[tuple[Layout, ...], Any] = field(default_factory=dict, repr=False)
+    example: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +128,7 @@ class _Builder:
         self.binding = binding
         self.fixed = fixed
         self.interned: dict[object, Region] = {}
+        self.constants = _constants(trace)
         self.free, self.escapes = _uncrossed(trace)
 
     def build(self, frame: Frame, depth: int) -> Instance:
@@ -168,7 +168,7 @@ class _Builder:
         outputs = tuple(dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ()))))
         region = Region(
             tuple(values), inputs, outputs, entries, exits, tuple(nodes),
-            bound.style if bound is not None else None, depth, frame.module in self.fixed,
+            bound.style if bound is not None else None, depth, frame.module in self.fixed, (frame.module, frame.call),
         )  # fmt: skip
         region = self.interned.setdefault(_key(region), region)
         return Instance(frame, region, tuple(numbers), tuple(children))
@@ -177,12 +177,8 @@ class _Builder:
         value = self.trace.values[identifier]
         names = self.trace.parameters.get(identifier)
         layout = None if names is None else self.binding.parameters[names[0]]
-        constant = names is None and identifier in self.constants
+        constant = identifier in self.constants
         return LocalValue(value.shape, value.stride, value.dtype, value.differentiable, layout, constant)
-
-    @property
-    def constants(self) -> frozenset[int]:
-        return _constants(self.trace)
 
 
 def _entry_pin(bound: Any, index: int) -> Pin | None:
@@ -237,23 +233,15 @@ def _typed(argument: Any) -> object:
     return (type(argument), argument)
 
 
-_CONSTANTS: dict[int, tuple[Trace, frozenset[int]]] = {}
-
-
 def _constants(trace: Trace) -> frozenset[int]:
-    known = _CONSTANTS.get(id(trace))
-    if known is not None and known[0] is trace:
-        return known[1]
+    """Values that no operation of the trace made: buffers, and tensors that the model keeps elsewhere."""
     made: set[int] = set(trace.inputs) | set(trace.parameters)
     for frame in trace.root.walk():
         made.update(c.target for c in (*frame.entries, *frame.exits))
         for node in frame.body:
             if isinstance(node, Operation):
                 made.update(o for o in node.outputs if o is not None)
-    found = frozenset(v.identifier for v in trace.values if v.identifier not in made)
-    _CONSTANTS.clear()
-    _CONSTANTS[id(trace)] = (trace, found)
-    return found
+    return frozenset(v.identifier for v in trace.values if v.identifier not in made)
 
 
 def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

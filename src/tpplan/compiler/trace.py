@@ -59,6 +59,13 @@ class Location:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
+    @property
+    def short(self) -> str:
+        """File and line without the folders that differ from machine to machine."""
+        _, installed, inside = self.file.rpartition("site-packages/")
+        name = inside if installed else "/".join(self.file.split("/")[-2:])
+        return f"{name}:{self.line}"
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -139,7 +146,8 @@ class Trace:
     """One run of the model.
 
     Attributes:
-        root: the call of the whole model.
+        root: the call of the whole model, without operations whose results nobody reads.
+        recorded: the same with every operation, to compare another run with.
         values: all values, by identifier.
         parameters: value identifier to the parameter's qualified names (more than one if it is tied).
         inputs: identifiers of the root's example inputs.
@@ -148,6 +156,7 @@ class Trace:
     """
 
     root: Frame
+    recorded: Frame
     values: tuple[Value, ...]
     parameters: dict[int, tuple[str, ...]]
     inputs: tuple[int, ...]

@@ -1,0 +1,166 @@
+"""The public functions: compile a plan, rewrite a model, and what goes around it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.program import Program
+from tpplan.compiler.skeleton import make_skeleton
+from tpplan.guard import CallGuard, is_opaque
+from tpplan.inputs import example_call
+from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
+from tpplan.runtime.agreement import agree
+from tpplan.runtime.communicator import ProcessGroupCommunicator
+from tpplan.runtime.distribute import MeshDistributor
+from tpplan.runtime.lower import lower
+from tpplan.runtime.modules import is_parallel
+
+__all__ = ["Program", "compile_plan", "parallelize"]
+
+Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
+
+
+def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inputs = None) -> Program:
+    """Compile a plan for a model, without a process group or a GPU.
+
+    Args:
+        model: the stock model; on `meta` it takes no memory. It is not changed.
+        plan: a plan, or what `load_plan` takes.
+        tp: number of ranks on the plan's axis.
+        inputs: an example call: a dict of keywords, a tuple of positional arguments, or one tensor; fake or meta tensors
+            will do. For a transformers model it is made up from the config.
+
+    Returns:
+        The program: what becomes of each module and parameter, every collective, and `diagnostics` with warnings.
+
+    Raises:
+        PlanError: the plan has mistakes.
+        CompileError: plan and model don't fit together; all findings are in `diagnostics`.
+    """
+    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    _refuse_unfit(model)
+    if tp < 1:
+        raise ValueError(f"tp must be at least 1, not {tp}")
+    arguments, keywords = example_call(model, tp, inputs)
+    return compile_program(model, loaded, tp, arguments, keywords)
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | PlanSource,
+    mesh: DeviceMesh | None = None,
+    inputs: Inputs = None,
+    *,
+    broadcast: bool = True,
+) -> nn.Module:
+    """Rewrite a stock model in place, so that it runs on this rank's shards.
+
+    Every rank of the mesh must call this alike; the ranks compare their programs before any of them changes its model.
+
+    Args:
+        model: the stock model, materialised (all ranks then take the first rank's numbers) or on `meta`.
+        plan: a plan, or what `load_plan` takes.
+        mesh: a device mesh with the plan's axis among its names, such as `mesh` or `mesh["tp"]` of a larger one; None
+            takes all of torchrun's processes as one axis.
+        inputs: an example call; see `compile_plan`.
+        broadcast: whether all ranks take the first rank's parameters; False if they hold the same already.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        PlanError: the plan has mistakes.
+        CompileError: plan, model and mesh don't fit together, on this or on another rank; the model is unchanged.
+    """
+    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    axis_mesh = _axis_mesh(mesh, loaded)
+    group = axis_mesh.get_group()
+    error: CompileError | None = None
+    program: Program | None = None
+    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    try:
+        _refuse_unfit(model)
+        call = example_call(model, axis_mesh.size(), inputs)
+        program = compile_program(model, loaded, axis_mesh.size(), *call)
+    except CompileError as raised:
+        error = raised
+    agree(group, None if program is None else program.digest, error)
+    assert program is not None
+    guard = CallGuard(make_skeleton(model).model, loaded, program, *_without_opaque(call))
+    axis = ProcessGroupCommunicator(group)
+    return lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
+
+
+def _without_opaque(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    arguments, keywords = call
+    return arguments, {name: held for name, held in keywords.items() if not is_opaque(held)}
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    findings: list[Diagnostic] = []
+    for name, module in model.named_modules():
+        if is_parallel(module):
+            findings.append(_already_parallel(f"`{name or type(model).__name__}` was parallelized by tpplan before", name))
+            break
+        if "forward" in vars(module):
+            findings.append(
+                Diagnostic(
+                    code="TP112",
+                    message=f"`{name or type(model).__name__}` has a `forward` set on the instance, which hides the class's",
+                    help="parallelize first, and wrap the forward afterwards (accelerate's hooks do this: remove them "
+                    "with accelerate.hooks.remove_hook_from_module)",
+                    subject=name,
+                )
+            )
+    held = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if held is not None and not findings:
+        findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
+    if findings:
+        raise CompileError(findings)
+
+
+def _already_parallel(message: str, name: str) -> Diagnostic:
+    return Diagnostic(
+        code="TP108",
+        message=message,
+        help="parallelize the stock model, once; build it anew to shard it otherwise",
+        subject=name or None,
+    )
+
+
+def _axis_mesh(mesh: DeviceMesh | None, plan: Plan) -> DeviceMesh:
+    if mesh is None:
+        if not torch.distributed.is_initialized() and "WORLD_SIZE" not in os.environ:
+            raise _mesh_error(
+                "no mesh was given, and this process wasn't started by torchrun",
+                "start it with `torchrun --nproc-per-node=N script.py`, or pass a DeviceMesh",
+            )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if torch.distributed.is_initialized():
+            size = torch.distributed.get_world_size()
+        else:
+            size = int(os.environ["WORLD_SIZE"])
+        return init_device_mesh(device, (size,), mesh_dim_names=(plan.axis,))
+    names = mesh.mesh_dim_names
+    if names is None and mesh.ndim == 1:
+        return mesh
+    if names is None or plan.axis not in names:
+        shown = ", ".join(names) if names else "none"
+        raise _mesh_error(
+            f"the mesh has no axis `{plan.axis}`; its axes are: {shown}",
+            f"name an axis so: init_device_mesh(device, shape, mesh_dim_names=(…, {plan.axis!r})), or write "
+            "`axis:` in the plan",
+        )
+    return mesh if mesh.ndim == 1 else mesh[plan.axis]
+
+
+def _mesh_error(message: str, way_out: str) -> CompileError:
+    return CompileError([Diagnostic(code="TP115", message=message, help=way_out)])

@@ -1,0 +1,322 @@
+"""Check: run the model once more, on local shapes, and hold every step against what the program promises.
+
+in:  the trace, the assignment, and the attributes that were made local
+out: None if every body does on one rank's shards what the trace did on whole tensors; the first `Mismatch` otherwise
+
+    view(b, s, self.num_heads, d) on a shard  ->  Mismatch: expected (2, 16, 4, 8), got (2, 16, 8, 4)
+    arange(x.shape[1]) with x: S(1)           ->  Mismatch: expected (16,), got (8,)
+
+Shards are even, so every rank sees the same shapes and one run stands for all. Operations that only rearrange (views,
+copies) may differ from the trace, as a rank with a single head takes other paths; all others must come in the same
+order, with the same scalars, and make results of the promised local shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import is_registered_container, rebuild_container
+from tpplan.compiler.assign import Assignment, PlacedReshard
+from tpplan.compiler.capture import BodyError, Capture, record
+from tpplan.compiler.layout import REPLICATED, Layout
+from tpplan.compiler.program import LocalAttribute
+from tpplan.compiler.recorder import Recorder
+from tpplan.compiler.region import Instance
+from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
+
+_REARRANGING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "reshape.default", "expand.default", "clone.default",
+        "contiguous.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.default",
+        "squeeze.dim", "squeeze.dims", "t.default", "alias.default", "detach.default", "_reshape_alias.default",
+        "lift_fresh.default", "as_strided.default", "mT.default", "unflatten.int",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Where a run on local shapes departs from what was promised.
+
+    Attributes:
+        frame: the call in the trace.
+        operation: the operation in the trace that should have come; None at a boundary or past the end.
+        position: its position in the frame's body.
+        expected, found: local shapes, or numbers passed to the operation, where these differ.
+        reason: in words.
+    """
+
+    frame: Frame
+    operation: Operation | None
+    position: int
+    expected: tuple[int, ...] | None
+    found: tuple[int, ...] | None
+    reason: str
+
+    def sizes(self, ranks: int) -> list[int]:
+        """Global sizes of which the run on local shapes saw only a rank's part."""
+        if self.expected is None or self.found is None or len(self.expected) != len(self.found):
+            return []
+        return [ours for ours, theirs in zip(self.expected, self.found, strict=True) if ours == theirs * ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckInput:
+    """What a check needs to know."""
+
+    model: nn.Module
+    trace: Trace
+    assignment: Assignment
+    instance: Instance
+    size: int
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    results: Mapping[tuple[str, int], Any]
+
+
+def check(
+    given: CheckInput, attributes: Mapping[str, tuple[LocalAttribute, ...]], excused: frozenset[str] = frozenset()
+) -> Mismatch | None:
+    """Run the model on local shapes.
+
+    Args:
+        given: model, trace and assignment.
+        attributes: integer attributes to set to local counts, by module.
+        excused: modules that are not run, as they were reported already; their results are taken as promised.
+    """
+    shapes = _local_parameter_shapes(given)
+    skeleton = make_skeleton(given.model, shapes)
+    modules = dict(skeleton.model.named_modules())
+    for name, held in attributes.items():
+        for attribute in held:
+            setattr(modules[name], attribute.name, attribute.local)
+    boundary = _LocalBoundary(given, excused, attributes)
+    state = Capture(Recorder(), boundary)
+    frames = {(f.module, f.call): f for f in given.trace.root.walk()}
+    failed: Frame | None = None
+    reason = ""
+    try:
+        local = record(skeleton, given.arguments, given.keywords, given.trace.training, state).recorded
+    except BodyError as error:
+        local, failed, reason = error.root, error.frame, str(error.__cause__)
+    frames = {(f.module, f.call): f for f in given.trace.recorded.walk()}
+    for frame in local.walk():
+        if (frame.module, frame.call) in boundary.skipped:
+            continue
+        whole = frames.get((frame.module, frame.call))
+        if whole is None:
+            message = f"calls {frame.module} once more than the unsharded model does"
+            return Mismatch(given.trace.root, None, 0, None, None, message)
+        unfinished = not frame.exits and bool(whole.exits)
+        found = _compare(given, whole, frame, state.recorder.values, unfinished, reason if frame is failed else "")
+        if found is not None:
+            return found
+    assert failed is None, failed.module
+    return None
+
+
+def _local_parameter_shapes(given: CheckInput) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for value, names in given.trace.parameters.items():
+        layout = given.assignment.layouts.get(value, REPLICATED)
+        for name in names:
+            shapes[name] = layout.local_shape(given.trace.values[value].shape, given.size)
+    return shapes
+
+
+class _LocalBoundary:
+    """Reshards shapes at boundaries, and stands in for calls that an equal, earlier call has already shown right."""
+
+    def __init__(
+        self, given: CheckInput, excused: frozenset[str], attributes: Mapping[str, tuple[LocalAttribute, ...]]
+    ) -> None:
+        self.given = given
+        self.excused = excused
+        self.attributes = attributes
+        self.skipped: set[tuple[str, int]] = set()
+        self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
+        self._instances: dict[tuple[str, int], Instance] = {}
+        self._index(given.instance)
+        self._seen: set[object] = set()
+        self._modules = dict(given.model.named_modules())
+
+    def _index(self, instance: Instance) -> None:
+        self._instances[instance.frame.module, instance.frame.call] = instance
+        for child in instance.children:
+            self._index(child)
+
+    def enter(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        decided = self._decided.get((module, call))
+        return tensor if decided is None else self._moved(decided.entries, path, tensor)
+
+    def leave(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        decided = self._decided.get((module, call))
+        if decided is None or (module, call) in self.skipped:
+            return tensor
+        return self._moved(decided.exits, path, tensor)
+
+    def _moved(self, reshards: list[PlacedReshard], path: Path, tensor: Tensor) -> Tensor:
+        for reshard in reshards:
+            if reshard.path == path:
+                shape = list(tensor.shape)
+                if reshard.source.dim is not None:
+                    shape[reshard.source.dim] *= self.given.size
+                if reshard.target.dim is not None:
+                    shape[reshard.target.dim] //= self.given.size
+                return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        return tensor
+
+    def stand_in(self, module: str, call: int) -> tuple[Any] | None:
+        instance = self._instances.get((module, call))
+        if instance is None or not module:
+            return None
+        if module not in self.excused and not self._repeats(module, instance):
+            return None
+        self.skipped.update((f.module, f.call) for f in instance.frame.walk())
+        return (self._promised(self.given.results[module, call], instance.frame),)
+
+    def _repeats(self, module: str, instance: Instance) -> bool:
+        region = instance.region
+        if len(region.inputs) > len({b.source for b in region.entries}) or len(region.outputs) > len(region.exits):
+            return False  # it reads or leaves values past its boundary: run it
+        layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
+        # Local values can't tell apart what happens further inside; layouts of a region's values follow from these.
+        key = (id(region), type(self._modules[module]), layouts, self.attributes.get(module))
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
+
+    def _promised(self, result: Any, frame: Frame) -> Any:
+        targets = {c.path: c.target for c in frame.exits}
+
+        def local(held: Any, path: Path) -> Any:
+            if isinstance(held, Tensor):
+                value = self.given.trace.values[targets[path]] if path in targets else None
+                if value is None:
+                    return held
+                shape = _promised_shape(self.given, value)
+                return torch.empty(shape, dtype=held.dtype, device="meta", requires_grad=value.differentiable)
+            if isinstance(held, tuple):
+                items = [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+                return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
+            if type(held) is list:
+                return [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+            if type(held) is dict:
+                return {key: local(item, (*path, key)) for key, item in held.items()}  # pyright: ignore
+            if is_registered_container(held):
+                keys = iter(list(held) if isinstance(held, dict) else range(1 << 30))  # pyright: ignore
+                return rebuild_container(held, lambda item: local(item, (*path, next(keys))))  # pyright: ignore
+            return held
+
+        return local(result, ())
+
+
+def _promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
+    layout: Layout = given.assignment.layouts.get(value.identifier, REPLICATED)
+    return layout.local_shape(value.shape, given.size)
+
+
+def _compare(
+    given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], unfinished: bool, failure: str
+) -> Mismatch | None:
+    """The first difference between a call in the trace and the same call on local shapes."""
+    found = _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
+    if found is not None:
+        return found
+    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in _REARRANGING]
+    runs = [n for n in local.body if isinstance(n, Operation) and n.name not in _REARRANGING]
+    for (position, ours), theirs in zip(steps, runs, strict=False):
+        found = _compare_operation(given, whole, position, ours, theirs, values)
+        if found is not None:
+            return found
+    if failure:
+        return _failed_at(given, whole, local, values, failure.splitlines()[0])
+    if unfinished:
+        return None
+    end = len(whole.body)
+    if len(steps) != len(runs):
+        return Mismatch(whole, None, end, None, None, f"runs {len(runs)} operations instead of {len(steps)}")
+    return _compare_crossings(given, whole, whole.exits, local.exits, values, end)
+
+
+def _compare_crossings(
+    given: CheckInput,
+    whole: Frame,
+    ours: Sequence[Crossing],
+    theirs: Sequence[Crossing],
+    values: Sequence[Value],
+    position: int,
+) -> Mismatch | None:
+    for mine, its in zip(ours, theirs, strict=False):
+        layouts = given.assignment.layouts
+        expected, found = _promised_shape(given, given.trace.values[mine.target]), values[its.target].shape
+        if mine.target in layouts and mine.path == its.path and expected != found:
+            reason = f"`{'.'.join(map(str, mine.path)) or 'the result'}` has another shape"
+            return Mismatch(whole, None, position, expected, found, reason)
+    return None
+
+
+def _compare_operation(
+    given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
+) -> Mismatch | None:
+    if ours.target is not theirs.target:
+        return Mismatch(whole, ours, position, None, None, f"runs {theirs.name} where {ours.name} should come")
+    layouts = given.assignment.layouts
+    for mine, its in zip(ours.outputs, theirs.outputs, strict=True):
+        if mine is None or its is None or mine not in layouts:
+            continue
+        expected = _promised_shape(given, given.trace.values[mine])
+        if expected != values[its].shape:
+            return Mismatch(whole, ours, position, expected, values[its].shape, f"{ours.name} makes another shape")
+    if not _same_scalars(ours, theirs):
+        mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
+        reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
+        return Mismatch(whole, ours, position, mine, its, reason)
+    return None
+
+
+def _failed_at(
+    given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], failure: str
+) -> Mismatch:
+    """For a body that raised: the first view or copy whose shape already was another, or the one that raised."""
+    ours = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation)]
+    theirs = [n for n in local.body if isinstance(n, Operation)]
+    for (position, mine), its in zip(ours, theirs, strict=False):
+        if mine.target is not its.target:
+            return Mismatch(whole, mine, position, None, None, failure)
+        found = _compare_operation(given, whole, position, mine, its, values)
+        if found is not None:
+            return found
+    if len(theirs) >= len(ours):
+        return Mismatch(whole, None, len(whole.body), None, None, failure)
+    position, mine = ours[len(theirs)]
+    made = next((o for o in mine.outputs if o is not None), None)
+    expected = None if made is None else _promised_shape(given, given.trace.values[made])
+    return Mismatch(whole, mine, position, expected, None, failure)
+
+
+def _same_scalars(ours: Operation, theirs: Operation) -> bool:
+    if ours.name == "aten.slice.Tensor":
+        return ours.arguments[1:3] == theirs.arguments[1:3]
+    return _scalars(ours) == _scalars(theirs)
+
+
+def _shown(operation: Operation) -> str:
+    return ", ".join(str(n) for n in _scalars(operation) if isinstance(n, (int, float)) and not isinstance(n, bool))
+
+
+def _scalars(operation: Operation) -> list[object]:
+    """The arguments that are neither tensors nor lists of sizes; those show in the results' shapes."""
+    held = (*operation.arguments, *operation.keywords.values())
+    return [a for a in held if not isinstance(a, (Reference, tuple))]
+
+
+__all__ = ["CheckInput", "Mismatch", "check"]

@@ -1,0 +1,102 @@
+"""Conflicts: what can't be served by one module, one parameter or one random stream at a time.
+
+in:  an assignment
+out: modules whose calls were decided differently; parameters whose gradient is partial here and whole there; bodies
+     that draw random numbers for split and for replicated values alike
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tpplan.compiler.assign import Assignment
+from tpplan.compiler.bind import Binding
+from tpplan.compiler.emit import drawn_kinds
+from tpplan.compiler.region import Instance
+from tpplan.compiler.trace import Trace
+from tpplan.plan import Diagnostic
+
+
+def conflicting_modules(assignment: Assignment) -> frozenset[str]:
+    """Modules called several times whose calls need different reshards."""
+    decided: dict[str, set[object]] = defaultdict(set)
+    for held in assignment.frames:
+        entries = frozenset((r.path, r.source, r.target) for r in held.entries)
+        exits = frozenset((r.path, r.source, r.target) for r in held.exits)
+        decided[held.frame.module].add((entries, exits))
+    return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
+
+
+def shared_module_findings(names: frozenset[str], binding: Binding) -> list[Diagnostic]:
+    """Report modules whose calls still differ when only the plan's own pins remain."""
+    found: list[Diagnostic] = []
+    for name in sorted(names):
+        bound = binding.modules.get(name)
+        found.append(
+            Diagnostic(
+                code="TP109",
+                message=f"`{name}` is called several times, and its calls need different reshards",
+                span=bound.rule.style_span if bound is not None else None,
+                help="give the values that it is called with the same layout, for instance by pinning `output:` of the "
+                "modules before it, or remove its rule",
+                subject=name,
+            )
+        )
+    return found
+
+
+def mixed_gradients(assignment: Assignment) -> frozenset[str]:
+    """Replicated parameters whose gradient is partial in one body and whole in another: the two can't be added."""
+    return frozenset(set(assignment.partial) & set(assignment.whole))
+
+
+def uses_of(names: frozenset[str], instance: Instance, trace: Trace) -> set[tuple[tuple[str, int], int]]:
+    """Where parameters stand in regions, as (region's example, local number)."""
+    found: set[tuple[tuple[str, int], int]] = set()
+    for number, value in enumerate(instance.values):
+        if value in trace.parameters and trace.parameters[value][0] in names:
+            found.add((instance.region.example, number))
+    for child in instance.children:
+        found |= uses_of(names, child, trace)
+    return found
+
+
+def mixed_gradient_findings(names: frozenset[str], assignment: Assignment) -> list[Diagnostic]:
+    """Report parameters whose two gradients can't be reconciled."""
+    return [
+        Diagnostic(
+            code="TP109",
+            message=f"the gradient of `{name}` is partial in `{assignment.partial[name][0]}` and whole in "
+            f"`{assignment.whole[name][0]}`, so that they can't be added",
+            help=f"shard the modules that share `{name}` alike, or untie them",
+            subject=name,
+        )
+        for name in sorted(names)
+    ]
+
+
+def randomness_findings(assignment: Assignment, binding: Binding) -> list[Diagnostic]:
+    """Report bodies that draw for split and for replicated values alike."""
+    found: list[Diagnostic] = []
+    for held in assignment.frames:
+        if drawn_kinds(held.frame, assignment) == {"split", "same"}:
+            name = held.frame.module
+            found.append(
+                Diagnostic(
+                    code="TP119",
+                    message=f"the body of `{name}` draws random numbers for sharded and for replicated values",
+                    help="move one of the two dropouts into a module of its own (nn.Dropout), or set its probability to 0",
+                    subject=name,
+                )
+            )
+    return found
+
+
+__all__ = [
+    "conflicting_modules",
+    "mixed_gradient_findings",
+    "mixed_gradients",
+    "randomness_findings",
+    "shared_module_findings",
+    "uses_of",
+]

@@ -1,0 +1,114 @@
+"""Localise: learn from a failed check what would make the body run on local shards.
+
+in:  a mismatch between the trace and the run on local shapes
+out: integer attributes to divide (`self.num_heads`), to be tried and proved by another check; or values that must not
+     be sharded, since the body reads their size
+
+    view(b, s, self.num_heads, d) on q: S(2)   ->   num_heads: 8 -> 4
+    arange(x.shape[1]) with x: S(1)            ->   x must not be S(1) in this body
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from tpplan.compiler.check import CheckInput, Mismatch
+from tpplan.compiler.program import LocalAttribute
+from tpplan.compiler.region import Instance
+from tpplan.compiler.trace import Frame, Operation
+
+Attributes = dict[str, tuple[LocalAttribute, ...]]
+
+
+def propose_attributes(
+    given: CheckInput, mismatch: Mismatch, current: Mapping[str, tuple[LocalAttribute, ...]]
+) -> Iterator[Attributes]:
+    """Attribute settings worth a try: first one attribute, then pairs, then all that count a sharded dim."""
+    modules = dict(given.model.named_modules())
+    name = mismatch.frame.module
+    taken = {a.name for a in current.get(name, ())}
+    sizes = _sharded_sizes(given, mismatch.frame)
+    candidates = [
+        (key, value) for key, value in integer_attributes(modules[name]) if value in sizes and key not in taken
+    ]
+    subsets: list[tuple[tuple[str, int], ...]] = [(c,) for c in candidates]
+    subsets += [*itertools.combinations(candidates, 2)] if len(candidates) <= 6 else []
+    if len(candidates) > 2:
+        subsets.append(tuple(candidates))
+    for subset in subsets:
+        proposal = dict(current)
+        for other in equal_modules(given.instance, mismatch.frame):
+            if all(getattr(modules[other], key, None) == value for key, value in subset):
+                added = tuple(LocalAttribute(key, value, value // given.size) for key, value in subset)
+                proposal[other] = (*proposal.get(other, ()), *added)
+        yield proposal
+
+
+def integer_attributes(module: nn.Module) -> list[tuple[str, int]]:
+    """The module's own counts: integer attributes, of which none of a flag."""
+    return [(key, value) for key, value in vars(module).items() if type(value) is int and not key.startswith("_")]
+
+
+def _sharded_sizes(given: CheckInput, frame: Frame) -> set[int]:
+    sizes: set[int] = set()
+    for value in _values_before(frame, len(frame.body)):
+        layout = given.assignment.layouts.get(value)
+        if layout is not None and layout.dim is not None:
+            sizes.add(given.trace.values[value].shape[layout.dim])
+    return {size for size in sizes if size % given.size == 0}
+
+
+def _values_before(frame: Frame, position: int) -> list[int]:
+    found = [c.target for c in frame.entries]
+    for node in frame.body[:position]:
+        if isinstance(node, Operation):
+            found.extend(o for o in node.outputs if o is not None)
+        else:
+            found.extend(c.target for c in node.exits)
+    return found
+
+
+def equal_modules(instance: Instance, frame: Frame) -> frozenset[str]:
+    """The modules that have a call with the same region as `frame`."""
+    mine = find_instance(instance, frame.module, frame.call)
+    if mine is None:
+        return frozenset({frame.module})
+    return frozenset(_with_region(instance, mine))
+
+
+def _with_region(instance: Instance, wanted: Instance) -> Iterator[str]:
+    if instance.region is wanted.region:
+        yield instance.frame.module
+    for child in instance.children:
+        yield from _with_region(child, wanted)
+
+
+def find_instance(instance: Instance, module: str, call: int) -> Instance | None:
+    """The instance of one call."""
+    if (instance.frame.module, instance.frame.call) == (module, call):
+        return instance
+    for child in instance.children:
+        found = find_instance(child, module, call)
+        if found is not None:
+            return found
+    return None
+
+
+def read_sizes(given: CheckInput, mismatch: Mismatch) -> set[tuple[tuple[str, int], int]]:
+    """Values (region's example, local number) that must not be sharded, as the mismatch comes from their local size."""
+    instance = find_instance(given.instance, mismatch.frame.module, mismatch.frame.call)
+    if instance is None:
+        return set()
+    wanted = set(mismatch.sizes(given.size))
+    numbers = {value: number for number, value in enumerate(instance.values)}
+    found: set[tuple[tuple[str, int], int]] = set()
+    for value in _values_before(mismatch.frame, mismatch.position):
+        layout = given.assignment.layouts.get(value)
+        if layout is None or layout.dim is None or value not in numbers:
+            continue
+        if given.trace.values[value].shape[layout.dim] in wanted:
+            found.add((instance.region.example, numbers[value]))
+    return found

@@ -1,0 +1,73 @@
+"""Example calls: from what the user gives, or made from a transformers config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.plan import CompileError, Diagnostic
+
+BATCH = 3  # odd, and seldom equal to another size
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def example_call(
+    model: nn.Module, size: int, inputs: object = None, *, batch: int = BATCH, sequence: int | None = None
+) -> Call:
+    """The positional and keyword arguments of an example call of `model`.
+
+    Args:
+        model: the model.
+        size: number of ranks; a made-up sequence is divisible by it.
+        inputs: a mapping (keywords), a tuple or list (positional arguments), one tensor, or None to make them up.
+        batch, sequence: sizes of made-up inputs.
+
+    Raises:
+        CompileError: TP111, if no inputs are given and none can be made up.
+    """
+    if inputs is None:
+        return (), _made_up(model, size, batch, sequence)
+    if isinstance(inputs, Mapping):
+        return (), {str(name): held for name, held in inputs.items()}  # pyright: ignore
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}  # pyright: ignore
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    raise TypeError(f"inputs must be a dict, a tuple or a tensor, not {type(inputs).__name__}")
+
+
+def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    accepted = inspect.signature(type(model).forward).parameters
+    if config is None or not hasattr(config, "to_dict") or "input_ids" not in accepted:
+        raise CompileError(
+            [
+                Diagnostic(
+                    code="TP111",
+                    message=f"tpplan can't make up inputs for `{type(model).__name__}`, which is no transformers model "
+                    "that takes `input_ids`",
+                    help="pass `inputs=`: a dict or tuple of tensors for one forward; tensors on `meta` will do",
+                    subject=type(model).__name__,
+                )
+            ]
+        )
+    length = sequence or _sequence_length(config, size)
+    shape = (batch, length)
+    made: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long, device="meta")}
+    if "attention_mask" in accepted:
+        made["attention_mask"] = torch.ones(shape, dtype=torch.long, device="meta")
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        made["decoder_input_ids"] = torch.zeros(shape, dtype=torch.long, device="meta")
+    return made
+
+
+def _sequence_length(config: Any, size: int) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    length = 8 * size
+    if isinstance(longest, int) and 0 < longest - 2 < length:  # some tables reserve two positions
+        length = max(size, (longest - 2) // size * size)
+    return length

@@ -1,0 +1,51 @@
+"""Agreement: before any rank changes its model, all know that all have compiled the same program."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from tpplan.plan import CompileError, Diagnostic
+
+
+def agree(group: dist.ProcessGroup, digest: str | None, error: CompileError | None) -> None:
+    """Compare digests over `group`; every rank raises if any of them failed or differs.
+
+    Args:
+        group: the ranks of the axis.
+        digest: of this rank's program; None if it has none.
+        error: what this rank failed with.
+
+    Raises:
+        CompileError: this rank's own error; or TP116 for another rank's error or another program.
+    """
+    if dist.get_backend(group) == "fake" or group.size() == 1:
+        if error is not None:
+            raise error
+        return
+    held: list[tuple[str | None, str]] = [(None, "")] * group.size()
+    dist.all_gather_object(held, (digest, "" if error is None else str(error)), group=group)
+    if error is not None:
+        raise error
+    failed = next(((rank, text) for rank, (_, text) in enumerate(held) if text), None)
+    if failed is not None:
+        raise _mismatch(f"rank {failed[0]} of the axis could not compile the plan", failed[1])
+    digests = [text for text, _ in held]
+    other = next((rank for rank, text in enumerate(digests) if text != digest), None)
+    if other is not None:
+        raise _mismatch(
+            f"rank {group.rank()} and rank {other} of the axis compiled different programs",
+            "the plan, the model's config, or the example inputs differ between them",
+        )
+
+
+def _mismatch(message: str, note: str) -> CompileError:
+    return CompileError(
+        [
+            Diagnostic(
+                code="TP116",
+                message=message,
+                help="give every rank the same plan file, the same model and the same versions of tpplan and torch",
+                notes=tuple(note.splitlines()),
+            )
+        ]
+    )
