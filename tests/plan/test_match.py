@@ -98,15 +98,15 @@ def test_a_large_model_is_matched_quickly() -> None:
     assert len(names) > 1990
     patterns = {f"model.layers.{layer}.mlp.{{gate,up}}_proj": "colwise" for layer in range(25)}
     wide = load_plan({**plan.to_dict(), "modules": {**patterns, **plan.to_dict()["modules"]}})  # type: ignore[dict-item]
-    best = min(timed(wide, names) for _ in range(3))
+    best = min(timed(wide, names) for _ in range(5))
     assert len(wide.rules) >= 30
     assert best < 0.05
 
 
 def timed(plan: Plan, names: list[str]) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     plan.match(names)
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def test_kernel_choices_hold_inside_the_named_module_and_the_nearest_counts() -> None:

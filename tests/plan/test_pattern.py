@@ -118,10 +118,10 @@ def test_the_specificity_is_that_of_the_alternative_that_matches() -> None:
 @pytest.mark.parametrize("pattern", ["**.a." * 20 + "b", "*a" * 60 + "b", ".".join(["*a*a*a*a*b"] * 8)])
 def test_wildcards_never_backtrack_without_end(pattern: str) -> None:
     parsed = Pattern.parse(pattern)
-    started = time.perf_counter()
+    started = time.process_time()
     for name in (".".join(["a"] * 60), "a" * 4000, ".".join(["a" * 40] * 8)):
         assert not parsed.matches(name)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 SEGMENT = st.text("ab", min_size=1, max_size=3)

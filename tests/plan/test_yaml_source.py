@@ -73,10 +73,10 @@ def test_anchors_and_aliases_work() -> None:
 @pytest.mark.parametrize("width", [2, 10])
 def test_an_alias_bomb_is_refused_at_once(width: int) -> None:
     levels = [f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * width)}]" for level in range(1, 30)]
-    started = time.perf_counter()
+    started = time.process_time()
     _, findings = check("\n".join(["version: 1", "l0: &l0 [x, x]", *levels, "modules: {a: colwise}"]))
     assert [finding.code for finding in findings] == ["TP016"]
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_an_alias_to_what_holds_it_is_refused() -> None:
@@ -90,10 +90,10 @@ def test_deep_nesting_is_refused_without_recursion(opening: str) -> None:
 
 
 def test_a_long_list_is_refused_before_it_is_read_to_the_end() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     _, findings = check("version: 1\nmodules:\n" + "  - x\n" * 100_000)
     assert [finding.code for finding in findings] == ["TP016"]
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 def test_every_tag_is_reported_and_reading_goes_on() -> None:
