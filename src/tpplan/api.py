@@ -108,7 +108,9 @@ def _refuse_unfit(model: nn.Module) -> None:
     findings: list[Diagnostic] = []
     for name, module in model.named_modules():
         if is_parallel(module):
-            findings.append(_already_parallel(f"`{name or type(model).__name__}` was parallelized by tpplan before", name))
+            findings.append(
+                _already_parallel(f"`{name or type(model).__name__}` was parallelized by tpplan before", name)
+            )
             break
         if "forward" in vars(module):
             findings.append(

@@ -27,7 +27,9 @@ class UnprovedCallError(TpplanError):
 class CallGuard:
     """Accepts calls that are covered by a proof, and raises for others."""
 
-    def __init__(self, stock: nn.Module, plan: Plan, program: Program, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    def __init__(
+        self, stock: nn.Module, plan: Plan, program: Program, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> None:
         """Start with the example call.
 
         Args:
@@ -80,7 +82,9 @@ def _kind(held: Any) -> object:
 
 def is_opaque(held: object) -> bool:
     """Whether an argument is an object that a proof leaves out, such as a key-value cache."""
-    return not isinstance(held, (Tensor, tuple, list, dict, str, int, float, bool, type(None), torch.dtype, torch.device))
+    return not isinstance(
+        held, (Tensor, tuple, list, dict, str, int, float, bool, type(None), torch.dtype, torch.device)
+    )
 
 
 def _headline(keywords: Mapping[str, Any]) -> str:

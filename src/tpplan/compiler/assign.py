@@ -22,11 +22,13 @@ class PlacedReshard:
 
     Attributes:
         path: where the tensor sits in the arguments or results.
+        aliases: further places where the very same tensor sits.
         source, target: the layouts before and after.
         value: the value of the trace on the inside for an entry, on the outside for an exit.
     """
 
     path: Path
+    aliases: tuple[Path, ...]
     source: Layout
     target: Layout
     value: int
@@ -96,7 +98,9 @@ def _read(
                 held[values[boundary.target]] = layout
                 source = held.get(values[boundary.source], REPLICATED)
                 if source != layout:
-                    decided.entries.append(PlacedReshard(boundary.path, source, layout, values[boundary.target]))
+                    decided.entries.append(
+                        PlacedReshard(boundary.path, boundary.aliases, source, layout, values[boundary.target])
+                    )
         elif isinstance(choice, Ran):
             node = region.nodes[choice.node]
             for output, layout in zip(node.outputs, choice.outcome.outputs, strict=True):
@@ -127,7 +131,9 @@ def _leave(instance: Instance, choice: Left, assignment: Assignment, decided: Fr
         source = held.get(values[boundary.source], REPLICATED)
         held[values[boundary.target]] = layout
         if source != layout:
-            decided.exits.append(PlacedReshard(boundary.path, source, layout, values[boundary.target]))
+            decided.exits.append(
+                PlacedReshard(boundary.path, boundary.aliases, source, layout, values[boundary.target])
+            )
 
 
 def _children_by_node(instance: Instance) -> dict[int, Instance]:

@@ -82,7 +82,9 @@ def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic |
                 subject=name,
             )
         count, what = (
-            (module.out_features, "out_features") if rule.style is Style.COLWISE else (module.in_features, "in_features")
+            (module.out_features, "out_features")
+            if rule.style is Style.COLWISE
+            else (module.in_features, "in_features")
         )
     elif rule.style is Style.VOCAB:
         if type(module).forward is not nn.Embedding.forward or not isinstance(module, nn.Embedding):
@@ -113,7 +115,11 @@ def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic |
             span=rule.style_span,
             label=f"{count} / {size} leaves a remainder of {count % size}",
             help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule"
-            + (f"; padding the table to {count + size - count % size} rows also works" if what == "num_embeddings" else ""),
+            + (
+                f"; padding the table to {count + size - count % size} rows also works"
+                if what == "num_embeddings"
+                else ""
+            ),
             subject=name,
         )
     return None
@@ -185,7 +191,9 @@ def _once(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
     """Of diagnostics that a pattern causes on many modules alike, the first, with the number of the others."""
     grouped: dict[tuple[object, ...], list[Diagnostic]] = {}
     for diagnostic in diagnostics:
-        grouped.setdefault((diagnostic.code, diagnostic.span, diagnostic.label if diagnostic.span else diagnostic.message), []).append(diagnostic)
+        grouped.setdefault(
+            (diagnostic.code, diagnostic.span, diagnostic.label if diagnostic.span else diagnostic.message), []
+        ).append(diagnostic)
     merged: list[Diagnostic] = []
     for first, *rest in grouped.values():
         merged.append(_with_note(first, rest))

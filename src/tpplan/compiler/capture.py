@@ -190,20 +190,22 @@ class _Crosser:
     boundary, and no reshard can be put there.
     """
 
-    def __init__(
-        self, recorder: Recorder, outward: bool, transform: Callable[[Path, Tensor], Tensor] | None
-    ) -> None:
+    def __init__(self, recorder: Recorder, outward: bool, transform: Callable[[Path, Tensor], Tensor] | None) -> None:
         self.recorder = recorder
         self.outward = outward
         self.transform = transform
         self.crossings: list[Crossing] = []
-        self._memo: dict[int, Tensor] = {}
+        self._memo: dict[int, tuple[Tensor, int]] = {}
 
     def __call__(self, held: Any, path: Path) -> Any:
         if isinstance(held, Tensor):
-            if id(held) not in self._memo:
-                self._memo[id(held)] = self._cross(held, path)
-            return self._memo[id(held)]
+            known = self._memo.get(id(held))
+            if known is None:
+                known = self._memo[id(held)] = (self._cross(held, path), len(self.crossings) - 1)
+            else:
+                crossing = self.crossings[known[1]]
+                self.crossings[known[1]] = replace(crossing, aliases=(*crossing.aliases, path))
+            return known[0]
         if isinstance(held, tuple):
             items = [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
             return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore

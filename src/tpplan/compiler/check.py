@@ -283,9 +283,7 @@ def _compare_operation(
     return None
 
 
-def _failed_at(
-    given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], failure: str
-) -> Mismatch:
+def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], failure: str) -> Mismatch:
     """For a body that raised: the first view or copy whose shape already was another, or the one that raised."""
     ours = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation)]
     theirs = [n for n in local.body if isinstance(n, Operation)]

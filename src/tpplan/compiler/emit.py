@@ -47,7 +47,9 @@ def emit(
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
         modules=_modules(model, trace, binding, assignment, origins, attributes),
-        assumptions=tuple(f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions),
+        assumptions=tuple(
+            f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
+        ),
         diagnostics=diagnostics,
     )
 
@@ -172,6 +174,7 @@ def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins
     crossing = Crossing(placed.path, placed.value, placed.value)
     return Reshard(
         path=placed.path,
+        aliases=placed.aliases,
         source=placed.source,
         target=placed.target,
         forward=collectives.forward,

@@ -140,7 +140,8 @@ def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding
         span=own.rule.style_span if own is not None else None,
         label="asked for here" if own is not None else "",
         help="`sequence` splits dim 1 of a (batch, sequence, hidden) tensor, which must be divisible by the axis: "
-        "give example inputs with such a sequence" if sequence
+        "give example inputs with such a sequence"
+        if sequence
         else "remove the pin, or pin a layout that follows from the module's style",
         subject=module,
     )

@@ -44,8 +44,8 @@ class Layout:
         gradient: "R", "S" or "P" for the gradient that arrives at the value. A replicated value whose consumers also
             read sharded operands receives a partial gradient; everywhere else it is determined by `forward`.
         dim: the sharded tensor dim, counted from the front; None unless sharded.
-        interleave: for a sharded dim that was flattened from (outer, sharded, …), the size of `outer`; otherwise 1.
-            The ranks' shards are then interleaved in blocks along the dim (DTensor's strided shard).
+        interleave: for a sequence flattened together with its batch, (batch · sequence, hidden), the batch size of the
+            example call; otherwise 1. The ranks' shards are then interleaved along the dim (DTensor's strided shard).
     """
 
     forward: str
@@ -137,6 +137,11 @@ def reshard_between(source: Layout, target: Layout) -> Collectives | None:
     if source == target:
         return Collectives(Collective.NONE, Collective.NONE)
     found = _TABLE.get((f"{source.forward}/{source.gradient}", f"{target.forward}/{target.gradient}"))
-    if found is not None and source.is_sharded and target.is_sharded and (source.interleave, target.interleave) != (1, 1):
+    if (
+        found is not None
+        and source.is_sharded
+        and target.is_sharded
+        and (source.interleave, target.interleave) != (1, 1)
+    ):
         return None
     return found

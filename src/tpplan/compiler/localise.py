@@ -98,11 +98,14 @@ def find_instance(instance: Instance, module: str, call: int) -> Instance | None
 
 
 def read_sizes(given: CheckInput, mismatch: Mismatch) -> set[tuple[tuple[str, int], int]]:
-    """Values (region's example, local number) that must not be sharded, as the mismatch comes from their local size."""
+    """Values (region's example, local number) that must not be sharded, as the mismatch comes from their local size.
+
+    Where the body took another turn, it doesn't show which size it read: then all that were sharded until there.
+    """
     instance = find_instance(given.instance, mismatch.frame.module, mismatch.frame.call)
     if instance is None:
         return set()
-    wanted = set(mismatch.sizes(given.size))
+    wanted = set(mismatch.sizes(given.size)) or _sharded_sizes(given, mismatch.frame)
     numbers = {value: number for number, value in enumerate(instance.values)}
     found: set[tuple[tuple[str, int], int]] = set()
     for value in _values_before(mismatch.frame, mismatch.position):

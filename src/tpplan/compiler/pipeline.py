@@ -63,6 +63,7 @@ class _Work:
     fixed: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
+    learned_from: Diagnostic | None = None
 
 
 def compile_program(
@@ -89,7 +90,7 @@ def compile_program(
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, results,
         Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values())),
-        Propagator(size), findings=list(diagnostics),
+        Propagator(size, _batch(trace)), findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     _, assignment = _search(work, dump)
@@ -99,6 +100,12 @@ def compile_program(
     program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings))
     dump.program(program)
     return program
+
+
+def _batch(trace: Trace) -> int:
+    """The example's batch size: the first size of its first tensor."""
+    shape = trace.values[trace.inputs[0]].shape if trace.inputs else ()
+    return shape[0] if shape else 1
 
 
 def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
@@ -198,6 +205,9 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
             work.constraints.slice_constants = True
             continue
         failed = True
+        if work.learned_from is not None:
+            work.findings.append(work.learned_from)
+            return None
         work.findings.append(explain_failure.of_placement(instance, solutions, work.trace, work.binding))
         region = explain_failure.instance_at(instance, solutions.path).region
         if solutions.node is None or (region.example, solutions.node) in work.constraints.forgiven:
@@ -213,11 +223,13 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
         if after is None or not _same_place(after, mismatch):
             work.attributes = proposal
             return
+    finding = explain_failure.of_check(given, mismatch, work.binding)
     learned = read_sizes(given, mismatch) - work.constraints.unsharded
     if learned:
         work.constraints.unsharded |= learned
+        work.learned_from = finding
         return
-    work.findings.append(explain_failure.of_check(given, mismatch, work.binding))
+    work.findings.append(finding)
     if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
         raise CompileError(work.findings)
     work.excused |= equal_modules(given.instance, mismatch.frame)

@@ -280,7 +280,9 @@ class Placer:
                 source = known.get(boundary.source) or _source_layout(region.values[boundary.source])
                 options = self._exit_options(region, boundary, source)
                 if not options:
-                    refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.source, source),))
+                    refusal = Refusal(
+                        "pin", "can't take the layout that is demanded here", ((boundary.source, source),)
+                    )
                     failure = Failure((), None, refusal, (len(region.nodes),))
                 branches.append(options)
             for combination in itertools.product(*branches):
@@ -301,9 +303,7 @@ class Placer:
     def _solve_reduced(self, region: Region, inputs: State) -> list[Solution] | Failure:
         """A rowwise linear or a vocabulary-split table: the product is partial, and is reduced before the bias."""
         outer = dict(zip(region.inputs, inputs, strict=True))
-        bias = next(
-            (i for i, v in enumerate(region.values) if v.parameter is not None and len(v.shape) == 1), None
-        )
+        bias = next((i for i, v in enumerate(region.values) if v.parameter is not None and len(v.shape) == 1), None)
         exit_boundary = region.exits[0]
         finished: dict[State, tuple[Cost, Steps | None]] = {}
         for chosen, cost in self._entry_choices(region, outer):
@@ -388,9 +388,7 @@ class Placer:
         """Whether a value that leaves comes from a module whose output the plan pins, through results alone."""
         identifier = boundary.source
         while True:
-            node = next(
-                (n for n in region.nodes if isinstance(n, CallNode) and identifier in n.outputs), None
-            )
+            node = next((n for n in region.nodes if isinstance(n, CallNode) and identifier in n.outputs), None)
             if node is None:
                 return False
             region, position = node.region, node.outputs.index(identifier)
@@ -402,9 +400,14 @@ class Placer:
             identifier = inner.source
 
     def _sequence_layout(self, value: LocalValue) -> Layout | None:
-        if len(value.shape) < 3 or not value.dtype.is_floating_point or value.shape[1] % self.size:
+        """The split along the sequence: dim 1 of (batch, sequence, …), or both in one dim of (batch · sequence, hidden)."""
+        if not value.dtype.is_floating_point:
             return None
-        return sharded(1)
+        if len(value.shape) == 2:
+            batch, rows = self.propagator.batch, value.shape[0]
+            fits = batch > 1 and rows > batch and rows % (batch * self.size) == 0
+            return sharded(0, interleave=batch) if fits else None
+        return None if len(value.shape) < 3 or value.shape[1] % self.size else sharded(1)
 
     # -- costs ------------------------------------------------------------------------------------------------------
     def _price(self, collectives: Collectives, value: LocalValue, tie: int) -> Cost:

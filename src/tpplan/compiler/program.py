@@ -24,6 +24,7 @@ class Reshard:
 
     Attributes:
         path: where the tensor sits: the argument's name and positions inside it, or positions in the result.
+        aliases: further places where the very same tensor sits; it is resharded once for all.
         source, target: the layouts before and after.
         forward, backward: the collectives.
         shape: of the whole tensor, in the example call.
@@ -43,6 +44,7 @@ class Reshard:
     bytes: int
     differentiable: bool
     origin: str
+    aliases: tuple[tuple[str | int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,11 @@ class Program:
         """Parameters whose gradients are summed over the axis."""
         return tuple(p for p in self.parameters if p.summed and p.trainable)
 
+    @property
+    def flattens_batch(self) -> bool:
+        """Whether a reshard needs to know the batch size of a call, as its sequence is flattened with the batch."""
+        return any(r.source.interleave != 1 or r.target.interleave != 1 for _, r in self.reshards())
+
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
@@ -238,6 +245,7 @@ def _reshard(plain: Mapping[str, Any]) -> Reshard:
         **{**plain}
         | {
             "path": tuple(plain["path"]),
+            "aliases": tuple(tuple(path) for path in plain["aliases"]),
             "shape": tuple(plain["shape"]),
             "source": _layout(plain["source"]),
             "target": _layout(plain["target"]),

@@ -25,6 +25,9 @@ from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
 
 
+_VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One way in which an operation can run on local tensors.
@@ -58,8 +61,10 @@ class Refusal:
 class Propagator:
     """Answers for one axis size; remembers what it asked."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, batch: int) -> None:
+        """Answer for an axis of `size` ranks and an example call of batch size `batch`."""
         self.size = size
+        self.batch = batch
         self._rules: dict[object, tuple[Layout | None, ...] | None | str] = {}
 
     def outcomes(
@@ -145,7 +150,12 @@ class Propagator:
         for held in known:
             if held is None:
                 return Refusal("reduction", "reduces over a sharded dim with something other than a sum", operands)
+            if held.interleave not in (1, self.batch):
+                return Refusal("communication", "flattens a sharded dim with one that isn't the batch", operands)
             outputs.append(held)
+        if self.batch == 1 and node.name in _VIEWS and _flattens(operands, outputs[0]):
+            reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
+            return Refusal("communication", reason, operands)
         return tuple(outputs)
 
     def _ask(
@@ -162,6 +172,14 @@ class Propagator:
         if len(placements) != len(node.outputs):
             return "no-rule:DTensor's rule doesn't tell the placement of every result"
         return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
+
+
+def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
+    """Whether one sharded operand's dim has moved forward: a view joined it with dims of size 1 before it."""
+    if len(operands) != 1 or output.dim is None:
+        return False
+    dim = operands[0][1].dim
+    return dim is not None and output.dim < dim
 
 
 def _meaningful_inputs(node: OperationNode, values: Sequence[LocalValue]) -> tuple[int, ...]:

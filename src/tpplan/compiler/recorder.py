@@ -67,9 +67,7 @@ class Recorder(TorchDispatchMode):
     def new_value(self, tensor: Tensor, differentiable: bool, storage_of: int | None = None) -> int:
         """Give `tensor` a fresh value, also if it had one before."""
         identifier = len(self.values)
-        self.values.append(
-            Value(identifier, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, differentiable)
-        )
+        self.values.append(Value(identifier, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, differentiable))
         storage = identifier if storage_of is None else self._storage[storage_of]
         self._storage.append(storage)
         self._members.setdefault(storage, []).append(identifier)
@@ -177,7 +175,9 @@ class Recorder(TorchDispatchMode):
             return tuple(self._refer(item) for item in argument)  # pyright: ignore[reportUnknownVariableType]
         return argument
 
-    def _constants_to_meta(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _constants_to_meta(
+        self, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def convert(argument: Any) -> Any:
             if isinstance(argument, Tensor) and not argument.is_meta:
                 copy = self._meta_copies.get(id(argument))

@@ -52,6 +52,11 @@ class OperationNode:
     overwritten: tuple[int, ...]
     location: Location | None = field(compare=False)
 
+    @property
+    def name(self) -> str:
+        """The operator's name, such as `aten.mm.default`."""
+        return str(self.target)
+
 
 @dataclass(frozen=True, slots=True)
 class CallNode:
@@ -68,6 +73,7 @@ class Boundary:
     outside (exit)."""
 
     path: Path
+    aliases: tuple[Path, ...]
     source: int
     target: int
     pin: Pin | None
@@ -145,7 +151,7 @@ class _Builder:
         sources = [crossing.source for crossing in frame.entries]
         inputs = tuple(dict.fromkeys(local(i) for i in (*sources, *self.free.get(id(frame), ()))))
         entries = tuple(
-            Boundary(c.path, local(c.source), local(c.target), _entry_pin(bound, index))
+            Boundary(c.path, c.aliases, local(c.source), local(c.target), _entry_pin(bound, index))
             for index, c in enumerate(frame.entries)
         )
         children: list[Instance] = []
@@ -164,8 +170,10 @@ class _Builder:
                 )
             )
         pin = bound.rule.output if bound is not None else None
-        exits = tuple(Boundary(c.path, local(c.source), local(c.target), pin) for c in frame.exits)
-        outputs = tuple(dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ()))))
+        exits = tuple(Boundary(c.path, c.aliases, local(c.source), local(c.target), pin) for c in frame.exits)
+        outputs = tuple(
+            dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ())))
+        )
         region = Region(
             tuple(values), inputs, outputs, entries, exits, tuple(nodes),
             bound.style if bound is not None else None, depth, frame.module in self.fixed, (frame.module, frame.call),
@@ -223,7 +231,16 @@ def _key(region: Region) -> object:
         )
         for n in region.nodes
     )
-    return (region.values, region.inputs, region.outputs, region.entries, region.exits, nodes, region.style, region.fixed)
+    return (
+        region.values,
+        region.inputs,
+        region.outputs,
+        region.entries,
+        region.exits,
+        nodes,
+        region.style,
+        region.fixed,
+    )
 
 
 def _typed(argument: Any) -> object:

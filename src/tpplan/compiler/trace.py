@@ -101,11 +101,13 @@ class Crossing:
         path: where it sits in the arguments (first the parameter's name) or in the results.
         source: the value on the side that it comes from.
         target: the value on the side that it goes to.
+        aliases: further places where the very same tensor sits.
     """
 
     path: Path
     source: int
     target: int
+    aliases: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

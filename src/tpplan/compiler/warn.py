@@ -32,9 +32,7 @@ def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: i
     return found + [_sliced(held) for held in sliced.values()]
 
 
-def _gathers_columns(
-    reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins
-) -> Bound | None:
+def _gathers_columns(reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins) -> Bound | None:
     shape = trace.values[reshard.value].shape
     if not reshard.source.is_sharded or reshard.source.dim != len(shape) - 1 or reshard.target == reshard.source:
         return None

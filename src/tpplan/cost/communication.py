@@ -31,9 +31,12 @@ NVLINK = Topology()
 
 def ring_steps(collective: str, size: int) -> int:
     """Steps of the ring algorithm of `collective` on `size` ranks."""
-    return {"all-reduce": 2 * (size - 1), "all-gather": size - 1, "reduce-scatter": size - 1, "all-to-all": size - 1}.get(
-        collective, 0
-    )
+    return {
+        "all-reduce": 2 * (size - 1),
+        "all-gather": size - 1,
+        "reduce-scatter": size - 1,
+        "all-to-all": size - 1,
+    }.get(collective, 0)
 
 
 def bytes_sent(collective: str, whole: int, size: int) -> int:

@@ -22,7 +22,7 @@ from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
 from tpplan.runtime.parameters import SummedParameters, read_shard
 from tpplan.runtime.randomness import SplitRandomness
-from tpplan.runtime.reshard import make_reshard
+from tpplan.runtime.reshard import CallContext, make_reshard
 
 
 class Distributor(Protocol):
@@ -110,6 +110,7 @@ def _module_changes(
 ) -> list[_Change]:
     placements = {name: placement for placement in program.parameters for name in placement.names}
     summed = SummedParameters(distributor.axis)
+    context = CallContext()
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     changes: list[_Change] = []
     for spec in program.modules:
@@ -118,13 +119,15 @@ def _module_changes(
         runtime = ModuleRuntime(
             label=_label(spec, placements),
             axis=distributor.axis,
-            entries=tuple(_entry(module, spec, r, distributor.axis) for r in spec.entries),
-            exits=tuple(_exit(spec, r, distributor.axis) for r in spec.exits),
+            entries=tuple(s for r in spec.entries for s in _entries(module, r, distributor.axis, context)),
+            exits=tuple(s for r in spec.exits for s in _exits(spec, r, distributor.axis, context)),
             reads=tuple(_read(modules, spec, name, placements[name], summed) for name in spec.reads),
             random=SplitRandomness(distributor.axis, distributor.device) if spec.random == "split" else None,
             summed=summed if is_root and opened else None,
             opened=opened if is_root else (),
             guard=guard if is_root else None,
+            context=context if is_root and program.flattens_batch else None,
+            shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
         )
         changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
         changes.extend(_swap_attribute(module, a.name, a.local) for a in spec.local_attributes)
@@ -166,22 +169,24 @@ def _read(
     return owner, leaf, summed.read if placement.summed else read_shard
 
 
-def _entry(module: nn.Module, spec: ModuleProgram, reshard: Reshard, axis: Communicator) -> EntryStep:
-    name, *inner = reshard.path
+def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: CallContext) -> list[EntryStep]:
     names = argument_names(type(module).forward)
-    text = str(name)
-    if text.startswith("*"):
-        position: int | None = int(text[1:])
-    else:
-        position = names.index(text) if text in names else None
-    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, fresh=False)
-    return EntryStep(text, position, tuple(inner), step)
+    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, False, context)
+    steps: list[EntryStep] = []
+    for name, *inner in (reshard.path, *reshard.aliases):
+        text = str(name)
+        if text.startswith("*"):
+            position: int | None = int(text[1:])
+        else:
+            position = names.index(text) if text in names else None
+        steps.append(EntryStep(text, position, tuple(inner), step))
+    return steps
 
 
-def _exit(spec: ModuleProgram, reshard: Reshard, axis: Communicator) -> ExitStep:
+def _exits(spec: ModuleProgram, reshard: Reshard, axis: Communicator, context: CallContext) -> list[ExitStep]:
     fresh = spec.style in ("rowwise", "vocab")
-    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, fresh)
-    return ExitStep(reshard.path, step)
+    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, fresh, context)
+    return [ExitStep(path, step) for path in (reshard.path, *reshard.aliases)]
 
 
 def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement]) -> str:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.parameters import SummedParameters
 from tpplan.runtime.randomness import SplitRandomness
-from tpplan.runtime.reshard import ReshardStep
+from tpplan.runtime.reshard import CallContext, Move
 
 Reader = Callable[[Tensor], Tensor]
 RUNTIME = "_tpplan"
@@ -31,7 +30,7 @@ class EntryStep:
     name: str
     position: int | None
     inner: tuple[str | int, ...]
-    step: ReshardStep
+    step: Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class ExitStep:
     """A reshard of one result, by its path in the results."""
 
     path: tuple[str | int, ...]
-    step: ReshardStep
+    step: Move
 
 
 @dataclass(slots=True)
@@ -54,6 +53,9 @@ class ModuleRuntime:
         random: a guard around bodies that draw different random numbers on each rank.
         opened: for the root: the summed parameters to hand out, in order.
         summed: the parameters whose gradients are summed.
+        guard: for the root: called with the arguments of each call.
+        context: for the root, where a reshard needs the batch size: where to note it.
+        shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
     """
 
     label: str
@@ -65,12 +67,14 @@ class ModuleRuntime:
     summed: SummedParameters | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+    context: CallContext | None = None
+    shared: bool = False
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Reshard the arguments of a call."""
         moved: list[Any] | None = None
         copied = False
-        for entry in self.entries:
+        for entry in self.entries if not self.shared else _once_each(self.entries):
             if entry.position is not None and entry.position < len(args):
                 if moved is None:
                     moved = list(args)
@@ -83,12 +87,31 @@ class ModuleRuntime:
 
     def leave(self, result: Any) -> Any:
         """Reshard the results of a call."""
-        for exit_step in self.exits:
+        for exit_step in self.exits if not self.shared else _once_each(self.exits):
             result = _apply(result, exit_step.path, exit_step.step)
         return result
 
 
-def _apply(held: Any, path: tuple[str | int, ...], step: ReshardStep) -> Any:
+Step = TypeVar("Step", EntryStep, ExitStep)
+
+
+def _once_each(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps of one call, such that those which share a reshard move the same tensor once."""
+    moved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def once(step: Move) -> Move:
+        def move(tensor: Tensor) -> Tensor:
+            key = (id(step), id(tensor))
+            if key not in moved:
+                moved[key] = (tensor, step(tensor))
+            return moved[key][1]
+
+        return move
+
+    return tuple(replace(step, step=once(step.step)) for step in steps)
+
+
+def _apply(held: Any, path: tuple[str | int, ...], step: Move) -> Any:
     """`held` with the tensor at `path` resharded; containers on the way are copied, other objects are written to."""
     if not path:
         return step(held) if isinstance(held, Tensor) else held
@@ -139,6 +162,9 @@ class ShardedRoot(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.guard is not None:
             runtime.guard(args, kwargs)
+        if runtime.context is not None:
+            held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
         if runtime.summed is None:
             return super().forward(*args, **kwargs)
         runtime.summed.open([owner._parameters[name] for owner, name in runtime.opened])  # pyright: ignore
@@ -230,15 +256,3 @@ def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type
 def is_parallel(module: nn.Module) -> bool:
     """Whether `module` was swapped already."""
     return isinstance(module, ShardedModule)
-
-
-__all__ = [
-    "EntryStep",
-    "ExitStep",
-    "ModuleRuntime",
-    "ShardedModule",
-    "is_parallel",
-    "swapped_class",
-    "torch",
-    "field",
-]

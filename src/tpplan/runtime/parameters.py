@@ -67,9 +67,7 @@ def sum_coalesced(
         by_dtype.setdefault(parameter.dtype, []).append(index)
     summed: list[Tensor | None] = [None] * len(gradients)
     for indices in by_dtype.values():
-        parts = [
-            torch.zeros_like(local_of(parameters[i])) if gradients[i] is None else gradients[i] for i in indices
-        ]
+        parts = [torch.zeros_like(local_of(parameters[i])) if gradients[i] is None else gradients[i] for i in indices]
         flat = axis.all_reduce(torch.cat([part.reshape(-1) for part in parts if part is not None]))
         sizes = [local_of(parameters[i]).numel() for i in indices]
         for i, piece in zip(indices, flat.split(sizes), strict=True):

@@ -50,8 +50,25 @@ class _Reshard(torch.autograd.Function):
         return ctx.step.backward(gradients[0]), None
 
 
+@dataclass(slots=True)
+class CallContext:
+    """What the reshards of a model know of the call under way.
+
+    Attributes:
+        batch: the first size of the root's first tensor; None outside of a call.
+    """
+
+    batch: int | None = None
+
+
 def make_reshard(
-    source: Layout, target: Layout, forward: Collective, backward: Collective, axis: Communicator, fresh: bool
+    source: Layout,
+    target: Layout,
+    forward: Collective,
+    backward: Collective,
+    axis: Communicator,
+    fresh: bool,
+    context: CallContext,
 ) -> ReshardStep:
     """Bind a reshard to an axis.
 
@@ -60,15 +77,34 @@ def make_reshard(
         forward, backward: the collectives, as the program has them.
         axis: the ranks.
         fresh: whether the tensor that arrives is nobody else's, so that an all-reduce may write to it.
+        context: tells the batch size of a call, for sequences flattened with their batch.
     """
-    return ReshardStep(
-        _move(forward, source, target, axis, fresh), _move(backward, target, source, axis, fresh=False, adjoint=True)
-    )
+    there, back = _move(forward, source, target, axis, fresh), _move(backward, target, source, axis, fresh=False)
+    if source.interleave == 1 and target.interleave == 1:
+        return ReshardStep(there, back)
+    return ReshardStep(_flattened(there, context), _flattened(back, context))
 
 
-def _move(
-    collective: Collective, source: Layout, target: Layout, axis: Communicator, fresh: bool, adjoint: bool = False
-) -> Move:
+def _flattened(move: Move, context: CallContext) -> Move:
+    """`move` along the sequence of a (batch · sequence, hidden) tensor, whose shards are interleaved by batch."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if context.batch is None:
+            raise UnevenShardError(
+                "TP118 uneven-sequence: a module whose sequence is flattened with the batch was called by itself\n"
+                "  help: call the whole model, whose inputs tell the batch size"
+            )
+        if tensor.shape[0] % context.batch:
+            raise UnevenShardError(
+                f"TP118 uneven-sequence: {tensor.shape[0]} rows are no whole number of sequences for a batch of "
+                f"{context.batch}\n  help: call the model with its batch as the first dim of its first tensor"
+            )
+        return move(tensor.unflatten(0, (context.batch, -1))).flatten(0, 1)
+
+    return moved
+
+
+def _move(collective: Collective, source: Layout, target: Layout, axis: Communicator, fresh: bool) -> Move:
     if collective is Collective.NONE:
         return _identity
     if collective is Collective.ALL_REDUCE:
@@ -83,7 +119,6 @@ def _move(
         return lambda tensor: axis.reduce_scatter(_even(tensor, dim, axis), dim)
     if collective is Collective.SLICE:
         return lambda tensor: _slice(_even(tensor, dim, axis), dim, axis)
-    assert collective is Collective.PAD and adjoint
     return lambda tensor: _pad(tensor, dim, axis)
 
 
@@ -92,8 +127,9 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _dim(layout: Layout) -> int:
+    """The dim to move along; of a flattened sequence, the sequence's own once it is unflattened."""
     assert layout.dim is not None
-    return layout.dim
+    return layout.dim if layout.interleave == 1 else layout.dim + 1
 
 
 def _even(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:
