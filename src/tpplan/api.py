@@ -92,7 +92,8 @@ def parallelize(
         program = compile_program(model, loaded, axis_mesh.size(), *call)
     except CompileError as raised:
         error = raised
-    agree(group, None if program is None else program.digest, error)
+    draws = program is not None and any(module.random for module in program.modules)
+    agree(group, None if program is None else program.digest, error, draws)
     assert program is not None
     guard = CallGuard(make_skeleton(model).model, loaded, program, *_without_opaque(call))
     axis = ProcessGroupCommunicator(group)

@@ -42,8 +42,14 @@ class CallGuard:
         self._program = program
         self._proved: set[Signature] = {signature(arguments, keywords)}
 
-    def __call__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Raise `UnprovedCallError` unless the call is proved, now or before."""
+        if training and not self._program.training:
+            raise UnprovedCallError(
+                "TP117 unproved-call: the model is in training mode, in which it couldn't be captured; its program is "
+                "proved for evaluation only\n  help: call model.eval(), or make the model's forward in training free of "
+                "branches on tensors' values (layer dropping, say)"
+            )
         held = signature(arguments, keywords)
         if held not in self._proved:
             self._prove(arguments, keywords)

@@ -116,7 +116,8 @@ def _modules(
         entries = _reshards(trace, calls, origins, inward=True)
         exits = _reshards(trace, calls, origins, inward=False)
         bound = binding.modules.get(name)
-        if not (own or entries or exits or bound or name in attributes or name == ""):
+        random = _randomness(calls, assignment)
+        if not (own or entries or exits or bound or random or name in attributes or name == ""):
             continue
         found.append(
             ModuleProgram(
@@ -128,7 +129,7 @@ def _modules(
                 entries=entries,
                 exits=exits,
                 reads=own,
-                random=_randomness(calls, assignment),
+                random=random,
                 local_attributes=attributes.get(name, ()),
             )
         )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch
 import torch.distributed as dist
 
 from tpplan.plan import CompileError, Diagnostic
 
 
-def agree(group: dist.ProcessGroup, digest: str | None, error: CompileError | None) -> None:
+def agree(group: dist.ProcessGroup, digest: str | None, error: CompileError | None, draws: bool = False) -> None:
     """Compare digests over `group`; every rank raises if any of them failed or differs.
 
     Args:
         group: the ranks of the axis.
         digest: of this rank's program; None if it has none.
         error: what this rank failed with.
+        draws: whether the program draws random numbers that must be the same on all ranks.
+
+    Warns:
+        UserWarning: the program draws random numbers, and the ranks' generators were seeded differently.
 
     Raises:
         CompileError: this rank's own error; or TP116 for another rank's error or another program.
@@ -22,19 +29,25 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: CompileError | No
         if error is not None:
             raise error
         return
-    held: list[tuple[str | None, str]] = [(None, "")] * group.size()
-    dist.all_gather_object(held, (digest, "" if error is None else str(error)), group=group)
+    held: list[tuple[str | None, str, int]] = [(None, "", 0)] * group.size()
+    dist.all_gather_object(held, (digest, "" if error is None else str(error), torch.initial_seed()), group=group)
     if error is not None:
         raise error
-    failed = next(((rank, text) for rank, (_, text) in enumerate(held) if text), None)
+    failed = next(((rank, text) for rank, (_, text, _) in enumerate(held) if text), None)
     if failed is not None:
         raise _mismatch(f"rank {failed[0]} of the axis could not compile the plan", failed[1])
-    digests = [text for text, _ in held]
+    digests = [text for text, _, _ in held]
     other = next((rank for rank, text in enumerate(digests) if text != digest), None)
     if other is not None:
         raise _mismatch(
             f"rank {group.rank()} and rank {other} of the axis compiled different programs",
             "the plan, the model's config, or the example inputs differ between them",
+        )
+    if draws and len({seed for _, _, seed in held}) > 1:
+        warnings.warn(
+            "the ranks' random generators were seeded differently, so that dropout on replicated values would differ "
+            "between them; call torch.manual_seed with one seed on all ranks of the axis before training",
+            stacklevel=3,
         )
 
 

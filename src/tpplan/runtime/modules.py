@@ -53,7 +53,7 @@ class ModuleRuntime:
         random: a guard around bodies that draw different random numbers on each rank.
         opened: for the root: the summed parameters to hand out, in order.
         summed: the parameters whose gradients are summed.
-        guard: for the root: called with the arguments of each call.
+        guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved.
         context: for the root, where a reshard needs the batch size: where to note it.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
     """
@@ -66,7 +66,7 @@ class ModuleRuntime:
     random: SplitRandomness | None = None
     summed: SummedParameters | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
-    guard: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+    guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None
     context: CallContext | None = None
     shared: bool = False
 
@@ -161,7 +161,7 @@ class ShardedRoot(ShardedModule):
         """Run the model on local tensors."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.guard is not None:
-            runtime.guard(args, kwargs)
+            runtime.guard(self.training, args, kwargs)
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
