@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tpplan.checkpoint import load_weights, save_weights
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
 from tpplan.compiler.skeleton import make_skeleton
@@ -23,7 +24,7 @@ from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
 from tpplan.runtime.modules import is_parallel
 
-__all__ = ["Program", "compile_plan", "parallelize"]
+__all__ = ["Program", "compile_plan", "load_weights", "parallelize", "save_weights"]
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 

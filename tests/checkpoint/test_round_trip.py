@@ -1,0 +1,101 @@
+"""A checkpoint of the stock model goes into a parallelized one, and comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import tpplan
+from tpplan.checkpoint import load_weights, save_weights
+from tpplan.checkpoint.files import CheckpointError
+
+PLAN = "version: 1\nmodules:\n  up: colwise\n  down: rowwise\n"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))) * self.scale
+
+
+def _rank(rank: int, rendezvous: str, folder: str, meta: bool) -> None:
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    with torch.device("meta" if meta else "cpu"):
+        model = Block()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    tpplan.parallelize(model, PLAN, mesh, inputs=(torch.zeros(2, 8),))
+    load_weights(model, f"{folder}/in")
+    stock = Block()
+    stock.load_state_dict(load_file(f"{folder}/in/model.safetensors"))
+    x = torch.ones(2, 8)
+    torch.testing.assert_close(model(x), stock(x))
+    assert model.up.weight.to_local().shape == (8, 8)
+    save_weights(model, f"{folder}/out", file_bytes=256)
+    dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
+def test_a_sharded_model_loads_and_saves_the_stock_checkpoint(tmp_path: Path, meta: bool) -> None:
+    torch.manual_seed(3)
+    stock = Block().state_dict()
+    (tmp_path / "in").mkdir()
+    save_file(stock, tmp_path / "in" / "model.safetensors")
+    multiprocessing.spawn(_rank, (f"file://{tmp_path}/rendezvous", str(tmp_path), meta), nprocs=2)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(stock)
+    assert len(set(index["weight_map"].values())) > 1
+    read = Block()
+    load_weights(read, tmp_path / "out")
+    for name, tensor in read.state_dict().items():
+        assert torch.equal(tensor, stock[name]), name
+
+
+def test_every_name_that_does_not_fit_is_reported_and_nothing_is_loaded(tmp_path: Path) -> None:
+    model = Block()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    held = {f"bert.{name}": tensor for name, tensor in model.state_dict().items()}
+    held["up.weight"] = torch.zeros(3, 8)
+    held["down.bias"] = torch.zeros(8)
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, tmp_path)
+    text = str(caught.value)
+    assert "TP121" in text and "`up.weight` has shape [3, 8] there and [16, 8]" in text
+    assert "`up.bias` is not in the checkpoint" in text and "the checkpoint has `bert.down.bias`" in text
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("content", [None, b"no safetensors"])
+def test_a_missing_or_broken_file_is_a_finding(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="TP121"):
+        load_weights(Block(), tmp_path)
+
+
+def test_tied_parameters_are_saved_once_and_loaded_into_both(tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    model = tied()
+    save_weights(model, tmp_path)
+    assert list(load_file(tmp_path / "model.safetensors")) == ["0.weight"]
+    other = tied()
+    load_weights(other, tmp_path)
+    assert other[1].weight is other[0].weight and torch.equal(other[0].weight, model[0].weight)
