@@ -1,8 +1,8 @@
 """Guard: hold each call of a sharded model against what was proved.
 
-A call with other tensors or flags than the example may take another path through the model. The first such call is
-proved on the spot: compiled like the example, from the same stock skeleton. If it needs the same reshards, it goes
-ahead and is remembered; otherwise it is refused.
+A call with other tensors or flags than the example, or in the other mode (training, evaluation), may take another path
+through the model. The first such call is proved on the spot: compiled like the example, from the same stock skeleton. If
+it needs the same reshards, it goes ahead and is remembered; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -40,33 +40,27 @@ class CallGuard:
         self._stock = stock
         self._plan = plan
         self._program = program
-        self._proved: set[Signature] = {signature(arguments, keywords)}
+        self._proved: set[Signature] = {(program.training, signature(arguments, keywords))}
 
     def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Raise `UnprovedCallError` unless the call is proved, now or before."""
-        if training and not self._program.training:
-            raise UnprovedCallError(
-                "TP117 unproved-call: the model is in training mode, in which it couldn't be captured; its program is "
-                "proved for evaluation only\n  help: call model.eval(), or make the model's forward in training free of "
-                "branches on tensors' values (layer dropping, say)"
-            )
-        held = signature(arguments, keywords)
+        held = (training, signature(arguments, keywords))
         if held not in self._proved:
-            self._prove(arguments, keywords)
+            self._prove(training, arguments, keywords)
             self._proved.add(held)
 
-    def _prove(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _prove(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         program = self._program
         kept = {name: a for name, a in keywords.items() if not is_opaque(a)}
         given = tuple(None if is_opaque(a) else a for a in arguments)
         try:
-            other = compile_program(self._stock, self._plan, program.size, given, kept)
+            other = compile_program(self._stock, self._plan, program.size, given, kept, training)
         except CompileError as error:
-            raise UnprovedCallError(f"{_headline(keywords)}: it can't be proved\n{error}") from error
+            raise UnprovedCallError(f"{_headline(training, keywords)}: it can't be proved\n{error}") from error
         difference = _difference(program, other)
         if difference:
             raise UnprovedCallError(
-                f"{_headline(keywords)}: {difference}\n  help: pass `inputs=` like this call to `parallelize`, so that "
+                f"{_headline(training, keywords)}: {difference}\n  help: pass `inputs=` like this call to `parallelize`, so that "
                 "the program is compiled for it"
             )
 
@@ -93,9 +87,10 @@ def is_opaque(held: object) -> bool:
     )
 
 
-def _headline(keywords: Mapping[str, Any]) -> str:
+def _headline(training: bool, keywords: Mapping[str, Any]) -> str:
     named = ", ".join(name for name, held in keywords.items() if isinstance(held, Tensor))
-    return f"TP117 unproved-call: the model was called with other arguments ({named or 'positional'}) than its example"
+    mode = "training" if training else "evaluation"
+    return f"TP117 unproved-call: this call ({named or 'positional arguments'}; in {mode}) differs from the example"
 
 
 def _difference(ours: Program, other: Program) -> str:

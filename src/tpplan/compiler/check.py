@@ -39,6 +39,10 @@ _REARRANGING = frozenset(
         "lift_fresh.default", "as_strided.default", "mT.default", "unflatten.int",
     )
 )  # fmt: skip
+_SIZED = tuple(
+    f"aten.{name}"
+    for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +191,28 @@ class _LocalBoundary:
         if len(region.inputs) > len({b.source for b in region.entries}) or len(region.outputs) > len(region.exits):
             return False  # it reads or leaves values past its boundary: run it
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
-        # Local values can't tell apart what happens further inside; layouts of a region's values follow from these.
-        key = (id(region), type(self._modules[module]), layouts, self.attributes.get(module))
+        key = (id(region), layouts, self._fingerprint(module))
         if key in self._seen:
             return True
         self._seen.add(key)
         return False
+
+    def _fingerprint(self, module: str) -> object:
+        """The classes and plain attributes of a module and all inside it: what its code may depend on, besides tensors.
+
+        A number that is the module's own position among its siblings (`layer_idx`) counts as a position.
+        """
+        positions = {int(part) for part in module.split(".") if part.isdigit()}
+        found: list[object] = []
+        for name, inner in self._modules[module].named_modules():
+            plain = [
+                (key, "position" if type(held) is int and held in positions else held)
+                for key, held in vars(inner).items()
+                if type(held) in (int, float, bool, str) or held is None
+            ]
+            full = f"{module}.{name}" if name else module
+            found.append((name, type(inner), tuple(plain), self.attributes.get(full)))
+        return tuple(found)
 
     def _promised(self, result: Any, frame: Frame) -> Any:
         targets = {c.path: c.target for c in frame.exits}
@@ -312,9 +332,14 @@ def _shown(operation: Operation) -> str:
 
 
 def _scalars(operation: Operation) -> list[object]:
-    """The arguments that are neither tensors nor lists of sizes; those show in the results' shapes."""
+    """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes."""
     held = (*operation.arguments, *operation.keywords.values())
-    return [a for a in held if not isinstance(a, (Reference, tuple))]
+    sized = operation.name.startswith(_SIZED)
+    return [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and (sized or _has_tensors(a))))]
+
+
+def _has_tensors(items: tuple[Any, ...]) -> bool:
+    return any(isinstance(item, Reference) for item in items)
 
 
 __all__ = ["CheckInput", "Mismatch", "check"]

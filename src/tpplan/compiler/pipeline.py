@@ -67,7 +67,12 @@ class _Work:
 
 
 def compile_program(
-    model: nn.Module, plan: Plan, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]
+    model: nn.Module,
+    plan: Plan,
+    size: int,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    training: bool | None = None,
 ) -> Program:
     """Compile `plan` for `model` on an axis of `size` ranks.
 
@@ -76,6 +81,8 @@ def compile_program(
         plan: the plan.
         size: number of ranks.
         arguments, keywords: an example call; only the tensors' geometry counts.
+        training: the mode to capture in; None captures in training mode, whose random numbers need care, or in
+            evaluation mode if training can't be captured.
 
     Raises:
         CompileError: with every finding, if plan and model don't fit together.
@@ -85,7 +92,7 @@ def compile_program(
     dump.binding(binding)
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
-    trace, results = _capture(model, arguments, keywords, diagnostics)
+    trace, results = _capture(model, arguments, keywords, diagnostics, (True, False) if training is None else (training,))
     dump.trace(trace)
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, results,
@@ -137,11 +144,15 @@ def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
 
 
 def _capture(
-    model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], diagnostics: list[Diagnostic]
+    model: nn.Module,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    diagnostics: list[Diagnostic],
+    modes: tuple[bool, ...],
 ) -> tuple[Trace, dict[tuple[str, int], Any]]:
-    """Record the model in training mode, whose operations include those of evaluation; in evaluation if that fails."""
+    """Record the model in the first of `modes` (training or not) in which it runs."""
     errors: list[BaseException] = []
-    for training in (True, False):
+    for training in modes:
         state = Capture(Recorder())
         try:
             return record(make_skeleton(model), arguments, keywords, training, state), state.results

@@ -81,9 +81,10 @@ class Propagator:
         if isinstance(forward, Refusal):
             return forward
         partial: set[int] = set()
+        differentiable = any(o is not None and values[o].differentiable for o in node.outputs)
         for identifier, held in operands:
             value = values[identifier]
-            if not (held.is_replicated and value.differentiable):
+            if not (differentiable and held.is_replicated and value.differentiable):
                 continue
             if value.parameter is not None:
                 partial.add(identifier)
@@ -101,6 +102,8 @@ class Propagator:
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
     ) -> list[Outcome] | Refusal:
         activations = {held for i, held in operands if values[i].differentiable and values[i].parameter is None}
+        if not any(o is not None and values[o].differentiable for o in node.outputs):
+            return [Outcome(tuple(REPLICATED for _ in node.outputs))]
         if len(activations) > 1:
             reason = "mixes a value whose gradient is partial with one whose gradient is whole"
             return Refusal("gradient", reason, operands)

@@ -205,7 +205,9 @@ class ReducedLinear(ShardedModule):
         result = functional.linear(input, runtime.reads[0][2](weight))
         if runtime.exits:
             result = runtime.exits[0].step(result)
-        return result if bias is None else result + runtime.reads[1][2](bias)
+        if bias is None:
+            return result
+        return result + runtime.reads[1][2](bias).to(result.dtype)  # autocast computes the product in another dtype
 
 
 class VocabularyEmbedding(ShardedModule):
