@@ -55,9 +55,9 @@ class OperatorMeta:
 
 
 @functools.cache
-def fake_mesh(size: int) -> DeviceMesh:
-    """A one-axis mesh of `size` ranks that needs no process group; good for sharding rules, not for communication."""
-    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+def fake_mesh(size: int, rank: int = 0) -> DeviceMesh:
+    """A one-axis mesh of `size` ranks, seen from `rank`, that needs no process group; it can't communicate."""
+    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("tp",), _init_backend=False, _rank=rank)
 
 
 def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:

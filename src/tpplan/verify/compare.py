@@ -1,0 +1,148 @@
+"""Compare the sharded run with the unsharded one: outputs, gradients, modules, collectives.
+
+in:  the unsharded run, and what each rank shows
+out: `ParityReport`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import local_of
+from tpplan.compiler.program import Program
+from tpplan.verify.divergence import compare_calls, first_divergence
+from tpplan.verify.measure import joined, magnitude, relative_error
+from tpplan.verify.parity import Divergence, ParityReport, TensorParity
+from tpplan.verify.rank import RankResult, SimulatedDistributor
+from tpplan.verify.reference import Reference
+from tpplan.verify.threads import Rendezvous, ThreadCommunicator
+from tpplan.verify.tolerance import tolerance_for
+
+_SMALL = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a verification was carried out; see `ParityReport`."""
+
+    dtype: torch.dtype
+    ranks: str
+    seed: int
+
+
+def compare(program: Program, reference: Reference, ranks: Sequence[RankResult], setting: Setting) -> ParityReport:
+    """Hold what the ranks show against the unsharded run."""
+    tolerance = tolerance_for(reference)
+    outputs = tuple(_outputs(reference, ranks, tolerance.outputs))
+    parameters = tuple(_gradients(program, reference, ranks, tolerance.gradients))
+    inputs = tuple(_input_gradients(reference, ranks, tolerance.gradients))
+    calls = compare_calls(program, reference.seen.calls, [rank.seen.calls for rank in ranks], tolerance.outputs)
+    predicted = dict(program.count_collectives())
+    wrong = [*_disagreements(outputs, "output"), *_disagreements((*parameters, *inputs), "gradient of")]
+    divergence = None
+    if wrong:
+        owners = {p.name: p.name.rpartition(".")[0] for p in program.parameters}
+        divergence = first_divergence(calls, parameters, tolerance.outputs, owners)
+        wrong = [*_located(divergence), *wrong]
+    return ParityReport(
+        plan=program.plan,
+        model=program.model,
+        size=program.size,
+        dtype=str(setting.dtype).removeprefix("torch."),
+        ranks=setting.ranks,
+        seed=setting.seed,
+        tolerance=tolerance,
+        outputs=outputs,
+        gradients=(*parameters, *inputs),
+        divergence=divergence,
+        modules_compared=sum(call.error is not None for call in calls),
+        collectives=dict(ranks[0].counts),
+        predicted=predicted,
+        problems=(*wrong, *_miscounts(ranks, predicted)),
+    )
+
+
+def _outputs(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
+    for name, whole in reference.seen.outputs.items():
+        parts = [rank.seen.outputs[name] for rank in ranks if name in rank.seen.outputs]
+        yield TensorParity(name, _output_error(whole, parts, len(ranks)), tolerance)
+
+
+def _output_error(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
+    """A result is replicated, so that every rank holds the whole, or pinned to shards in rank order."""
+    if len(parts) < size:
+        return float("inf")
+    if all(part.shape != whole.shape for part in parts):
+        candidate = next(joined(parts, tuple(whole.shape)), None)
+        if candidate is not None:
+            return relative_error(whole, candidate)
+    return max(relative_error(whole, part) for part in parts)
+
+
+def _gradients(
+    program: Program, reference: Reference, ranks: Sequence[RankResult], tolerance: float
+) -> Iterable[TensorParity]:
+    """Compare each rank's gradient with its part of the whole one, cut as the parameter was."""
+    distributors = [SimulatedDistributor(ThreadCommunicator(Rendezvous(len(ranks)), r)) for r in range(len(ranks))]
+    scales = _scales(program, reference.seen.gradients)
+    for placement in program.parameters:
+        whole = reference.seen.gradients.get(placement.name)
+        found = [rank.seen.gradients.get(placement.name) for rank in ranks]
+        if whole is None:
+            if any(gradient is not None and magnitude(gradient) > 0 for gradient in found):
+                yield TensorParity(placement.name, float("inf"), tolerance)
+            continue
+        errors: list[float] = []
+        for distributor, gradient in zip(distributors, found, strict=True):
+            expected = local_of(distributor.distribute(whole, placement))
+            given = torch.zeros_like(expected) if gradient is None else gradient
+            errors.append(relative_error(expected, given, scales[placement.name]))
+        yield TensorParity(placement.name, max(errors), tolerance)
+
+
+def _scales(program: Program, gradients: dict[str, Tensor]) -> dict[str, float]:
+    """What each gradient's error is relative to; see `tpplan.verify.tolerance`."""
+    own = {name: magnitude(gradient) for name, gradient in gradients.items()}
+    least = _SMALL * max(own.values(), default=0.0)
+    siblings: dict[str, float] = {}
+    for name, held in own.items():
+        owner = name.rpartition(".")[0]
+        siblings[owner] = max(siblings.get(owner, least), held)
+    return {name: siblings[name.rpartition(".")[0]] for name in own}
+
+
+def _input_gradients(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
+    for name, whole in reference.seen.input_gradients.items():
+        parts = [rank.seen.input_gradients.get(name) for rank in ranks]
+        errors = [relative_error(whole, torch.zeros_like(whole) if part is None else part) for part in parts]
+        yield TensorParity(f"inputs.{name}", max(errors), tolerance)
+
+
+def _disagreements(compared: Sequence[TensorParity], what: str) -> Iterable[str]:
+    wrong = sorted((held for held in compared if not held.ok), key=lambda held: -held.error)
+    for held in wrong[:3]:
+        yield f"{what} `{held.name}` is off by {held.error:.1e}; {held.tolerance:.1e} would be rounding"
+    if len(wrong) > 3:
+        yield f"and {len(wrong) - 3} more of {len(compared)}"
+
+
+def _located(divergence: Divergence | None) -> Iterable[str]:
+    if divergence is not None:
+        where = f"`{divergence.module}`" if divergence.module else "the model itself"
+        yield f"the first divergence is in the {divergence.what} of {where}: {divergence.error:.1e}"
+
+
+def _miscounts(ranks: Sequence[RankResult], predicted: dict[str, int]) -> Iterable[str]:
+    for number, rank in enumerate(ranks):
+        if dict(rank.counts) != predicted:
+            counted = _listed(dict(rank.counts))
+            yield f"rank {number} ran {counted}; the program says {_listed(predicted)}"
+            return
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"

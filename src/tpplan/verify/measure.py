@@ -1,0 +1,64 @@
+"""Relative errors between a whole tensor and what the ranks hold of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def magnitude(tensor: Tensor) -> float:
+    """The largest finite magnitude; 0 for none."""
+    if not tensor.numel():
+        return 0.0
+    held = tensor.detach().abs().double() if tensor.is_complex() else tensor.detach().double().abs()
+    return float(torch.where(held.isfinite(), held, 0.0).max())
+
+
+def relative_error(expected: Tensor, found: Tensor, scale: float | None = None) -> float:
+    """The largest difference, relative to `scale` (the largest magnitude of `expected` unless given).
+
+    Infinities and NaNs must stand in the same places. Tensors of whole numbers are equal (0) or not (inf).
+    """
+    if expected.shape != found.shape:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(expected, found) else math.inf
+    finite = expected.isfinite() & found.isfinite()
+    same = finite | (expected == found) | (expected.isnan() & found.isnan())
+    if not bool(same.all()):
+        return math.inf
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    difference = float((expected[finite].to(wide) - found[finite].to(wide)).abs().max()) if bool(finite.any()) else 0.0
+    scale = magnitude(expected) if scale is None else scale
+    return difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
+
+
+def joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Whole tensors of `shape` that the ranks' `parts` may be of, the plain concatenation first.
+
+    Shards of a dim that was flattened from several, or that packs several projections, are interleaved: rank r holds
+    the r-th part of each of k blocks. Every k that divides the local size is tried.
+    """
+    local = tuple(parts[0].shape)
+    dim = split_dim(local, shape, len(parts))
+    if dim is None or any(tuple(part.shape) != local for part in parts):
+        return
+    for blocks in range(1, local[dim] + 1):
+        if local[dim] % blocks == 0:
+            pieces: list[Tensor] = [part.reshape(*local[:dim], blocks, -1, *local[dim + 1 :]) for part in parts]
+            yield torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
+
+
+def split_dim(local: tuple[int, ...], whole: tuple[int, ...], size: int) -> int | None:
+    """The one dim along which `local` is a `size`-th of `whole`; None if that isn't so."""
+    if len(local) != len(whole):
+        return None
+    differing = [dim for dim, (ours, all_of_it) in enumerate(zip(local, whole, strict=True)) if ours != all_of_it]
+    if len(differing) != 1 or local[differing[0]] * size != whole[differing[0]]:
+        return None
+    return differing[0]

@@ -1,0 +1,83 @@
+"""What one rank of a verification does: lower its copy of the model, run it, and show what came out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpplan.compat import fake_mesh
+from tpplan.compiler.program import Program
+from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.distribute import MeshDistributor
+from tpplan.runtime.lower import lower
+from tpplan.verify.call import Call
+from tpplan.verify.materialise import copy_structure
+from tpplan.verify.measure import split_dim
+from tpplan.verify.observe import Observation, observe
+
+
+class CountingCommunicator(Communicator, Protocol):
+    """A communicator that counts its calls."""
+
+    counts: Counter[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank shows.
+
+    Attributes:
+        seen: outputs and gradients, local.
+        counts: how often each collective ran.
+    """
+
+    seen: Observation
+    counts: Counter[str]
+
+
+class SimulatedDistributor(MeshDistributor):
+    """Cuts a rank's shards as `parallelize` does, for a mesh without a process group."""
+
+    def __init__(self, axis: Communicator, mesh: DeviceMesh | None = None) -> None:
+        """Cut for `axis`; its ranks hold the same numbers already."""
+        super().__init__(mesh or fake_mesh(axis.size, axis.rank), axis, None)
+
+
+def run_rank(
+    model: nn.Module,
+    program: Program,
+    call: Call,
+    cotangents: Mapping[str, Tensor],
+    axis: CountingCommunicator,
+    mesh: DeviceMesh | None = None,
+) -> RankResult:
+    """Run `program` as one rank.
+
+    Args:
+        model: the stock model with numbers; not changed.
+        program: what to lower it by.
+        call: the call.
+        cotangents: the whole gradients to send into the outputs.
+        axis: this rank's view of the axis.
+        mesh: the mesh of the DTensors; None for one without a process group.
+    """
+    own = lower(copy_structure(model), program, SimulatedDistributor(axis, mesh))
+
+    def cotangent(name: str, output: Tensor) -> Tensor | None:
+        whole = cotangents.get(name)
+        return None if whole is None else part_of(whole, tuple(output.shape), axis)
+
+    return RankResult(observe(own, call, cotangent), axis.counts)
+
+
+def part_of(whole: Tensor, shape: tuple[int, ...], axis: Communicator) -> Tensor | None:
+    """The part of `whole` that belongs to a local tensor of `shape`; None if it is split along no single dim."""
+    if tuple(whole.shape) == shape:
+        return whole
+    dim = split_dim(shape, tuple(whole.shape), axis.size)
+    return None if dim is None else whole.narrow(dim, axis.rank * shape[dim], shape[dim])

@@ -1,0 +1,96 @@
+"""The unsharded run, with what it takes to say how large rounding errors may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import OpOverload, TorchDispatchMode
+from tpplan.verify.call import Call
+from tpplan.verify.errors import UnshardedError, describe
+from tpplan.verify.observe import Observation, observe
+
+_PRODUCTS = frozenset(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.mv", "aten.addmv", "aten.dot"))
+_SUMS = frozenset(("aten.sum", "aten.mean", "aten.logsumexp"))
+
+
+class ArithmeticMeter(TorchDispatchMode):
+    """Notes the coarsest floating dtype that any operation rounds to, and the longest sum that one takes.
+
+    Attributes:
+        epsilon: of the coarsest dtype.
+        terms: of the longest sum.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        super().__init__()
+        self.epsilon = 0.0
+        self.terms = 1
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and look at its result."""
+        result = func(*args, **(kwargs or {}))
+        several = isinstance(result, (tuple, list))
+        results = cast("Sequence[object]", result if several else (result,))
+        for tensor in results:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+        operator = str(func).rpartition(".")[0]
+        if operator in _PRODUCTS:
+            last = [held for held in args if isinstance(held, Tensor)][-2]
+            self.terms = max(self.terms, last.shape[-1])
+        elif operator in _SUMS:
+            first = results[0]
+            if isinstance(args[0], Tensor) and isinstance(first, Tensor) and first.numel():
+                self.terms = max(self.terms, args[0].numel() // first.numel())
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The unsharded run.
+
+    Attributes:
+        seen: outputs and gradients.
+        cotangents: the gradients that were sent into the outputs.
+        epsilon: of the coarsest dtype that the model's arithmetic rounds to.
+        terms: of the longest sum that an operation takes.
+        depth: how many leaf modules were called.
+    """
+
+    seen: Observation
+    cotangents: dict[str, Tensor] = field(repr=False)
+    epsilon: float
+    terms: int
+    depth: int
+
+
+def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
+    """Run the stock model forward and backward, with a seeded normal cotangent for every differentiable output.
+
+    Raises:
+        UnshardedError: the model raised.
+    """
+    generator = torch.Generator().manual_seed(seed + 2)
+    cotangents: dict[str, Tensor] = {}
+
+    def cotangent(name: str, output: Tensor) -> Tensor:
+        drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+        cotangents[name] = drawn
+        return drawn
+
+    meter = ArithmeticMeter()
+    try:
+        with meter:
+            seen = observe(model, call, cotangent)
+    except Exception as error:  # the model's own, whatever it is
+        raise UnshardedError(f"the unsharded `{type(model).__name__}` raised {describe(error)}") from error
+    epsilon = meter.epsilon or torch.finfo(torch.float64).eps
+    return Reference(seen, cotangents, epsilon, meter.terms, max(1, sum(held.leaf for held in seen.calls)))

@@ -1,0 +1,116 @@
+"""Verify: run the stock model and the sharded program on the same numbers, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.program import Program
+from tpplan.plan import Plan, PlanSource, load_plan
+from tpplan.verify.budget import choose_dtype, refuse_too_large
+from tpplan.verify.call import call_with_numbers
+from tpplan.verify.compare import Setting, compare
+from tpplan.verify.materialise import copy_with_numbers
+from tpplan.verify.parity import ParityReport
+from tpplan.verify.processes import run_in_processes
+from tpplan.verify.reference import run_reference
+from tpplan.verify.simulate import run_simulated
+from tpplan.verify.threads import TIMEOUT
+
+Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
+Progress = Callable[[str], None]
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan | PlanSource,
+    tp: int,
+    inputs: Inputs = None,
+    *,
+    processes: bool = False,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    timeout: float = TIMEOUT,
+    progress: Progress | None = None,
+) -> ParityReport:
+    """Compare a sharded model with the unsharded one: outputs, every gradient, and where they first part.
+
+    Both run on the CPU, forward and backward, in evaluation mode (dropout draws other numbers on other ranks), on the
+    same numbers: the model's own and the inputs' own where they have any.
+
+    Args:
+        model: the stock model, materialised or on `meta`; it is not changed.
+        plan: a plan, or what `load_plan` takes.
+        tp: number of ranks on the plan's axis.
+        inputs: an example call; see `compile_plan`. Tensors without numbers are given random ones.
+        processes: run a process for each rank, with gloo, instead of a thread.
+        dtype: of weights and activations. By default float64 for models whose parameters fit into a gibibyte that way,
+            float32 for larger ones.
+        seed: of everything that is made up.
+        timeout: seconds after which a rank that keeps the others waiting is given up on; with `processes`, seconds for
+            the whole of the sharded run.
+        progress: called with a few words at the start of each stage.
+
+    Returns:
+        The report; `report.ok` says whether all is well, `report.first_divergence` names a module if it isn't.
+
+    Raises:
+        PlanError: the plan has mistakes.
+        CompileError: plan and model don't fit together.
+        VerifyError: the verification couldn't be carried out.
+    """
+    from tpplan.inputs import example_call
+
+    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    arguments, keywords = example_call(model, tp, inputs)
+    _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")
+    program = compile_program(model, loaded, tp, arguments, keywords)
+    return verify_program(
+        model, program, (arguments, keywords),
+        processes=processes, dtype=dtype, seed=seed, timeout=timeout, progress=progress,
+    )  # fmt: skip
+
+
+def verify_program(
+    model: nn.Module,
+    program: Program,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]],
+    *,
+    processes: bool = False,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    timeout: float = TIMEOUT,
+    progress: Progress | None = None,
+) -> ParityReport:
+    """As `verify`, for a program that was compiled before.
+
+    Args:
+        model: the stock model that `program` was compiled for; it is not changed.
+        program: the program.
+        example: positional and keyword arguments of the call to compare.
+        processes: see `verify`.
+        dtype: see `verify`.
+        seed: see `verify`.
+        timeout: see `verify`.
+        progress: see `verify`.
+    """
+    chosen = dtype or choose_dtype(program)
+    refuse_too_large(model, program, chosen)
+    whole = copy_with_numbers(model, chosen, seed)
+    call = call_with_numbers(model, *example, chosen, seed)
+    _tell(progress, f"running the unsharded model in {str(chosen).removeprefix('torch.')}")
+    reference = run_reference(whole, call, seed)
+    kind = "processes" if processes else "simulated"
+    _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
+    run = run_in_processes if processes else run_simulated
+    ranks = run(whole, program, call, reference.cotangents, timeout)
+    return compare(program, reference, ranks, Setting(chosen, kind, seed))
+
+
+def _tell(progress: Progress | None, stage: str) -> None:
+    if progress is not None:
+        progress(stage)
