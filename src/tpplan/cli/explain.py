@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import add_command, add_model_arguments
-from tpplan.cli.exit_codes import UsageError
+from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from tpplan.cli.arguments import Subparsers
+    from tpplan.compiler.program import Program
+    from tpplan.plan import Pattern
 
 _EXAMPLES = """\
   tpplan explain llama --model hf:llama --tp 8
-  tpplan explain llama --model hf:llama --tp 8 model.layers.0.self_attn
+  tpplan explain llama --model hf:llama --tp 8 --batch 1 --sequence 4096
+  tpplan explain llama --model hf:llama --tp 8 model.layers.0.self_attn     why it is so
+  tpplan explain llama --model hf:llama --tp 8 'model.layers.*.mlp'         equal layers once
+  tpplan explain llama --model hf:llama --tp 8 --format json > program.json
 """
+_PIPED_WIDTH = 100
 
 
 def register(subparsers: Subparsers) -> None:
@@ -27,11 +37,95 @@ def register(subparsers: Subparsers) -> None:
         examples=_EXAMPLES,
     )
     parser.add_argument("plan", metavar="PLAN", help="a plan file, or a shipped plan's name")
-    parser.add_argument("module", nargs="?", metavar="MODULE", help="only this module and what is inside it")
+    parser.add_argument(
+        "module", nargs="?", metavar="MODULE", help="why this module, or those of a pattern, became what they did"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        metavar="text|json",
+        help="text for people, or the whole program as JSON (default: text)",
+    )
     add_model_arguments(parser, required=True)
+    _take_module_behind_options(parser)
     parser.set_defaults(run=run)
 
 
+def _take_module_behind_options(parser: argparse.ArgumentParser) -> None:
+    """Let MODULE stand last. By itself argparse gives an optional positional up at the first option (until 3.12)."""
+    plain = parser.parse_known_args
+
+    def parse(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        parser.parse_known_args = plain
+        try:
+            return parser.parse_known_intermixed_args(args, namespace)
+        finally:
+            parser.parse_known_args = parse
+
+    parser.parse_known_args = parse
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    raise UsageError("this build doesn't have the command yet")
+    """Compile the plan and print the program; findings that keep it from compiling are raised."""
+    from tpplan.plan import load_plan
+
+    if arguments.module is not None and arguments.format == "json":
+        raise UsageError("--format json is the whole program; leave out MODULE")
+    plan = load_plan(arguments.plan)
+    wanted = _pattern(arguments.module) if arguments.module is not None else None
+
+    from tpplan.api import compile_plan
+    from tpplan.cli.compile_model import DEFAULT_TP
+    from tpplan.cli.model_reference import load_model
+
+    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
+    model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)
+    if wanted is not None:
+        _require_match(wanted, model)
+    program = compile_plan(model, plan, tp=arguments.tp or DEFAULT_TP, inputs=inputs)
+    if arguments.format == "json":
+        _print_json(program)
+    else:
+        _print_text(program, wanted)
+    return CLEAN
+
+
+def _pattern(text: str) -> Pattern:
+    from tpplan.plan import Pattern, PatternError
+
+    try:
+        return Pattern.parse(text)
+    except PatternError as error:
+        raise UsageError(f"{text!r} is neither a module nor a pattern: {error.message}") from None
+
+
+def _require_match(wanted: Pattern, model: nn.Module) -> None:
+    from tpplan.plan.suggest import Suggestions
+
+    names: list[str] = list(dict(model.named_modules()))  # pyright: ignore[reportUnknownArgumentType]
+    if not any(wanted.matches(name) for name in names):
+        raise UsageError(f"the model has no module `{wanted.text}`; {Suggestions(names).help_for(wanted)}")
+
+
+def _print_json(program: Program) -> None:
+    from tpplan.report.diagnostics import Format, render
+
+    print(program.to_json())
+    findings = render(program.diagnostics, Format.CONCISE)
+    if findings:
+        print(findings, file=sys.stderr)
+
+
+def _print_text(program: Program, wanted: Pattern | None) -> None:
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.program import render_program
+    from tpplan.report.program_why import render_why
+
+    color = wants_color(sys.stdout)
+    # COLUMNS comes first, then the terminal's own width; a pipe has neither.
+    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, 40)
+    if wanted is None:
+        print(render_program(program, width=width, color=color))
+    else:
+        print(render_why(program, wanted, width=width, color=color))

@@ -1,0 +1,98 @@
+"""Rendering a program for a person: what it costs, where, and what becomes of each module."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from tpplan.report.diagnostics import render as render_findings
+from tpplan.report.program_communication import communication_table
+from tpplan.report.program_outline import collapse, units, without_boundaries
+from tpplan.report.program_tables import cost_table, memory_table, module_table
+from tpplan.report.quantities import count_text, path_text, shape_text
+
+if TYPE_CHECKING:
+    from tpplan.compiler.program import Program
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+LEGEND = Text(
+    """\
+R: each rank holds the whole. S(d): split along dim d. P: the ranks' sum is the value. R·∂P: R, with a gradient that \
+is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring algorithms.""",
+    style="dim",
+)
+
+
+def render_program(program: Program, *, width: int = 100, color: bool = False) -> str:
+    """The program as text of `width` columns: its cost, its communication, its modules, and findings."""
+    parts = [_headline(program), *_tables(program, width), *_notes(program)]
+    text = to_text(parts, width, color)
+    findings = render_findings(program.diagnostics, color=color)
+    return f"{text}\n\n{findings}" if findings else text
+
+
+def to_text(parts: Iterable[RenderableType], width: int, color: bool) -> str:
+    """Renderables as text, an empty line between them; without escape codes and trailing blanks unless coloured."""
+    stream = StringIO()
+    console = Console(
+        file=stream,
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+    )
+    for number, part in enumerate(parts):
+        if number:
+            console.print()
+        console.print(part)
+    return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())
+
+
+def _tables(program: Program, width: int) -> Iterator[RenderableType]:
+    yield cost_table(program)
+    yield memory_table(program)
+    yield communication_table(program, collapse(units(program)), width)
+    yield module_table(collapse(without_boundaries(units(program))), width)
+
+
+def _notes(program: Program) -> Iterator[RenderableType]:
+    yield LEGEND
+    yield from _summed(program)
+    yield from _assumptions(program)
+
+
+def _headline(program: Program) -> Text:
+    inputs = ", ".join(f"{path_text(i.path)} {shape_text(i.shape)} {i.dtype}" for i in program.inputs)
+    text = Text(f"{program.model} with plan {program.plan} on {count_text(program.size, 'rank')}", style="bold")
+    mode = "training" if program.training else "evaluation"
+    return text.append(f" (axis {program.axis}), in {mode}\ncalled with {inputs}", style="not bold")
+
+
+def _summed(program: Program) -> Iterator[Text]:
+    """The parameters whose gradients are summed over the ranks, layers together."""
+    counted = Counter(_INDEX.sub("*", parameter.name) for parameter in program.summed_parameters)
+    if counted:
+        names = [name if count == 1 else f"{name} × {count}" for name, count in counted.items()]
+        yield _listed("Gradients summed over the ranks, all together once a step:", names)
+
+
+def _assumptions(program: Program) -> Iterator[Text]:
+    """Branches on data: the proof follows the way that the example took."""
+    if program.assumptions:
+        counted = Counter(program.assumptions)
+        places = [place if count == 1 else f"{place} (× {count})" for place, count in counted.items()]
+        yield _listed("Assumed to go the same way on every call, since they depend on data:", places)
+
+
+def _listed(title: str, entries: Iterable[str]) -> Text:
+    return Text("\n").join([Text(title, style="bold"), *(Text(f"  {entry}") for entry in entries)])
