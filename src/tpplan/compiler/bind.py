@@ -191,9 +191,8 @@ def _once(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
     """Of diagnostics that a pattern causes on many modules alike, the first, with the number of the others."""
     grouped: dict[tuple[object, ...], list[Diagnostic]] = {}
     for diagnostic in diagnostics:
-        grouped.setdefault(
-            (diagnostic.code, diagnostic.span, diagnostic.label if diagnostic.span else diagnostic.message), []
-        ).append(diagnostic)
+        place = diagnostic.span if diagnostic.span is not None else diagnostic.message
+        grouped.setdefault((diagnostic.code, place), []).append(diagnostic)
     merged: list[Diagnostic] = []
     for first, *rest in grouped.values():
         merged.append(_with_note(first, rest))

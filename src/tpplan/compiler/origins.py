@@ -37,7 +37,7 @@ class Origins:
     def rule_behind(self, value: int, layouts: Mapping[int, Layout] | None = None) -> Bound | None:
         """The nearest rule that sharded a parameter which `value` was computed from.
 
-        With `layouts`, only operands that are themselves not replicated are followed.
+        With `layouts`, only operands that are themselves not replicated are followed back from `value`.
         """
         seen: set[int] = set()
         queue = [value]
@@ -51,7 +51,7 @@ class Origins:
                 if names[0] in self.binding.owners:
                     return self.binding.owners[names[0]]
                 continue
-            if layouts is not None and current in layouts and layouts[current].is_replicated:
+            if layouts is not None and current != value and current in layouts and layouts[current].is_replicated:
                 continue
             if current in self._crossed:
                 queue.append(self._crossed[current])

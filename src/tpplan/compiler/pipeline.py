@@ -101,9 +101,9 @@ def compile_program(
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     _, assignment = _search(work, dump)
+    work.findings += warnings_for(trace, binding, assignment, size)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
-    work.findings += warnings_for(trace, binding, assignment, size)
     program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings))
     dump.program(program)
     return program
