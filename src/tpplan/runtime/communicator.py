@@ -48,11 +48,16 @@ class ProcessGroupCommunicator:
         self.group = group
         self.size = group.size()
         self.rank = group.rank()
+        self._sum = dist.AllreduceOptions()
+        self._sum.asyncOp = False
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
         tensor = tensor.contiguous()
-        dist.all_reduce(tensor, group=self.group)
+        # The group's own method: the public function takes longer in Python than a small all-reduce on the wire.
+        work = self.group.allreduce([tensor], self._sum)
+        if work is not None:
+            work.wait()
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:

@@ -182,12 +182,11 @@ class ShardedLinear(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.entries:
             input = runtime.entries[0].step(input)
-        (_, _, read), *_ = runtime.reads
         parameters: dict[str, Tensor | None] = self._parameters
-        bias = parameters["bias"]
-        weight = parameters["weight"]
+        weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
-        result = functional.linear(input, read(weight), None if bias is None else runtime.reads[1][2](bias))
+        local = runtime.reads[0][2](weight)
+        result = functional.linear(input, local, None if bias is None else runtime.reads[1][2](bias))
         return runtime.exits[0].step(result) if runtime.exits else result
 
 

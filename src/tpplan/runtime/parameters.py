@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, new_distributed_tensor
+from tpplan.compat import local_of, native_apply, new_distributed_tensor
 from tpplan.runtime.communicator import Communicator
 
 
@@ -24,12 +24,14 @@ class _LocalShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         ctx.parameter = parameter
-        local = local_of(parameter)
-        return local.view_as(local)
+        return local_of(parameter).detach()  # a tensor of its own: autograd would write to the parameter's
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return new_distributed_tensor(gradients[0], ctx.parameter)
+
+
+_apply_local_shard = native_apply(_LocalShard)
 
 
 class _SummedShards(torch.autograd.Function):
@@ -40,7 +42,7 @@ class _SummedShards(torch.autograd.Function):
         ctx.axis = axis
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        return tuple(local.view_as(local) for local in map(local_of, parameters))
+        return tuple(local_of(parameter).detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -107,6 +109,6 @@ class SummedParameters:
 
 def read_shard(parameter: Tensor) -> Tensor:
     """The local tensor of a parameter whose gradient needs no sum; differentiable."""
-    if parameter.requires_grad and torch.is_grad_enabled():
-        return _LocalShard.apply(parameter)  # pyright: ignore
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        return _apply_local_shard(parameter)
     return local_of(parameter)

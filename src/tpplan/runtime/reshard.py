@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpplan.compat import native_apply
 from tpplan.compiler.layout import Collective, Layout
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
@@ -33,8 +34,8 @@ class ReshardStep:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return _Reshard.apply(tensor, self)  # pyright: ignore
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return _apply_reshard(tensor, self)
         return self.forward(tensor)
 
 
@@ -43,11 +44,14 @@ class _Reshard(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, step: ReshardStep) -> Tensor:
         ctx.step = step
         moved = step.forward(tensor)
-        return moved.view_as(moved) if moved is tensor else moved
+        return moved.detach() if moved is tensor else moved
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.step.backward(gradients[0]), None
+
+
+_apply_reshard = native_apply(_Reshard)
 
 
 @dataclass(slots=True)
