@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import add_command, add_model_arguments
-from tpplan.cli.exit_codes import UsageError
+from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
+    from tpplan.verify import ParityReport
 
 _EXAMPLES = """\
-  tpplan verify llama --model hf:llama --tp 4 --set num_hidden_layers=2
+  tpplan verify llama --model hf:llama --tp 4 --set num_hidden_layers=2 --set hidden_size=512
+  tpplan verify my.yaml --model my_package.models:make_model --tp 2 --processes
+  tpplan verify llama --model ./config.json --dtype float32 --format json
+
+The model is run on made-up numbers, unsharded and sharded, forward and backward, on the CPU. Exit codes: 0 the sharded
+model computes the same, 1 it diverges or the plan doesn't fit, 2 it couldn't be run.
 """
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_PIPED_WIDTH = 100
 
 
 def register(subparsers: Subparsers) -> None:
@@ -26,10 +36,71 @@ def register(subparsers: Subparsers) -> None:
         examples=_EXAMPLES,
     )
     parser.add_argument("plan", metavar="PLAN", help="a plan file, or a shipped plan's name")
+    parser.add_argument(
+        "--processes", action="store_true", help="run a process for each rank, with gloo, instead of simulated ranks"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        metavar="|".join(_DTYPES),
+        help="what to compute in (default: float64, or float32 for models over 2 GiB)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and inputs (default: 0)")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        metavar="text|json",
+        help="text for people, or the whole report as JSON (default: text)",
+    )
     add_model_arguments(parser, required=True)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    raise UsageError("this build doesn't have the command yet")
+    """Verify, and print the report; findings that keep the plan from compiling are raised."""
+    from tpplan.plan import load_plan
+
+    plan = load_plan(arguments.plan)
+
+    import torch
+
+    from tpplan.cli.compile_model import DEFAULT_TP
+    from tpplan.cli.model_reference import load_model
+    from tpplan.verify import VerifyError, verify
+
+    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
+    model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)
+    try:
+        report = verify(
+            model,
+            plan,
+            arguments.tp or DEFAULT_TP,
+            inputs,
+            processes=arguments.processes,
+            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            seed=arguments.seed,
+            progress=_tell,
+        )
+    except VerifyError as error:
+        raise UsageError(str(error)) from error
+    _print(report, arguments.format)
+    return CLEAN if report.ok else FINDINGS
+
+
+def _tell(stage: str) -> None:
+    print(f"tpplan verify: {stage} …", file=sys.stderr, flush=True)
+
+
+def _print(report: ParityReport, chosen: str) -> None:
+    if chosen == "json":
+        import json
+
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        return
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.parity import render_parity
+
+    # COLUMNS comes first, then the terminal's own width; a pipe has neither.
+    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, 40)
+    print(render_parity(report, width=width, color=wants_color(sys.stdout)))

@@ -90,7 +90,7 @@ def _buffer(stock: Tensor, generator: Generator) -> Tensor:
 
 
 def _normal(like: Tensor, generator: Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32)
 
 
 def _stock_buffers(model: nn.Module) -> dict[str, Tensor]:

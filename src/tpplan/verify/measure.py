@@ -11,10 +11,8 @@ from torch import Tensor
 
 def magnitude(tensor: Tensor) -> float:
     """The largest finite magnitude; 0 for none."""
-    if not tensor.numel():
-        return 0.0
-    held = tensor.detach().abs().double() if tensor.is_complex() else tensor.detach().double().abs()
-    return float(torch.where(held.isfinite(), held, 0.0).max())
+    largest = _largest(tensor.detach())
+    return largest if math.isfinite(largest) else _largest(tensor.detach()[tensor.isfinite()])
 
 
 def relative_error(expected: Tensor, found: Tensor, scale: float | None = None) -> float:
@@ -24,18 +22,23 @@ def relative_error(expected: Tensor, found: Tensor, scale: float | None = None) 
     """
     if expected.shape != found.shape:
         return math.inf
-    if not expected.numel():
-        return 0.0
     if not (expected.is_floating_point() or expected.is_complex()):
         return 0.0 if torch.equal(expected, found) else math.inf
-    finite = expected.isfinite() & found.isfinite()
-    same = finite | (expected == found) | (expected.isnan() & found.isnan())
-    if not bool(same.all()):
-        return math.inf
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    difference = float((expected[finite].to(wide) - found[finite].to(wide)).abs().max()) if bool(finite.any()) else 0.0
+    difference = _largest(expected - found)
+    if not math.isfinite(difference):
+        finite = expected.isfinite() & found.isfinite()
+        alike = finite | (expected == found) | (expected.isnan() & found.isnan())
+        if not bool(alike.all()):
+            return math.inf
+        difference = _largest(expected[finite] - found[finite])
     scale = magnitude(expected) if scale is None else scale
-    return difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale else math.inf
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import datetime
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,6 +105,7 @@ def _result(folder: Path, rank: int) -> Path:
 def _run_child(rank: int, size: int, name: str, threads: int, timeout: float) -> None:
     folder = Path(name)
     torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # the parent shows what its user can act upon
     try:
         dist.init_process_group(
             "gloo",

@@ -48,7 +48,7 @@ def verify(
         tp: number of ranks on the plan's axis.
         inputs: an example call; see `compile_plan`. Tensors without numbers are given random ones.
         processes: run a process for each rank, with gloo, instead of a thread.
-        dtype: of weights and activations. By default float64 for models whose parameters fit into a gibibyte that way,
+        dtype: of weights and activations. By default float64 for models whose parameters take up to 2 GiB that way,
             float32 for larger ones.
         seed: of everything that is made up.
         timeout: seconds after which a rank that keeps the others waiting is given up on; with `processes`, seconds for
