@@ -65,7 +65,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 def tiny_model(
     name: str, *, dtype: torch.dtype = torch.float64, device: str = "cpu", seed: int = 0, **settings: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A stock model in evaluation mode, and the keywords of a call of it.
+    """A stock model in training mode, without dropout unless `settings` ask for it, and the keywords of a call.
 
     Args:
         name: of a plan in plans/.
@@ -77,7 +77,7 @@ def tiny_model(
     architecture = ARCHITECTURES[name]
     with torch.device(device):
         model = _build(architecture, settings)
-    model = model.to(dtype).eval()
+    model = model.to(dtype).train()
     if device != "meta":
         _randomise(model, seed)
     return model, example_keywords(name, seed=seed)
@@ -95,10 +95,10 @@ def _build(architecture: Architecture, settings: dict[str, Any]) -> nn.Module:
 def _randomise(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.dim() == 1:  # norms' weights are ones, biases zeros
-                parameter.add_(0.3 * noise)
+            if parameter.dim() == 1:
+                parameter.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 
