@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint import load_weights, save_weights
+from tpplan.compat import named_modules
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
 from tpplan.compiler.skeleton import make_skeleton
@@ -36,8 +37,8 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
         model: the stock model; on `meta` it takes no memory. It is not changed.
         plan: a plan, or what `load_plan` takes.
         tp: number of ranks on the plan's axis.
-        inputs: an example call: a dict of keywords, a tuple of positional arguments, or one tensor; fake or meta tensors
-            will do. For a transformers model it is made up from the config.
+        inputs: an example call: a dict of keywords, a tuple of positional arguments, or one tensor; fake or meta
+            tensors will do. For a transformers model it is made up from the config.
 
     Returns:
         The program: what becomes of each module and parameter, every collective, and `diagnostics` with warnings.
@@ -108,17 +109,18 @@ def _without_opaque(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple
 
 def _refuse_unfit(model: nn.Module) -> None:
     findings: list[Diagnostic] = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if is_parallel(module):
             findings.append(
                 _already_parallel(f"`{name or type(model).__name__}` was parallelized by tpplan before", name)
             )
             break
         if "forward" in vars(module):
+            shown = name or type(model).__name__
             findings.append(
                 Diagnostic(
                     code="TP112",
-                    message=f"`{name or type(model).__name__}` has a `forward` set on the instance, which hides the class's",
+                    message=f"`{shown}` has a `forward` set on the instance, which hides the class's",
                     help="parallelize first, and wrap the forward afterwards (accelerate's hooks do this: remove them "
                     "with accelerate.hooks.remove_hook_from_module)",
                     subject=name,

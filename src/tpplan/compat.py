@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """torch's private names, all of them, behind one seam.
 
 Everything that tpplan needs from torch beyond its public interface is imported here and given a small,
@@ -7,42 +8,72 @@ typed function. Checked on the torch versions that pyproject.toml admits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-try:
-    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-except ImportError:  # torch moved it once already
-    from torch.distributed.tensor._dtensor_spec import _StridedShard as StridedShard  # type: ignore
 
 __all__ = [
     "OpOverload",
     "OperatorMeta",
-    "StridedShard",
     "TorchDispatchMode",
     "fake_mesh",
+    "interleaved_shard",
+    "interleaving",
     "is_registered_container",
     "local_of",
+    "named_modules",
     "native_apply",
     "new_distributed_tensor",
+    "own_buffers",
+    "own_parameters",
     "propagate",
     "rebuild_container",
     "schema_mutates",
     "schema_returns_view",
 ]
+
+
+def interleaved_shard(dim: int, factor: int) -> Placement:
+    """The placement of a dim that was flattened from (factor, sharded): DTensor's strided shard."""
+    return _StridedShard(dim, split_factor=factor)
+
+
+def interleaving(placement: Placement) -> tuple[int, int] | None:
+    """The dim and the factor of an interleaved shard, (dim, 1) of a plain one; None for another placement."""
+    if isinstance(placement, _StridedShard):
+        return int(placement.dim), int(placement.split_factor)  # pyright: ignore[reportUnknownArgumentType]
+    return (int(placement.dim), 1) if isinstance(placement, Shard) else None  # pyright: ignore[reportUnknownArgumentType]
+
+
+def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
+    """As `model.named_modules`, whose types torch leaves open."""
+    return list(model.named_modules(remove_duplicate=remove_duplicate))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The table that holds a module's own parameters, by name."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table that holds a module's own buffers, by name."""
+    return module._buffers
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that aren't in its state_dict."""
+    return module._non_persistent_buffers_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +130,10 @@ def propagate(
         for given, wanted in zip(_specs(schema), suggested, strict=True):
             if given.placements != wanted.placements:
                 return None
-    output = sharding.output_spec
+    output: Any = sharding.output_spec
     if output is None:
         return []
-    outputs = list(output) if isinstance(output, (list, tuple)) else [output]
+    outputs: list[DTensorSpec | None] = [*output] if isinstance(output, (list, tuple)) else [output]  # pyright: ignore
     return [None if spec is None else spec.placements[0] for spec in outputs]
 
 
@@ -153,7 +184,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def new_distributed_tensor(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor around `local` with the mesh, placements and global geometry of `like`; no autograd, no communication."""
+    """A DTensor around `local` with `like`'s mesh, placements and global geometry; no autograd, no communication."""
     # DTensor's own __init__ does nothing, at two thirds of the cost.
     return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # pyright: ignore
 
@@ -164,10 +195,3 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     What that Python adds is support for `setup_context` under torch.func; without it, torch refuses such calls itself.
     """
     return super(torch.autograd.Function, function).apply  # pyright: ignore
-
-
-@contextmanager
-def no_dispatch_recording() -> Iterator[None]:
-    """Run a block with every TorchDispatchMode set aside."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        yield

@@ -1,8 +1,8 @@
 """Guard: hold each call of a sharded model against what was proved.
 
-A call with other tensors or flags than the example, or in the other mode (training, evaluation), may take another path
-through the model. The first such call is proved on the spot: compiled like the example, from the same stock skeleton. If
-it needs the same reshards, it goes ahead and is remembered; otherwise it is refused.
+A call with other tensors or flags than the example, or in the other mode (training, evaluation), may take another
+path through the model. The first such call is proved on the spot: compiled like the example, from the same stock
+skeleton. If it needs the same reshards, it goes ahead and is remembered; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class CallGuard:
         difference = _difference(program, other)
         if difference:
             raise UnprovedCallError(
-                f"{_headline(training, keywords)}: {difference}\n  help: pass `inputs=` like this call to `parallelize`, so that "
-                "the program is compiled for it"
+                f"{_headline(training, keywords)}: {difference}\n  help: pass `inputs=` like this call to "
+                "`parallelize`, so that the program is compiled for it"
             )
 
 
@@ -77,7 +77,7 @@ def _kind(held: Any) -> object:
         return tuple(map(_kind, held))  # pyright: ignore
     if isinstance(held, dict):
         return tuple((name, _kind(item)) for name, item in held.items())  # pyright: ignore
-    return type(held) if is_opaque(held) else held
+    return type(held).__name__ if is_opaque(held) else held
 
 
 def is_opaque(held: object) -> bool:
@@ -105,8 +105,8 @@ def _difference(ours: Program, other: Program) -> str:
     return ""
 
 
-def _moves(module: ModuleProgram) -> set[object]:
+def _moves(module: ModuleProgram) -> tuple[frozenset[object], frozenset[object]]:
     def move(reshard: Reshard) -> object:
         return (reshard.path, reshard.source, reshard.target)
 
-    return {("in", move(r)) for r in module.entries} | {("out", move(r)) for r in module.exits}
+    return frozenset(map(move, module.entries)), frozenset(map(move, module.exits))

@@ -1,0 +1,1 @@
+"""The passes from a plan and a model to a program."""

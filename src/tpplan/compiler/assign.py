@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tpplan.compiler.layout import REPLICATED, Layout
+from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.place import Called, Entered, Left, Ran, Solution
 from tpplan.compiler.region import CallNode, Instance
 from tpplan.compiler.trace import Frame, Path
+from tpplan.plan import Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,8 @@ class FrameAssignment:
     """What was decided for one call."""
 
     frame: Frame
-    entries: list[PlacedReshard] = field(default_factory=list)
-    exits: list[PlacedReshard] = field(default_factory=list)
-    reads: dict[str, bool] = field(default_factory=dict)
+    entries: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
+    exits: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
 
 
 @dataclass(slots=True)
@@ -55,8 +55,8 @@ class Assignment:
         whole: names of replicated parameters that get a whole gradient, likewise.
     """
 
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    frames: list[FrameAssignment] = field(default_factory=list)
+    layouts: dict[int, Layout] = field(default_factory=dict[int, Layout])
+    frames: list[FrameAssignment] = field(default_factory=list[FrameAssignment])
     partial: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     whole: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
@@ -121,9 +121,6 @@ def _read(
 
 
 def _leave(instance: Instance, choice: Left, assignment: Assignment, decided: FrameAssignment) -> None:
-    from tpplan.compiler.layout import PARTIAL
-    from tpplan.plan import Style
-
     region, values, held = instance.region, instance.values, assignment.layouts
     if region.style in (Style.ROWWISE, Style.VOCAB):
         held[values[region.exits[0].source]] = PARTIAL

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from tpplan.compat import named_modules
 from tpplan.compiler.layout import REPLICATED, Layout, sharded
 from tpplan.plan import Diagnostic, Plan, Rule, Style
 
@@ -42,7 +43,7 @@ class Binding:
 
 def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
     """Match the plan's rules to `model` for an axis of `size` ranks."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_modules(model, remove_duplicate=False))
     matched = plan.match(name for name in modules if name)
     diagnostics = list(matched.diagnostics)
     bound: dict[str, Bound] = {}
@@ -62,7 +63,7 @@ def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, B
     """A module reachable by several names is traced under its first."""
     first: dict[int, str] = {}
     named: dict[str, Bound] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in named_modules(model, remove_duplicate=False):
         first.setdefault(id(module), name)
         if name in bound:
             named.setdefault(first[id(module)], bound[name])
@@ -130,7 +131,7 @@ def _suggest_style(module: nn.Module) -> str:
         return "a linear layer can be `colwise` or `rowwise`"
     if isinstance(module, nn.Embedding):
         return "an embedding table can be `vocab`"
-    linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
+    linears = [name for name, inner in named_modules(module) if isinstance(inner, nn.Linear)]
     if linears:
         return f"name the linear layers inside it, such as `….{linears[0]}`"
     return "a module of this kind can be `sequence` or `replicate`"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import is_registered_container, rebuild_container
+from tpplan.compat import is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.recorder import OpenFrame, Recorder
 from tpplan.compiler.skeleton import Skeleton
 from tpplan.compiler.trace import Crossing, Frame, Operation, Path, Trace
@@ -90,7 +90,7 @@ def record(
     parameters: dict[int, tuple[str, ...]] = {}
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
-    for name, module in skeleton.model.named_modules():
+    for name, module in named_modules(skeleton.model):
         _wrap(module, name, state)
     example = _to_meta((tuple(arguments), dict(keywords)))
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
@@ -260,8 +260,10 @@ def _leaves(held: Any) -> list[Tensor]:
 
 
 def _without_dead_operations(root: Frame) -> Frame:
-    """Drop operations whose results nobody reads (autograd's own detaches, unused masks), and of the aliases that an
-    in-place operation overwrites, those that nobody reads afterwards."""
+    """Drop operations whose results nobody reads: autograd's own detaches, unused masks.
+
+    Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards.
+    """
     live = {crossing.source for crossing in root.exits}
 
     def clean(frame: Frame) -> Frame:

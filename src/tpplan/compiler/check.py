@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import is_registered_container, rebuild_container
+from tpplan.compat import is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.assign import Assignment, PlacedReshard
 from tpplan.compiler.capture import BodyError, Capture, record
 from tpplan.compiler.layout import REPLICATED, Layout
@@ -97,7 +97,7 @@ def check(
     """
     shapes = _local_parameter_shapes(given)
     skeleton = make_skeleton(given.model, shapes)
-    modules = dict(skeleton.model.named_modules())
+    modules = dict(named_modules(skeleton.model))
     for name, held in attributes.items():
         for attribute in held:
             setattr(modules[name], attribute.name, attribute.local)
@@ -149,7 +149,7 @@ class _LocalBoundary:
         self._instances: dict[tuple[str, int], Instance] = {}
         self._index(given.instance)
         self._seen: set[object] = set()
-        self._modules = dict(given.model.named_modules())
+        self._modules = dict(named_modules(given.model))
 
     def _index(self, instance: Instance) -> None:
         self._instances[instance.frame.module, instance.frame.call] = instance
@@ -204,7 +204,7 @@ class _LocalBoundary:
         """
         positions = {int(part) for part in module.split(".") if part.isdigit()}
         found: list[object] = []
-        for name, inner in self._modules[module].named_modules():
+        for name, inner in named_modules(self._modules[module]):
             plain = [
                 (key, "position" if type(held) is int and held in positions else held)
                 for key, held in vars(inner).items()
@@ -335,10 +335,10 @@ def _scalars(operation: Operation) -> list[object]:
     """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes."""
     held = (*operation.arguments, *operation.keywords.values())
     sized = operation.name.startswith(_SIZED)
-    return [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and (sized or _has_tensors(a))))]
+    return [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and (sized or _has_tensors(a))))]  # pyright: ignore
 
 
-def _has_tensors(items: tuple[Any, ...]) -> bool:
+def _has_tensors(items: Any) -> bool:
     return any(isinstance(item, Reference) for item in items)
 
 

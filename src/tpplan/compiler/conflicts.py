@@ -85,7 +85,8 @@ def randomness_findings(assignment: Assignment, binding: Binding) -> list[Diagno
                 Diagnostic(
                     code="TP119",
                     message=f"the body of `{name}` draws random numbers for sharded and for replicated values",
-                    help="move one of the two dropouts into a module of its own (nn.Dropout), or set its probability to 0",
+                    help="move one of the two dropouts into a module of its own (nn.Dropout), or set its "
+                    "probability to 0",
                     subject=name,
                 )
             )

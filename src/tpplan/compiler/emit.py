@@ -7,9 +7,11 @@ out: `Program`, and diagnostics for what the plan's author should know
 from __future__ import annotations
 
 from collections import defaultdict
+
 import torch
 from torch import nn
 
+from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding
 from tpplan.compiler.layout import REPLICATED, Collective, reshard_between
@@ -110,7 +112,7 @@ def _modules(
         by_module[decided.frame.module].append(decided)
     reads = _reads(trace)
     found: list[ModuleProgram] = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         calls = by_module.get(name, [])
         own = _in_order(module, name, reads.get(name, {}))
         entries = _reshards(trace, calls, origins, inward=True)
@@ -155,7 +157,7 @@ def _in_order(module: nn.Module, name: str, read: dict[tuple[str, ...], None]) -
     """Names to show locally in a body: the module's own, in its order, then every name of the others."""
     prefix = f"{name}." if name else ""
     own = {n for names in read for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]}
-    ordered = [f"{prefix}{leaf}" for leaf in module._parameters if f"{prefix}{leaf}" in own]
+    ordered = [f"{prefix}{leaf}" for leaf in own_parameters(module) if f"{prefix}{leaf}" in own]
     foreign = [n for names in read if not own.intersection(names) for n in names]
     return (*ordered, *foreign)
 

@@ -36,8 +36,8 @@ def of_capture(error: BaseException) -> Diagnostic:
     return Diagnostic(
         code="TP110",
         message=f"{where} {type(cause).__name__}{': ' + text[0] if text else ''}",
-        help="check that the model runs on these inputs without sharding; pass `inputs=` that it accepts. Values inside "
-        "tensors can't be read while a program is captured",
+        help="check that the model runs on these inputs without sharding; pass `inputs=` that it accepts. Values "
+        "inside tensors can't be read while a program is captured",
         subject=error.frame.module if isinstance(error, BodyError) else None,
     )
 
@@ -155,8 +155,8 @@ def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int,
     shown = ", ".join(map(str, sizes)) if sizes else "parts"
     return Diagnostic(
         code="TP106",
-        message=f"`{here.frame.module}` takes the result of `{bound.name}` apart ({node.name} of {whole} into {shown}): "
-        "it packs several projections, and a plain split hands out pieces that cut across them",
+        message=f"`{here.frame.module}` takes the result of `{bound.name}` apart ({node.name} of {whole} into "
+        f"{shown}): it packs several projections, and a plain split hands out pieces that cut across them",
         span=bound.rule.style_span,
         label="splits the packed rows as if they were one projection",
         help=f"remove the rule, so that `{bound.name}` stays replicated, or split the projection in the model",
@@ -198,8 +198,8 @@ def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnos
     return _finding("TP107", bound, module, operation.location if operation is not None else None,
         f"the body of `{module}` doesn't compute on local shards what it computes on whole tensors: "
         f"{mismatch.reason}{shapes}",
-        f"remove the rules for the modules inside `{module}`{_line(bound)}; if the body counts heads or features with an "
-        "attribute, name it in `local:`",
+        f"remove the rules for the modules inside `{module}`{_line(bound)}; if the body counts heads or features with "
+        "an attribute, name it in `local:`",
         f"the same holds for {more} more modules" if more > 0 else "",
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import StridedShard
+from tpplan.compat import interleaved_shard, interleaving
 
 
 class Collective(StrEnum):
@@ -32,6 +32,7 @@ class Collective(StrEnum):
 
     @property
     def communicates(self) -> bool:
+        """Whether ranks exchange anything."""
         return self not in (Collective.NONE, Collective.SLICE, Collective.PAD)
 
 
@@ -60,10 +61,12 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the value."""
         return self.forward == "S"
 
     @property
     def is_replicated(self) -> bool:
+        """Whether each rank holds the whole value."""
         return self.forward == "R"
 
     @property
@@ -75,7 +78,7 @@ class Layout:
             return Partial()
         assert self.dim is not None
         if self.interleave != 1:
-            return StridedShard(self.dim, split_factor=self.interleave)
+            return interleaved_shard(self.dim, self.interleave)
         return Shard(self.dim)
 
     def local_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -102,10 +105,9 @@ def layout_of(placement: Placement) -> Layout | None:
     """
     if isinstance(placement, Replicate):
         return REPLICATED
-    if isinstance(placement, StridedShard):
-        return sharded(placement.dim, placement.split_factor)
-    if isinstance(placement, Shard):
-        return sharded(placement.dim)
+    split = interleaving(placement)
+    if split is not None:
+        return sharded(*split)
     if type(placement) is Partial and placement.reduce_op == "sum":
         return PARTIAL
     return None

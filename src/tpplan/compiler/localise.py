@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from tpplan.compat import named_modules
 from tpplan.compiler.check import CheckInput, Mismatch
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.region import Instance
@@ -27,7 +28,7 @@ def propose_attributes(
     given: CheckInput, mismatch: Mismatch, current: Mapping[str, tuple[LocalAttribute, ...]]
 ) -> Iterator[Attributes]:
     """Attribute settings worth a try: first one attribute, then pairs, then all that count a sharded dim."""
-    modules = dict(given.model.named_modules())
+    modules = dict(named_modules(given.model))
     name = mismatch.frame.module
     taken = {a.name for a in current.get(name, ())}
     sizes = _sharded_sizes(given, mismatch.frame)

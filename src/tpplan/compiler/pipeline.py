@@ -1,7 +1,8 @@
 """The pipeline: from a model and a plan to a program, pass by pass.
 
     bind -> capture -> regions -> place -> assign -> check -> emit
-               ^          ^_________________________|  a check that fails teaches the placement, or localises an attribute
+                          ^_________________________|
+                          a check that fails teaches the placement, or localises an attribute
 
 `TPPLAN_DUMP=dir` writes what each pass made.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
 from tpplan.compiler.bind import Binding, bind
@@ -92,7 +94,8 @@ def compile_program(
     dump.binding(binding)
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
-    trace, results = _capture(model, arguments, keywords, diagnostics, (True, False) if training is None else (training,))
+    modes = (True, False) if training is None else (training,)
+    trace, results = _capture(model, arguments, keywords, diagnostics, modes)
     dump.trace(trace)
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, results,
@@ -117,7 +120,7 @@ def _batch(trace: Trace) -> int:
 
 def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
     """The attributes that the plan's `local:` names."""
-    modules = dict(work.model.named_modules())
+    modules = dict(named_modules(work.model))
     found: dict[str, tuple[LocalAttribute, ...]] = {}
     for name, bound in work.binding.modules.items():
         counts = dict(integer_attributes(modules[name]))

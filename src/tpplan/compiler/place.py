@@ -400,7 +400,7 @@ class Placer:
             identifier = inner.source
 
     def _sequence_layout(self, value: LocalValue) -> Layout | None:
-        """The split along the sequence: dim 1 of (batch, sequence, …), or both in one dim of (batch · sequence, hidden)."""
+        """The split along the sequence: dim 1 of (batch, sequence, …), or dim 0 of (batch · sequence, hidden)."""
         if not value.dtype.is_floating_point:
             return None
         if len(value.shape) == 2:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -73,15 +74,18 @@ class ParameterPlacement:
 
     @property
     def name(self) -> str:
+        """The canonical name."""
         return self.names[0]
 
     @property
     def bytes(self) -> int:
-        return _count(self.shape) * self.itemsize
+        """Of the whole parameter."""
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def local_bytes(self) -> int:
-        return _count(self.local_shape) * self.itemsize
+        """Of one rank's part."""
+        return math.prod(self.local_shape) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,46 +226,34 @@ class Program:
         return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _layout(plain: Mapping[str, Any]) -> Layout:
     return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"])
 
 
 def _parameter(plain: Mapping[str, Any]) -> ParameterPlacement:
-    return ParameterPlacement(
-        **{**plain, "layout": _layout(plain["layout"])}
-        | {key: tuple(plain[key]) for key in ("names", "shape", "local_shape")}
-    )
+    fields: dict[str, Any] = {**plain, "layout": _layout(plain["layout"])}
+    fields |= {key: tuple(plain[key]) for key in ("names", "shape", "local_shape")}
+    return ParameterPlacement(**fields)
 
 
 def _reshard(plain: Mapping[str, Any]) -> Reshard:
-    return Reshard(
-        **{**plain}
-        | {
-            "path": tuple(plain["path"]),
-            "aliases": tuple(tuple(path) for path in plain["aliases"]),
-            "shape": tuple(plain["shape"]),
-            "source": _layout(plain["source"]),
-            "target": _layout(plain["target"]),
-            "forward": Collective(plain["forward"]),
-            "backward": Collective(plain["backward"]),
-        }
-    )
+    fields: dict[str, Any] = {**plain} | {
+        "path": tuple(plain["path"]),
+        "aliases": tuple(tuple(path) for path in plain["aliases"]),
+        "shape": tuple(plain["shape"]),
+        "source": _layout(plain["source"]),
+        "target": _layout(plain["target"]),
+        "forward": Collective(plain["forward"]),
+        "backward": Collective(plain["backward"]),
+    }
+    return Reshard(**fields)
 
 
 def _module(plain: Mapping[str, Any]) -> ModuleProgram:
-    return ModuleProgram(
-        **{**plain}
-        | {
-            "entries": tuple(_reshard(r) for r in plain["entries"]),
-            "exits": tuple(_reshard(r) for r in plain["exits"]),
-            "reads": tuple(plain["reads"]),
-            "local_attributes": tuple(LocalAttribute(**a) for a in plain["local_attributes"]),
-        }
-    )
+    fields: dict[str, Any] = {**plain} | {
+        "entries": tuple(_reshard(r) for r in plain["entries"]),
+        "exits": tuple(_reshard(r) for r in plain["exits"]),
+        "reads": tuple(plain["reads"]),
+        "local_attributes": tuple(LocalAttribute(**a) for a in plain["local_attributes"]),
+    }
+    return ModuleProgram(**fields)

@@ -24,7 +24,6 @@ from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layo
 from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
 
-
 _VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
 
 
@@ -65,7 +64,7 @@ class Propagator:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`."""
         self.size = size
         self.batch = batch
-        self._rules: dict[object, tuple[Layout | None, ...] | None | str] = {}
+        self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
     def outcomes(
         self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]

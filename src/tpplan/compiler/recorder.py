@@ -8,7 +8,7 @@ out: `Operation`s appended to the frame that is open, and a value for every tens
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
             targets = [target] if isinstance(target, Tensor) else [t for t in target if isinstance(t, Tensor)]
             overwritten = self._aliases_of(targets)
         outputs: list[int | None] = []
-        for made in result if isinstance(result, (tuple, list)) else (result,):
+        for made in _results(result):
             if not isinstance(made, Tensor):
                 outputs.append(None)
                 continue
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         self.frames[-1].body.append(
             Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self._location())
         )
-        return result
+        return result  # pyright: ignore[reportUnknownVariableType]
 
     def _aliases_of(self, targets: list[Tensor]) -> tuple[int, ...]:
         found: list[int] = []
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **keywords)
         if known is None:
             result = func(*args, **keywords)
-            made = list(result) if isinstance(result, (tuple, list)) else [result]
+            made = _results(result)
             if made and all(isinstance(item, Tensor) and item.is_meta for item in made):
                 shapes = [(tuple(item.shape), tuple(item.stride()), item.dtype) for item in made]
                 self._memo[key] = (type(result), shapes)
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         container, shapes = known
         made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in shapes]
         if container is tuple or container is list:
-            return container(made)  # pyright: ignore[reportCallIssue]
+            return container(made)  # pyright: ignore
         return made[0]
 
     def _refer(self, argument: Any) -> Any:
@@ -202,13 +202,17 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def _location() -> Location | None:
-        frame = sys._getframe(2)
+        frame = inspect.currentframe()
         while frame is not None:
             name = frame.f_code.co_filename
             if not name.startswith(_INTERNAL) and not name.startswith("<"):
                 return Location(name, frame.f_lineno)
             frame = frame.f_back
         return None
+
+
+def _results(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _is_meta_device(device: object) -> bool:
@@ -230,7 +234,7 @@ def _geometry(argument: Any) -> object:
         return (argument.shape, argument.stride(), argument.dtype)
     if isinstance(argument, (list, tuple)):
         return tuple(map(_geometry, argument))  # pyright: ignore[reportUnknownArgumentType]
-    return (type(argument), argument)
+    return (type(argument).__name__, argument)
 
 
 __all__ = ["Crossing", "DataDependentError", "OpenFrame", "Recorder"]

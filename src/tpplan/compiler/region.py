@@ -8,6 +8,7 @@ out: a tree of `Instance`s over shared `Region`s
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,10 +35,8 @@ class LocalValue:
 
     @property
     def bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        """Of the whole value."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,10 @@ class CallNode:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A crossing; numbers are local. `pin` is the layout family that the plan demands on the inside (entry) or
-    outside (exit)."""
+    """A crossing; numbers are local.
+
+    `pin` is what the plan demands of the layout on the inside (of an entry) or on the outside (of an exit).
+    """
 
     path: Path
     aliases: tuple[Path, ...]
@@ -247,7 +248,7 @@ def _typed(argument: Any) -> object:
     """Python holds 1 == 1.0 == True; operators don't."""
     if isinstance(argument, tuple):
         return tuple(map(_typed, argument))  # pyright: ignore
-    return (type(argument), argument)
+    return (type(argument).__name__, argument)
 
 
 def _constants(trace: Trace) -> frozenset[int]:
@@ -262,8 +263,10 @@ def _constants(trace: Trace) -> frozenset[int]:
 
 
 def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Values that pass a module boundary other than through arguments and results, by id of the frame:
-    (read from outside, left for the outside)."""
+    """Values that pass a module boundary other than through arguments and results.
+
+    Returns, by id of the frame, those that it reads from outside, and those that it leaves for the outside.
+    """
     ancestors: dict[int, tuple[Frame, ...]] = {}
     home: dict[int, Frame] = {}
     uses: dict[int, list[Frame]] = defaultdict(list)

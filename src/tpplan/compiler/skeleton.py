@@ -7,11 +7,13 @@ out: `Skeleton`: a deep copy whose parameters and buffers are meta tensors, with
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from tpplan.compat import own_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
             parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     memo.update(parameters)
     for module in model.modules():
-        for held in (*module._buffers.values(), *vars(module).values()):
+        for held in (*own_buffers(module).values(), *vars(module).values()):
             _memoise_tensors(held, memo)
     duplicate = copy.deepcopy(model, memo)
     return Skeleton(duplicate, tuple((parameters[key], tuple(held)) for key, held in names.items()))
@@ -65,9 +67,3 @@ def _to_meta(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and not isinstance(tensor, nn.Parameter) and tensor.dim() == 0:
         return tensor.detach()  # a scalar constant: the model may read its value
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def each_module(model: nn.Module, visit: Callable[[str, nn.Module], None]) -> None:
-    """Call `visit(name, module)` once for every distinct module, under its first name."""
-    for name, module in model.named_modules():
-        visit(name, module)

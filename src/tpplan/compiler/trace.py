@@ -6,6 +6,7 @@ inside (a `Crossing`), so that a crossing is a node of the data flow: the one pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +37,8 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,7 @@ class Operation:
 
     @property
     def name(self) -> str:
+        """The operator's name, such as `aten.mm.default`."""
         return str(self.target)
 
 

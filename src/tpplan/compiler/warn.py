@@ -1,8 +1,8 @@
 """Warn: what is right but costs more than the plan's author may think, or shows that the plan means something else.
 
 in:  a placed program
-out: TP104 for a colwise result that is gathered, TP105 for a rowwise input that is sliced; and where the body that reads
-     a gathered result shows why: TP106 if it takes a packed projection apart, TP103 if the axis cuts through a head
+out: TP104 for a colwise result that is gathered, TP105 for a rowwise input that is sliced; and where the body that
+     reads a gathered result shows why: TP106 if it takes a packed projection apart, TP103 if the axis cuts a head
 """
 
 from __future__ import annotations
@@ -53,11 +53,9 @@ def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: i
     return found + [_sliced(held) for held in sliced.values()]
 
 
-def _gathers_columns(
-    reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins
-) -> Bound | None:
+def _gathers_columns(reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins) -> Bound | None:
     shape = trace.values[reshard.value].shape
-    if not reshard.source.is_sharded or reshard.source.dim != len(shape) - 1 or reshard.target == reshard.source:
+    if not shape or reshard.source.dim != len(shape) - 1 or reshard.target == reshard.source:
         return None
     if reshard.target.is_sharded and reshard.target.dim == reshard.source.dim:
         return None
@@ -117,9 +115,9 @@ def _gathered(held: list[tuple[Bound, PlacedReshard]], readers: _Readers, trace:
         views = taken.operation.name in _VIEWS
         if not views or len(taken.parts) > 2:
             return _packed(bound, taken, trace.values[reshard.value].shape[-1], views, (where, *more))
-        if taken.parts[0] % size:
+        if next(iter(taken.parts), 0) % size:
             return _heads(bound, taken, size, (where, *more))
-    bound, reshard = held[0]
+    (bound, reshard), *_ = held
     sent = bytes_sent("all-gather", trace.values[reshard.value].bytes, size)
     return Diagnostic(
         code="TP104",
@@ -137,8 +135,8 @@ def _packed(bound: Bound, taken: _Taken, whole: int, views: bool, notes: tuple[s
     sizes = [whole // taken.parts[0]] * taken.parts[0] if views else list(taken.parts)
     return Diagnostic(
         code="TP106",
-        message=f"`{bound.name}` packs {len(sizes)} projections ({' + '.join(map(str, sizes))} of {whole} features), which "
-        f"`{taken.frame.module}` takes apart; a plain split gives ranks pieces that cut across them",
+        message=f"`{bound.name}` packs {len(sizes)} projections ({' + '.join(map(str, sizes))} of {whole} features), "
+        f"which `{taken.frame.module}` takes apart; a plain split gives ranks pieces that cut across them",
         span=bound.rule.style_span,
         label="splits the packed features as if they were one projection",
         help="write `{style: colwise, output: replicate}` to gather the result before it is taken apart, or remove the "

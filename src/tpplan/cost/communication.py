@@ -1,7 +1,8 @@
 """What a collective costs: the α-β model of ring algorithms.
 
 T(all-reduce) = 2(N-1)α + 2(N-1)/N · D/β; all-gather, reduce-scatter and all-to-all take half of that, with D the bytes
-of the whole tensor (Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005).
+of the whole tensor (Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH",
+2005).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The sharded model at work: modules, parameters and collectives."""
