@@ -51,6 +51,9 @@ class ProcessGroupCommunicator:
         self._sum = dist.AllreduceOptions()
         self._sum.asyncOp = False
 
+    def __deepcopy__(self, memo: object) -> ProcessGroupCommunicator:
+        return self  # a copy of a model runs on the same ranks
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
         tensor = tensor.contiguous()

@@ -20,7 +20,7 @@ from tpplan.compiler.layout import Layout
 from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
-from tpplan.runtime.parameters import SummedParameters, read_shard
+from tpplan.runtime.parameters import BlockReader, HandedOut, SummedReader
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, make_reshard
 
@@ -109,7 +109,8 @@ def _module_changes(
     modules: dict[str, nn.Module], program: Program, distributor: Distributor, guard: Callable[..., None] | None
 ) -> list[_Change]:
     placements = {name: placement for placement in program.parameters for name in placement.names}
-    summed = SummedParameters(distributor.axis)
+    handed_out = HandedOut(distributor.axis)
+    readers = _readers(modules, program, handed_out)
     context = CallContext()
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     changes: list[_Change] = []
@@ -121,9 +122,9 @@ def _module_changes(
             axis=distributor.axis,
             entries=tuple(s for r in spec.entries for s in _entries(module, r, distributor.axis, context)),
             exits=tuple(s for r in spec.exits for s in _exits(spec, r, distributor.axis, context)),
-            reads=tuple(_read(modules, spec, name, placements[name], summed) for name in spec.reads),
+            reads=tuple((*_owner(modules, name), readers[name]) for name in spec.reads),
             random=SplitRandomness(distributor.axis, distributor.device) if spec.random == "split" else None,
-            summed=summed if is_root and opened else None,
+            handed_out=handed_out if is_root else None,
             opened=opened if is_root else (),
             guard=guard if is_root else None,
             context=context if is_root and program.flattens_batch else None,
@@ -158,15 +159,30 @@ def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
     return modules[owner], leaf
 
 
-def _read(
-    modules: dict[str, nn.Module],
-    spec: ModuleProgram,
-    name: str,
-    placement: ParameterPlacement,
-    summed: SummedParameters,
-) -> tuple[nn.Module, str, Callable[[Tensor], Tensor]]:
-    owner, leaf = _owner(modules, name)
-    return owner, leaf, summed.read if placement.summed else read_shard
+def _readers(
+    modules: dict[str, nn.Module], program: Program, handed_out: HandedOut
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """How to read each parameter, by each of its names."""
+    summed = SummedReader(handed_out)
+    members: dict[str, list[tuple[nn.Module, str]]] = {}
+    for placement in program.parameters:
+        if not placement.summed:
+            members.setdefault(_block(modules, placement.name), []).append(_owner(modules, placement.name))
+    blocks = {block: BlockReader(handed_out, held) for block, held in members.items()}
+    return {
+        name: summed if placement.summed else blocks[_block(modules, placement.name)]
+        for placement in program.parameters
+        for name in placement.names
+    }
+
+
+def _block(modules: dict[str, nn.Module], name: str) -> str:
+    """The outermost element of a list of modules that holds a parameter; its own module where there is none."""
+    *path, _ = name.split(".")
+    for depth in range(1, len(path)):
+        if isinstance(modules[".".join(path[:depth])], (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            return ".".join(path[: depth + 1])
+    return ".".join(path)
 
 
 def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: CallContext) -> list[EntryStep]:

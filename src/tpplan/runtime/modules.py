@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.parameters import SummedParameters
+from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move
 
@@ -51,8 +51,8 @@ class ModuleRuntime:
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
         axis: the ranks.
         random: a guard around bodies that draw different random numbers on each rank.
-        opened: for the root: the summed parameters to hand out, in order.
-        summed: the parameters whose gradients are summed.
+        handed_out: for the root: the tensors to read in a forward.
+        opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved.
         context: for the root, where a reshard needs the batch size: where to note it.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
@@ -64,7 +64,7 @@ class ModuleRuntime:
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
     random: SplitRandomness | None = None
-    summed: SummedParameters | None = None
+    handed_out: HandedOut | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None
     context: CallContext | None = None
@@ -165,13 +165,12 @@ class ShardedRoot(ShardedModule):
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
-        if runtime.summed is None:
-            return super().forward(*args, **kwargs)
-        runtime.summed.open([owner._parameters[name] for owner, name in runtime.opened])  # pyright: ignore
+        assert runtime.handed_out is not None
+        runtime.handed_out.open([owner._parameters[name] for owner, name in runtime.opened])  # pyright: ignore
         try:
             return super().forward(*args, **kwargs)
         finally:
-            runtime.summed.close()
+            runtime.handed_out.close()
 
 
 class ShardedLinear(ShardedModule):

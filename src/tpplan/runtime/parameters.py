@@ -1,37 +1,43 @@
 """Parameters in the body: DTensors to everyone outside, plain local shards to the user's code.
 
-The local shard of a parameter is read through autograd, so that its gradient arrives on the DTensor. A replicated
+The local shard of a parameter is read through autograd, so that its gradient arrives on the DTensor. Nodes written in
+Python are what this costs, so the parameters of a block share one: whichever is read first reads them all. A replicated
 parameter that is used on sharded activations gets a partial gradient; those are summed over the axis together, once a
 backward, by a single node that hands out all their local tensors at the start of the root's forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import local_of, native_apply, new_distributed_tensor
 from tpplan.runtime.communicator import Communicator
 
 
-class _LocalShard(torch.autograd.Function):
-    """The local tensor of a DTensor parameter; backward wraps the local gradient."""
+class _LocalShards(torch.autograd.Function):
+    """The local tensors of DTensor parameters; backward wraps the local gradients."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.parameter = parameter
-        return local_of(parameter).detach()  # a tensor of its own: autograd would write to the parameter's
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
+        # Each a tensor of its own: autograd would write to the parameter's.
+        return tuple([local_of(parameter).detach() for parameter in parameters])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return new_distributed_tensor(gradients[0], ctx.parameter)
-
-
-_apply_local_shard = native_apply(_LocalShard)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(
+            [
+                None if gradient is None else new_distributed_tensor(gradient, parameter)
+                for gradient, parameter in zip(gradients, ctx.parameters, strict=True)
+            ]
+        )
 
 
 class _SummedShards(torch.autograd.Function):
@@ -52,6 +58,10 @@ class _SummedShards(torch.autograd.Function):
             for gradient, parameter in zip(summed, ctx.parameters, strict=True)
         ]
         return (None, *wrapped)
+
+
+_apply_local_shards = native_apply(_LocalShards)
+_apply_summed_shards = native_apply(_SummedShards)
 
 
 def sum_coalesced(
@@ -78,37 +88,73 @@ def sum_coalesced(
     return summed
 
 
-class SummedParameters:
-    """The parameters of a model whose gradients are summed, and the tensors handed out for the current forward."""
+class HandedOut:
+    """The local tensors that were handed out in the forward under way, by identity of their parameter."""
 
     def __init__(self, axis: Communicator) -> None:
         """Serve the ranks of `axis`."""
         self.axis = axis
-        self._handed_out: dict[int, Tensor] = {}
+        self.shards: dict[int, Tensor] | None = None
 
-    def open(self, parameters: Sequence[Tensor]) -> None:
-        """Hand out local tensors for `parameters`, tied together by one backward node."""
-        wanted = [p for p in parameters if p.requires_grad]
-        if wanted and torch.is_grad_enabled():
-            shards = _SummedShards.apply(self.axis, *wanted)
-            self._handed_out = dict(zip(map(id, wanted), shards, strict=True))  # pyright: ignore
+    def open(self, summed: Sequence[Tensor]) -> None:
+        """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
+        self.shards = {}
+        if summed and torch.is_grad_enabled():
+            self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.axis))
+
+    def add(self, parameters: Sequence[Tensor], read: Callable[..., tuple[Tensor, ...]]) -> None:
+        """Hand out `parameters`, read by one node."""
+        if parameters:
+            assert self.shards is not None
+            self.shards.update(zip(map(id, parameters), read(*parameters), strict=True))
 
     def close(self) -> None:
-        """Forget what was handed out; the autograd graph keeps what it needs."""
-        self._handed_out = {}
+        """End a forward; the autograd graph keeps what it needs."""
+        self.shards = None
 
-    def read(self, parameter: Tensor) -> Tensor:
-        """The local tensor of a summed parameter. Outside of the root's forward it gets a node of its own."""
-        if not (parameter.requires_grad and torch.is_grad_enabled()):
+
+class SummedReader:
+    """Reads parameters whose gradients are summed."""
+
+    def __init__(self, handed_out: HandedOut) -> None:
+        """Read what the root hands out."""
+        self._handed_out = handed_out
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """The local tensor of `parameter`. Outside of the root's forward it gets a node, and a sum, of its own."""
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
             return local_of(parameter)
-        found = self._handed_out.get(id(parameter))
-        if found is not None:
-            return found
-        return _SummedShards.apply(self.axis, parameter)[0]  # pyright: ignore
+        shards = self._handed_out.shards
+        found = None if shards is None else shards.get(id(parameter))
+        return _apply_summed_shards(self._handed_out.axis, parameter)[0] if found is None else found
 
 
-def read_shard(parameter: Tensor) -> Tensor:
-    """The local tensor of a parameter whose gradient needs no sum; differentiable."""
-    if torch.is_grad_enabled() and parameter.requires_grad:
-        return _apply_local_shard(parameter)
-    return local_of(parameter)
+class BlockReader:
+    """Reads parameters of one block whose gradients need no sum."""
+
+    def __init__(self, handed_out: HandedOut, members: Sequence[tuple[nn.Module, str]]) -> None:
+        """Read together `members`: the owners of the parameters and their names there."""
+        self._handed_out = handed_out
+        self._members = members
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """The local tensor of `parameter`. Outside of the root's forward it gets a node of its own."""
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
+            return local_of(parameter)
+        shards = self._handed_out.shards
+        if shards is None:
+            return _apply_local_shards(parameter)[0]
+        found = shards.get(id(parameter))
+        if found is None:
+            self._handed_out.add(self._readable(parameter), _apply_local_shards)
+            found = shards[id(parameter)]
+        return found
+
+    def _readable(self, wanted: Tensor) -> list[Tensor]:
+        """The block's parameters as they are now, `wanted` first, without those that FSDP still holds sharded."""
+        readable = {id(wanted): wanted}
+        for owner, name in self._members:
+            parameter = owner._parameters[name]
+            if isinstance(parameter, DTensor) and parameter.requires_grad and len(parameter.placements) == 1:
+                readable[id(parameter)] = parameter
+        return list(readable.values())

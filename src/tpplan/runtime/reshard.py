@@ -54,6 +54,24 @@ class _Reshard(torch.autograd.Function):
 _apply_reshard = native_apply(_Reshard)
 
 
+@dataclass(frozen=True, slots=True)
+class SumInPlace:
+    """The sum over the ranks, written over a tensor that nobody else holds, nor any autograd node.
+
+    A gradient passes such a sum as it is, so that autograd needn't know of it.
+    """
+
+    axis: Communicator
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """`tensor` itself, with other numbers."""
+        written = tensor.detach()
+        summed = self.axis.all_reduce(written)
+        if summed is not written:
+            written.copy_(summed)
+        return tensor
+
+
 @dataclass(slots=True)
 class CallContext:
     """What the reshards of a model know of the call under way.
@@ -64,6 +82,9 @@ class CallContext:
 
     batch: int | None = None
 
+    def __deepcopy__(self, memo: object) -> CallContext:
+        return self  # the reshards of a copied model are functions, which still look here
+
 
 def make_reshard(
     source: Layout,
@@ -73,17 +94,20 @@ def make_reshard(
     axis: Communicator,
     fresh: bool,
     context: CallContext,
-) -> ReshardStep:
-    """Bind a reshard to an axis.
+) -> Move:
+    """Bind a reshard to an axis: a function on local tensors, differentiable.
 
     Args:
         source, target: the layouts.
         forward, backward: the collectives, as the program has them.
         axis: the ranks.
-        fresh: whether the tensor that arrives is nobody else's, so that an all-reduce may write to it.
+        fresh: whether the tensor that arrives is nobody else's and not saved for a backward, so that an all-reduce may
+            write to it.
         context: tells the batch size of a call, for sequences flattened with their batch.
     """
-    there, back = _move(forward, source, target, axis, fresh), _move(backward, target, source, axis, fresh=False)
+    if fresh and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
+        return SumInPlace(axis)
+    there, back = _move(forward, source, target, axis), _move(backward, target, source, axis)
     if source.interleave == 1 and target.interleave == 1:
         return ReshardStep(there, back)
     return ReshardStep(_flattened(there, context), _flattened(back, context))
@@ -108,11 +132,11 @@ def _flattened(move: Move, context: CallContext) -> Move:
     return moved
 
 
-def _move(collective: Collective, source: Layout, target: Layout, axis: Communicator, fresh: bool) -> Move:
+def _move(collective: Collective, source: Layout, target: Layout, axis: Communicator) -> Move:
     if collective is Collective.NONE:
         return _identity
     if collective is Collective.ALL_REDUCE:
-        return axis.all_reduce if fresh else lambda tensor: axis.all_reduce(tensor.clone())
+        return lambda tensor: axis.all_reduce(tensor.clone())
     if collective is Collective.ALL_TO_ALL:
         split, joined = _dim(target), _dim(source)
         return lambda tensor: axis.all_to_all(_even(tensor, split, axis), split, joined)
