@@ -59,6 +59,17 @@ def test_a_model_that_raises_by_itself_is_told_apart():
         verify(Choosy(), PLAN, 2, (torch.randn(2, 8),))
 
 
+class Opaque(Choosy):
+    def forward(self, x: torch.Tensor) -> object:
+        self.down(self.up(x))
+        return object()
+
+
+def test_a_model_that_returns_nothing_to_compare_is_not_called_right():
+    with pytest.raises(VerifyError, match="returned no tensor"):
+        verify(Opaque(), {"version": 1, "modules": {"up": "replicate"}}, 2, (torch.randn(2, 8),))
+
+
 def test_a_model_that_cannot_travel_says_so():
     class Nested(nn.Sequential):
         pass

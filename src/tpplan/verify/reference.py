@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, TorchDispatchMode
 from tpplan.verify.call import Call
-from tpplan.verify.errors import UnshardedError, describe
+from tpplan.verify.errors import UnshardedError, VerifyError, describe
 from tpplan.verify.observe import Observation, observe
 
 _PRODUCTS = frozenset(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.mv", "aten.addmv", "aten.dot"))
@@ -77,6 +77,7 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
 
     Raises:
         UnshardedError: the model raised.
+        VerifyError: it returned nothing to compare.
     """
     generator = torch.Generator().manual_seed(seed + 2)
     cotangents: dict[str, Tensor] = {}
@@ -92,5 +93,10 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
             seen = observe(model, call, cotangent)
     except Exception as error:  # the model's own, whatever it is
         raise UnshardedError(f"the unsharded `{type(model).__name__}` raised {describe(error)}") from error
+    if not seen.outputs:
+        raise VerifyError(
+            f"`{type(model).__name__}` returned no tensor that can be compared\n"
+            "  help: return tensors, or tuples, dicts or dataclasses of them"
+        )
     epsilon = meter.epsilon or torch.finfo(torch.float64).eps
     return Reference(seen, cotangents, epsilon, meter.terms, max(1, sum(held.leaf for held in seen.calls)))
