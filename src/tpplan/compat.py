@@ -8,6 +8,7 @@ typed function. Checked on the torch versions that pyproject.toml admits.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,15 +115,20 @@ def propagate(
     or None where the propagator would first have to move an operand. Raises `NoRule` where it has no answer.
     """
     mesh = fake_mesh(size)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    single_dim: Mapping[OpOverload, Any] = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {})
     schema = OpSchema(
         operator,
         tuple(_to_spec(mesh, a) for a in arguments),
         {name: _to_spec(mesh, a) for name, a in keywords.items()},
+        schema_info=propagator.op_to_schema_info.get(operator) or single_dim.get(operator),
     )
-    propagator = DTensor._op_dispatcher.sharding_propagator
     try:
         sharding = propagator.propagate_op_sharding_non_cached(schema)
     except Exception as error:  # the propagator raises bare RuntimeErrors, NotImplementedErrors and assertions alike
+        viewed = _view_placement(operator, arguments, size)
+        if viewed is not None:
+            return [viewed]
         raise NoRule(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
     if sharding.needs_redistribute and sharding.redistribute_schema is not None:
         # The flag is also set where only *size arguments* must become local; a changed operand is communication.
@@ -135,6 +141,58 @@ def propagate(
         return []
     outputs: list[DTensorSpec | None] = [*output] if isinstance(output, (list, tuple)) else [output]  # pyright: ignore
     return [None if spec is None else spec.placements[0] for spec in outputs]
+
+
+_VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
+
+
+def _view_placement(operator: OpOverload, arguments: Sequence[Any], size: int) -> Placement | None:
+    """The placement after a view, for torch before 2.12, whose rules know no interleaved shards.
+
+    A group of dims of the one shape covers the same elements as a group of the other. With the elements of the group
+    that precede the sharded dim counted as `outer`, the new dim that begins at `outer` is sharded; one that contains it
+    is interleaved.
+    """
+    if operator.name() not in _VIEWS or not isinstance(arguments[0], OperatorMeta):
+        return None
+    source, split = arguments[0].shape, interleaving(arguments[0].placement)
+    target = _without_minus_one(tuple(arguments[1]), math.prod(source))
+    if split is None or 0 in source:
+        return None
+    dim, factor = split
+    start, first = _group_of(source, target, dim)
+    outer = math.prod(source[start:dim]) * factor
+    covered = 1
+    for position in range(first, len(target)):
+        if covered == outer and (target[position] != 1 or size == 1):
+            return Shard(position) if target[position] % size == 0 else None
+        if covered * target[position] > outer:
+            inner = outer // covered
+            fits = outer % covered == 0 and target[position] % (inner * size) == 0
+            return interleaved_shard(position, inner) if fits else None
+        covered *= target[position]
+    return None
+
+
+def _without_minus_one(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    known = math.prod(n for n in shape if n != -1)
+    return tuple(count // max(known, 1) if n == -1 else n for n in shape)
+
+
+def _group_of(source: tuple[int, ...], target: tuple[int, ...], dim: int) -> tuple[int, int]:
+    """The first dims, in both shapes, of the smallest groups of equal size of which the one contains `dim`."""
+    i = j = 0
+    while True:
+        start, first = i, j
+        ours, theirs = source[i], target[j]
+        i, j = i + 1, j + 1
+        while ours != theirs:
+            if ours < theirs:
+                ours, i = ours * source[i], i + 1
+            else:
+                theirs, j = theirs * target[j], j + 1
+        if start <= dim < i:
+            return start, first
 
 
 def _specs(schema: OpSchema) -> list[DTensorSpec]:
