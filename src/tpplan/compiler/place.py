@@ -378,9 +378,10 @@ class Placer:
         targets = [source]
         if value.differentiable:
             targets += [REPLICATED, REPLICATED_PARTIAL]
-            if sequence is not None and self.constraints.sequence:
-                targets.append(sequence)
-        elif self.constraints.slice_constants and sequence is not None and self.constraints.sequence:
+        elif not source.is_replicated:
+            targets.append(REPLICATED)
+        movable = value.differentiable or not source.is_replicated or self.constraints.slice_constants
+        if movable and sequence is not None and self.constraints.sequence:
             targets += [REPLICATED, sequence]
         return list(dict.fromkeys(targets))
 

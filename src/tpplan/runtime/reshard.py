@@ -27,10 +27,16 @@ class UnevenShardError(TpplanError):
 
 @dataclass(frozen=True, slots=True)
 class ReshardStep:
-    """A change of layout, bound to an axis: a function on local tensors with its adjoint."""
+    """A change of layout, bound to an axis: a function on local tensors with its adjoint.
+
+    Attributes:
+        forward, backward: the moves.
+        context: where the moves look for the batch size; None if they need none.
+    """
 
     forward: Move
     backward: Move
+    context: CallContext | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
@@ -43,12 +49,22 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, step: ReshardStep) -> Tensor:
         ctx.step = step
+        if step.context is not None:
+            ctx.batch = step.context.batch
         moved = step.forward(tensor)
         return moved.detach() if moved is tensor else moved
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.step.backward(gradients[0]), None
+        step: ReshardStep = ctx.step
+        if step.context is None:
+            return step.backward(gradients[0]), None
+        latest = step.context.batch
+        step.context.batch = ctx.batch  # other calls may have come between this one's forward and its backward
+        try:
+            return step.backward(gradients[0]), None
+        finally:
+            step.context.batch = latest
 
 
 _apply_reshard = native_apply(_Reshard)
@@ -77,7 +93,7 @@ class CallContext:
     """What the reshards of a model know of the call under way.
 
     Attributes:
-        batch: the first size of the root's first tensor; None outside of a call.
+        batch: the first size of the latest call's first tensor; None before the first call.
     """
 
     batch: int | None = None
@@ -110,7 +126,7 @@ def make_reshard(
     there, back = _move(forward, source, target, axis), _move(backward, target, source, axis)
     if source.interleave == 1 and target.interleave == 1:
         return ReshardStep(there, back)
-    return ReshardStep(_flattened(there, context), _flattened(back, context))
+    return ReshardStep(_flattened(there, context), _flattened(back, context), context)
 
 
 def _flattened(move: Move, context: CallContext) -> Move:
