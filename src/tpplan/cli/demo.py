@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 _SIZES = (2, 4)
 _PLANS = ("bert", "bert-sequence")
 _PIPED_WIDTH = 100
+_LEAST_WIDTH = 80
 
 
 def register(subparsers: Subparsers) -> None:
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, "traceback", False):
             print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         raise UsageError(str(error)) from error
-    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, 40)
+    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, _LEAST_WIDTH)
     print(render_comparison(found, width=width, color=wants_color(sys.stdout)))
     return CLEAN if found.ok else FINDINGS
 

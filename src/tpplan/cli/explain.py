@@ -25,6 +25,7 @@ _EXAMPLES = """\
   tpplan explain llama --model hf:llama --tp 8 --format json > program.json
 """
 _PIPED_WIDTH = 100
+_LEAST_WIDTH = 80
 
 
 def register(subparsers: Subparsers) -> None:
@@ -124,7 +125,7 @@ def _print_text(program: Program, wanted: Pattern | None) -> None:
 
     color = wants_color(sys.stdout)
     # COLUMNS comes first, then the terminal's own width; a pipe has neither.
-    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, 40)
+    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, _LEAST_WIDTH)
     if wanted is None:
         print(render_program(program, width=width, color=color))
     else:

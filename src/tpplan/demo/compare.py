@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tpplan.api import Program, compile_plan
@@ -38,9 +39,14 @@ class Run:
     parameter_bytes: tuple[int, ...]
 
     @property
+    def agrees(self) -> bool:
+        """Whether the embeddings are the unsharded model's."""
+        return self.difference <= TOLERANCE
+
+    @property
     def ok(self) -> bool:
         """Whether the embeddings agree and the program foresaw every collective."""
-        return self.difference <= TOLERANCE and self.counted == self.predicted
+        return self.agrees and self.counted == self.predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,8 @@ def _run(program: Program, ranks: Sequence[RankRun], expected: Tensor) -> Run:
         counted |= rank.collectives
     return Run(
         program=program,
-        difference=max(float((rank.embeddings - expected).abs().max()) for rank in ranks),
+        # torch's max, unlike Python's, is NaN if any is.
+        difference=float(torch.stack([(rank.embeddings - expected).abs().max() for rank in ranks]).max()),
         counted=counted,
         predicted=program.count_collectives(backward=False),
         parameter_bytes=tuple(rank.parameter_bytes for rank in ranks),

@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,18 @@ def run_ranks(weights: Path, batch: Batch, size: int, plans: tuple[str, ...], ti
     with tempfile.TemporaryDirectory(prefix="tpplan-demo-") as name:
         job = _Job(Path(name), weights, size, plans, timeout)
         torch.save(batch, job.folder / _BATCH)
-        # Daemons, so that they end with this process however it ends.
-        ranks: Any = start_processes(_rank, (job,), size, join=False, daemon=True, start_method=_start_method())
-        try:
-            _join(ranks, job)
-        finally:
-            _end(ranks)
+        _run_processes(_rank, job)
         by_rank = [torch.load(_result(job, rank), weights_only=False) for rank in range(size)]
     return [list(runs) for runs in zip(*by_rank, strict=True)]
+
+
+def _run_processes(target: Callable[[int, _Job], None], job: _Job) -> None:
+    # Daemons, so that they end with this process however it ends.
+    ranks: Any = start_processes(target, (job,), job.size, join=False, daemon=True, start_method=_start_method())
+    try:
+        _join(ranks, job)
+    finally:
+        _end(ranks)
 
 
 def _start_method() -> str:

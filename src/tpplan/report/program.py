@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from tpplan.compiler.program import Program
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
-LEGEND = Text(
-    """\
+_LEGEND = """\
 R: each rank holds the whole. S(d): split along dim d. P: the ranks' sum is the value. R·∂P: R, with a gradient that \
-is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring algorithms.""",
-    style="dim",
-)
+is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring algorithms."""
+_INTERLEAVED = " S(d, interleave=b): split along the sequence, which is flattened into dim d with a batch of b."
 
 
 def render_program(program: Program, *, width: int = 100, color: bool = False) -> str:
@@ -65,8 +63,13 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
     yield module_table(collapse(without_boundaries(units(program))), width)
 
 
+def legend(program: Program) -> Text:
+    """What the signs mean."""
+    return Text(_LEGEND + (_INTERLEAVED if program.flattens_batch else ""), style="dim")
+
+
 def _notes(program: Program) -> Iterator[RenderableType]:
-    yield LEGEND
+    yield legend(program)
     yield from _summed(program)
     yield from _assumptions(program)
 

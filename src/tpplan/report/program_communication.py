@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _BLOCK_STYLE = "bold cyan"
 _SUBTOTAL_STYLE = "italic"
+_WIDEST_PLACEMENT = 16
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
@@ -90,11 +91,15 @@ class _Rows:
             backward = str(reshard.backward) if reshard.differentiable else ""
             self.table.add_row(
                 title,
-                f"{way:<3} {reshard.source} → {reshard.target}",
+                self._placement(way, reshard),
                 self._text(traffic.forward, str(reshard.forward)),
                 self._text(traffic.backward, backward),
             )
             title = Text()
+
+    def _placement(self, way: str, reshard: Reshard) -> str:
+        text = f"{way:<3} {reshard.source} → {reshard.target}"
+        return text.replace(" →", "\n    →") if len(text) > _WIDEST_PLACEMENT and self.separator == "\n" else text
 
     def _add_subtotals(self, block: Block, depth: int) -> None:
         once = StepTraffic()

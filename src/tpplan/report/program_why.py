@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tpplan.plan import Pattern
-from tpplan.report.program import LEGEND, to_text
+from tpplan.report.program import legend, to_text
 from tpplan.report.program_cost import Traffic, reshard_traffic
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
 from tpplan.report.program_tables import placement_text, sizes_text
@@ -42,7 +42,7 @@ def render_why(program: Program, wanted: Pattern, *, width: int = 100, color: bo
         parts.append(Text("Around it", style="bold underline"))
         for name, count, unit in _flat(collapse(around)):
             parts.append(_unit(name, count, unit, program, boundaries_only=True))
-    parts.append(LEGEND)
+    parts.append(legend(program))
     return to_text(parts, width, color)
 
 
