@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "OperatorMeta",
     "TorchDispatchMode",
     "fake_mesh",
+    "fake_process_group",
     "interleaved_shard",
     "interleaving",
     "is_registered_container",
@@ -253,3 +255,15 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     What that Python adds is support for `setup_context` under torch.func; without it, torch refuses such calls itself.
     """
     return super(torch.autograd.Function, function).apply  # pyright: ignore
+
+
+@contextmanager
+def fake_process_group(size: int) -> Generator[None]:
+    """A default process group of `size` ranks, seen from the first, whose collectives return at once and move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

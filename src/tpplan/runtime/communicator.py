@@ -59,7 +59,7 @@ class ProcessGroupCommunicator:
         tensor = tensor.contiguous()
         # The group's own method: the public function takes longer in Python than a small all-reduce on the wire.
         work = self.group.allreduce([tensor], self._sum)
-        if work is not None:
+        if work is not None:  # pyright: ignore[reportUnnecessaryComparison] - None of backends that wait themselves
             work.wait()
         return tensor
 

@@ -1,0 +1,91 @@
+"""Overhead: what a sharded toy Llama takes on one rank, where nearly all time is Python's.
+
+The collectives are fake and return at once, so that what's left is what the runtime itself adds. A rank has half of the
+arithmetic at tp=2; at these sizes that is little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tpplan.api import parallelize
+from tpplan.bench.rounds import processor_seconds, time_interleaved
+from tpplan.bench.subjects import ToySizes, first_tensor, torch_plan, toy_call, toy_llama
+from tpplan.compat import fake_process_group
+
+SIZE = 2
+UNSHARDED = "unsharded"
+TPPLAN = "tpplan"
+SEQUENCE = "tpplan, TP+SP"
+TORCH = "parallelize_module"
+MODELS = {"transformers": "LlamaForCausalLM of transformers", "plain": "Llama on plain torch.nn"}
+FORWARD = "forward without grad"
+BACKWARD = "forward and backward"
+
+
+def measure(rounds: int = 60, calls: int = 3, kind: str = "transformers") -> dict[str, Any]:
+    """Time one toy Llama in all its forms.
+
+    Args:
+        rounds, calls: see `time_interleaved`.
+        kind: a key of `MODELS`.
+
+    Returns:
+        Plain data: the sizes, and a row for each way of running and each form.
+    """
+    torch.set_num_threads(1)
+    sizes = ToySizes()
+    with fake_process_group(SIZE):
+        forms = _forms(kind, sizes)
+        rows: list[dict[str, Any]] = []
+        for way, prepare in ((FORWARD, _forward), (BACKWARD, _forward_and_backward)):
+            timed = time_interleaved({name: prepare(model, sizes) for name, model in forms.items()}, rounds, calls)
+            rows += [
+                {"model": MODELS[kind], "way": way, "form": name, **asdict(timing)} for name, timing in timed.items()
+            ]
+    return {"sizes": asdict(sizes), "tp": SIZE, "rounds": rounds, "calls": calls, "rows": rows}
+
+
+def _forms(kind: str, sizes: ToySizes) -> dict[str, nn.Module]:
+    mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
+    call = toy_call(sizes)
+    return {
+        UNSHARDED: toy_llama(kind, sizes),
+        TPPLAN: parallelize(toy_llama(kind, sizes), "llama", mesh, call),
+        SEQUENCE: parallelize(toy_llama(kind, sizes), "llama-sequence", mesh, call),
+        TORCH: parallelize_module(toy_llama(kind, sizes), mesh, torch_plan(sizes.layers)),
+    }
+
+
+def _forward(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:
+    call = toy_call(sizes)
+
+    def run() -> float:
+        with torch.no_grad():
+            start = processor_seconds()
+            model(**call)
+            return processor_seconds() - start
+
+    return run
+
+
+def _forward_and_backward(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:
+    call = toy_call(sizes)
+    parameters = list(model.parameters())
+    cotangent = torch.ones(sizes.batch, sizes.sequence, sizes.vocabulary)
+
+    def run() -> float:
+        for parameter in parameters:
+            parameter.grad = None
+        start = processor_seconds()
+        torch.autograd.backward(first_tensor(model(**call)), cotangent)
+        return processor_seconds() - start
+
+    return run
