@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, named_modules, rebuild_container
+from tpplan.compiler.gradient_flow import complete_gradients
 from tpplan.compiler.recorder import OpenFrame, Recorder
 from tpplan.compiler.skeleton import Skeleton
 from tpplan.compiler.trace import Crossing, Frame, Operation, Path, Trace
@@ -114,7 +115,7 @@ def record(
     return Trace(
         _without_dead_operations(root),
         root,
-        tuple(recorder.values),
+        complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
         inputs,
         training,

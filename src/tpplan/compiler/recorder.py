@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -50,6 +50,7 @@ class Recorder(TorchDispatchMode):
         self.values: list[Value] = []
         self.assumptions: list[Assumption] = []
         self.frames: list[OpenFrame] = []
+        self.surprising: set[int] = set()  # they have a gradient that no operation gave them; see gradient_flow
         self._identity: dict[int, int] = {}
         self._alive: list[Tensor] = []  # ids are only unique while their objects live
         self._storage: list[int] = []
@@ -62,7 +63,12 @@ class Recorder(TorchDispatchMode):
     def value_of(self, tensor: Tensor) -> int:
         """The value that `tensor` stands for; a tensor never seen before becomes a constant."""
         found = self._identity.get(id(tensor))
-        return self.new_value(tensor, tensor.requires_grad) if found is None else found
+        if found is None:
+            return self.new_value(tensor, tensor.requires_grad)
+        if tensor.requires_grad and not self.values[found].differentiable:
+            self.surprising.add(found)
+            self.values[found] = replace(self.values[found], differentiable=True)
+        return found
 
     def new_value(self, tensor: Tensor, differentiable: bool, storage_of: int | None = None) -> int:
         """Give `tensor` a fresh value, also if it had one before."""
