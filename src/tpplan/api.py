@@ -9,23 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint import load_weights, save_weights
-from tpplan.compat import named_modules
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.guard import CallGuard, is_opaque
 from tpplan.inputs import example_call
+from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
-from tpplan.runtime.modules import is_parallel
 
-__all__ = ["Program", "compile_plan", "load_weights", "parallelize", "save_weights"]
+__all__ = ["ParityReport", "Program", "compile_plan", "load_weights", "parallelize", "save_weights", "verify"]
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 
@@ -48,7 +46,6 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
         CompileError: plan and model don't fit together; all findings are in `diagnostics`.
     """
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    _refuse_unfit(model)
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
     arguments, keywords = example_call(model, tp, inputs)
@@ -89,7 +86,6 @@ def parallelize(
     program: Program | None = None
     call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     try:
-        _refuse_unfit(model)
         call = example_call(model, axis_mesh.size(), inputs)
         program = compile_program(model, loaded, axis_mesh.size(), *call)
     except CompileError as raised:
@@ -105,41 +101,6 @@ def parallelize(
 def _without_opaque(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     arguments, keywords = call
     return arguments, {name: held for name, held in keywords.items() if not is_opaque(held)}
-
-
-def _refuse_unfit(model: nn.Module) -> None:
-    findings: list[Diagnostic] = []
-    for name, module in named_modules(model):
-        if is_parallel(module):
-            findings.append(
-                _already_parallel(f"`{name or type(model).__name__}` was parallelized by tpplan before", name)
-            )
-            break
-        if "forward" in vars(module):
-            shown = name or type(model).__name__
-            findings.append(
-                Diagnostic(
-                    code="TP112",
-                    message=f"`{shown}` has a `forward` set on the instance, which hides the class's",
-                    help="parallelize first, and wrap the forward afterwards (accelerate's hooks do this: remove them "
-                    "with accelerate.hooks.remove_hook_from_module)",
-                    subject=name,
-                )
-            )
-    held = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
-    if held is not None and not findings:
-        findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
-    if findings:
-        raise CompileError(findings)
-
-
-def _already_parallel(message: str, name: str) -> Diagnostic:
-    return Diagnostic(
-        code="TP108",
-        message=message,
-        help="parallelize the stock model, once; build it anew to shard it otherwise",
-        subject=name or None,
-    )
 
 
 def _axis_mesh(mesh: DeviceMesh | None, plan: Plan) -> DeviceMesh:

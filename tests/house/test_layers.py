@@ -84,7 +84,7 @@ def test_import_of_a_lower_layer_or_for_typing_is_allowed(package, statement):
 
 
 def test_layers_side_by_side_stay_apart(package):
-    root = package({"report/html.py": "import tpplan.verify", "verify/parity.py": "import tpplan.report"})
+    root = package({"report/html.py": "import tpplan.parity", "parity/run.py": "import tpplan.report"})
     assert len(layers.upward_imports(root)) == 2
 
 
@@ -101,7 +101,7 @@ def test_compat_is_for_the_layers_that_need_it(package):
 
 
 def test_report_uses_only_the_plan_and_the_program(package):
-    root = package({"report/tree.py": "from tpplan.compiler.ir import Program\nfrom tpplan.compiler import bind"})
+    root = package({"report/tree.py": "from tpplan.compiler.program import Program\nfrom tpplan.compiler import bind"})
     (finding,) = layers.report_outsiders(root)
     assert finding.startswith("tpplan/report/tree.py:2:")
 

@@ -12,7 +12,7 @@ from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
-    from tpplan.verify import ParityReport
+    from tpplan.parity import ParityReport
 
 _EXAMPLES = """\
   tpplan verify llama --model hf:llama --tp 4 --set num_hidden_layers=2 --set hidden_size=512
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tpplan.cli.compile_model import DEFAULT_TP
     from tpplan.cli.model_reference import load_model
-    from tpplan.verify import VerifyError, verify
+    from tpplan.parity import VerifyError, verify
 
     sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
     model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)

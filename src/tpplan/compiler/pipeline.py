@@ -31,6 +31,7 @@ from tpplan.compiler.conflicts import (
 )
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit import emit
+from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import REPLICATED
 from tpplan.compiler.localise import equal_modules, integer_attributes, propose_attributes, read_sizes
 from tpplan.compiler.place import Constraints, Failure, Placer, root_solution
@@ -89,6 +90,9 @@ def compile_program(
     Raises:
         CompileError: with every finding, if plan and model don't fit together.
     """
+    unfit = unfit_findings(model)
+    if unfit:
+        raise CompileError(unfit)
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
     dump.binding(binding)

@@ -14,7 +14,7 @@ from tpplan.report.program import to_text
 from tpplan.report.quantities import count_text
 
 if TYPE_CHECKING:
-    from tpplan.verify import ParityReport, TensorParity
+    from tpplan.parity import ParityReport, TensorParity
 
 _SHOWN: Final = 8
 _GOOD: Final = "green"

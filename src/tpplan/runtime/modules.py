@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tpplan.compiler.fitness import MARK
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move
 
 Reader = Callable[[Tensor], Tensor]
-RUNTIME = "_tpplan"
+RUNTIME = MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class ShardedLinear(ShardedModule):
     """A linear layer split by columns, its body written out to spare the detour over attributes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """x (…, in) to y (…, out / size)."""
+        """X (…, in) to y (…, out / size)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.entries:
             input = runtime.entries[0].step(input)
@@ -193,7 +194,7 @@ class ReducedLinear(ShardedModule):
     """A linear layer split by rows: the products are reduced, then the bias is added once."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """x (…, in / size) to y (…, out)."""
+        """X (…, in / size) to y (…, out)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.entries:
             input = runtime.entries[0].step(input)
@@ -251,8 +252,3 @@ def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type
         base = VocabularyEmbedding
     name = f"{_PREFIX[style]}{stock.__name__}"
     return type(name, (base, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__})
-
-
-def is_parallel(module: nn.Module) -> bool:
-    """Whether `module` was swapped already."""
-    return isinstance(module, ShardedModule)

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import fake_mesh
 from tpplan.compiler.program import Program
+from tpplan.parity.call import Call
+from tpplan.parity.materialise import copy_structure
+from tpplan.parity.measure import split_dim
+from tpplan.parity.observe import Observation, observe
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
-from tpplan.verify.call import Call
-from tpplan.verify.materialise import copy_structure
-from tpplan.verify.measure import split_dim
-from tpplan.verify.observe import Observation, observe
 
 
 class CountingCommunicator(Communicator, Protocol):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, TorchDispatchMode
-from tpplan.verify.call import Call
-from tpplan.verify.errors import UnshardedError, VerifyError, describe
-from tpplan.verify.observe import Observation, observe
+from tpplan.parity.call import Call
+from tpplan.parity.errors import UnshardedError, VerifyError, describe
+from tpplan.parity.observe import Observation, observe
 
 _PRODUCTS = frozenset(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.mv", "aten.addmv", "aten.dot"))
 _SUMS = frozenset(("aten.sum", "aten.mean", "aten.logsumexp"))

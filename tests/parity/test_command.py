@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 import tpplan.compiler.pipeline
-from tests.verify.subjects import with_module
+from tests.parity.subjects import with_module
 from tpplan.cli.main import main
 
-MODEL = "tests.verify.subjects:torch_transformer"
+MODEL = "tests.parity.subjects:torch_transformer"
 
 
 def test_a_right_program_exits_with_0(capsys):
@@ -35,7 +35,7 @@ def test_a_divergence_exits_with_1_and_names_the_module(capsys, monkeypatch):
         program = compiled(*arguments)
         return with_module(program, "blocks.1.mlp.down", lambda module: replace(module, exits=()))
 
-    monkeypatch.setattr("tpplan.verify.run.compile_program", miscompiled)
+    monkeypatch.setattr("tpplan.parity.run.compile_program", miscompiled)
     assert main(["verify", "torch_transformer", "--model", MODEL]) == 1
     assert "diverges, first in the output of blocks.1.mlp.down" in capsys.readouterr().out
 
@@ -48,7 +48,7 @@ def test_a_plan_that_does_not_fit_exits_with_1(capsys, tmp_path):
 
 
 def test_a_model_that_cannot_run_exits_with_2(capsys):
-    assert main(["verify", "torch_transformer", "--model", "tests.verify.subjects:half_baked"]) == 2
+    assert main(["verify", "torch_transformer", "--model", "tests.parity.subjects:half_baked"]) == 2
     assert "half-baked" in capsys.readouterr().err
 
 

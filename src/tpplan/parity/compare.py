@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tpplan.compat import local_of
 from tpplan.compiler.program import Program
-from tpplan.verify.divergence import compare_calls, first_divergence
-from tpplan.verify.measure import joined, magnitude, relative_error
-from tpplan.verify.parity import Divergence, ParityReport, TensorParity
-from tpplan.verify.rank import RankResult, SimulatedDistributor
-from tpplan.verify.reference import Reference
-from tpplan.verify.threads import Rendezvous, ThreadCommunicator
-from tpplan.verify.tolerance import tolerance_for
+from tpplan.parity.divergence import compare_calls, first_divergence
+from tpplan.parity.measure import joined, magnitude, relative_error
+from tpplan.parity.parity import Divergence, ParityReport, TensorParity
+from tpplan.parity.rank import RankResult, SimulatedDistributor
+from tpplan.parity.reference import Reference
+from tpplan.parity.threads import Rendezvous, ThreadCommunicator
+from tpplan.parity.tolerance import tolerance_for
 
 _SMALL = 1e-3
 
@@ -105,7 +105,7 @@ def _gradients(
 
 
 def _scales(program: Program, gradients: dict[str, Tensor]) -> dict[str, float]:
-    """What each gradient's error is relative to; see `tpplan.verify.tolerance`."""
+    """What each gradient's error is relative to; see `tpplan.parity.tolerance`."""
     own = {name: magnitude(gradient) for name, gradient in gradients.items()}
     least = _SMALL * max(own.values(), default=0.0)
     siblings: dict[str, float] = {}

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from tpplan.verify.errors import RankError, RanksDisagreeError, RankTimeoutError
-from tpplan.verify.threads import run_ranks
+from tpplan.parity.errors import RankError, RanksDisagreeError, RankTimeoutError
+from tpplan.parity.threads import run_ranks
 
 
 def held(rank: int) -> torch.Tensor:

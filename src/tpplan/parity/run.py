@@ -10,16 +10,17 @@ from torch import nn
 
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
+from tpplan.inputs import example_call
+from tpplan.parity.budget import choose_dtype, refuse_too_large
+from tpplan.parity.call import call_with_numbers
+from tpplan.parity.compare import Setting, compare
+from tpplan.parity.materialise import copy_with_numbers
+from tpplan.parity.parity import ParityReport
+from tpplan.parity.processes import run_in_processes
+from tpplan.parity.reference import run_reference
+from tpplan.parity.simulate import run_simulated
+from tpplan.parity.threads import TIMEOUT
 from tpplan.plan import Plan, PlanSource, load_plan
-from tpplan.verify.budget import choose_dtype, refuse_too_large
-from tpplan.verify.call import call_with_numbers
-from tpplan.verify.compare import Setting, compare
-from tpplan.verify.materialise import copy_with_numbers
-from tpplan.verify.parity import ParityReport
-from tpplan.verify.processes import run_in_processes
-from tpplan.verify.reference import run_reference
-from tpplan.verify.simulate import run_simulated
-from tpplan.verify.threads import TIMEOUT
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 Progress = Callable[[str], None]
@@ -63,8 +64,6 @@ def verify(
         CompileError: plan and model don't fit together.
         VerifyError: the verification couldn't be carried out.
     """
-    from tpplan.inputs import example_call
-
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     arguments, keywords = example_call(model, tp, inputs)
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from tpplan.compiler.capture import argument_names
-from tpplan.verify.tree import map_tensors, path_name, tensors_in
+from tpplan.parity.tree import map_tensors, path_name, tensors_in
 
 
 @dataclass(frozen=True, slots=True)

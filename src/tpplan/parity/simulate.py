@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from tpplan.compiler.program import Program
-from tpplan.verify.call import Call
-from tpplan.verify.rank import RankResult, run_rank
-from tpplan.verify.threads import TIMEOUT, ThreadCommunicator, run_ranks
+from tpplan.parity.call import Call
+from tpplan.parity.rank import RankResult, run_rank
+from tpplan.parity.threads import TIMEOUT, ThreadCommunicator, run_ranks
 
 
 def run_simulated(

@@ -11,9 +11,9 @@ from torch import nn
 
 import tpplan
 from tests.models.tiny import tiny_model
-from tests.verify.subjects import PLANS, subject
+from tests.parity.subjects import PLANS, subject
+from tpplan.parity import verify, verify_program
 from tpplan.report.parity import render_parity
-from tpplan.verify import verify, verify_program
 
 
 @pytest.mark.parametrize("tp", [2, 4])

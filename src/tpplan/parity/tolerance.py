@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpplan.verify.reference import Reference
+from tpplan.parity.reference import Reference
 
 _LAMBDA = 8.0
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.compat import local_of
-from tpplan.verify.call import Call
-from tpplan.verify.tree import modules_in, path_name, tensors_in
+from tpplan.parity.call import Call
+from tpplan.parity.tree import modules_in, path_name, tensors_in
 
 Cotangent = Callable[[str, Tensor], Tensor | None]
 

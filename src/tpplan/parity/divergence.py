@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.program import Program
-from tpplan.verify.measure import joined, relative_error
-from tpplan.verify.observe import ModuleCall
-from tpplan.verify.parity import Divergence, TensorParity
+from tpplan.parity.measure import joined, relative_error
+from tpplan.parity.observe import ModuleCall
+from tpplan.parity.parity import Divergence, TensorParity
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tpplan.verify.tolerance import Tolerance
+from tpplan.parity.tolerance import Tolerance
 
 
 @dataclass(frozen=True, slots=True)

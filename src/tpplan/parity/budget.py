@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tpplan.compiler.program import Program
-from tpplan.verify.errors import TooLargeError
+from tpplan.parity.errors import TooLargeError
 
 _COMFORTABLE = 2 << 30
 _MOST = 32 << 30

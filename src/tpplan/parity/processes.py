@@ -24,11 +24,11 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from tpplan.compiler.layout import Collective
 from tpplan.compiler.program import Program
+from tpplan.parity.call import Call
+from tpplan.parity.errors import RankError, RankTimeoutError, VerifyError, describe
+from tpplan.parity.rank import RankResult, run_rank
+from tpplan.parity.threads import TIMEOUT
 from tpplan.runtime.communicator import ProcessGroupCommunicator
-from tpplan.verify.call import Call
-from tpplan.verify.errors import RankError, RankTimeoutError, VerifyError, describe
-from tpplan.verify.rank import RankResult, run_rank
-from tpplan.verify.threads import TIMEOUT
 
 _JOB = "job.pt"
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.verify.subjects import subject, with_module, with_parameter
+from tests.parity.subjects import subject, with_module, with_parameter
 from tpplan.compiler.layout import Collective
+from tpplan.parity import ParityReport, verify_program
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.modules import RUNTIME, ReducedLinear
-from tpplan.verify import ParityReport, verify_program
 
 
 def verify_planted(plan: str, plant, tp: int = 2) -> ParityReport:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from tpplan.verify.errors import VerifyError, describe
-from tpplan.verify.tree import modules_in
+from tpplan.parity.errors import VerifyError, describe
+from tpplan.parity.tree import modules_in
 
 _NOISE = 0.02
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.models.tiny import tiny_model
-from tests.verify.subjects import PLANS, subject, with_module
-from tpplan.verify import RankError, TooLargeError, UnshardedError, VerifyError, verify, verify_program
+from tests.parity.subjects import PLANS, subject, with_module
+from tpplan.parity import RankError, TooLargeError, UnshardedError, VerifyError, verify, verify_program
 
 
 def with_impossible_heads(program):

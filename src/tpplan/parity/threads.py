@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.layout import Collective
-from tpplan.verify.errors import RankError, RanksDisagreeError, RankTimeoutError, VerifyError, describe
+from tpplan.parity.errors import RankError, RanksDisagreeError, RankTimeoutError, VerifyError, describe
 
 T = TypeVar("T")
 TIMEOUT = 300.0

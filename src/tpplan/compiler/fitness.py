@@ -1,0 +1,47 @@
+"""Fitness: whether a model can be compiled at all, before anything is asked of a plan.
+
+in:  a model
+out: TP108 if it is parallel already, TP112 if a `forward` on an instance would hide what tpplan puts into the class
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tpplan.compat import named_modules
+from tpplan.plan import Diagnostic
+
+MARK = "_tpplan"
+
+
+def unfit_findings(model: nn.Module) -> list[Diagnostic]:
+    """What stands in the way of compiling `model`."""
+    findings: list[Diagnostic] = []
+    for name, module in named_modules(model):
+        shown = name or type(model).__name__
+        if MARK in vars(module):
+            return [_already_parallel(f"`{shown}` was parallelized by tpplan before", name)]
+        if "forward" in vars(module):
+            findings.append(
+                Diagnostic(
+                    code="TP112",
+                    message=f"`{shown}` has a `forward` set on the instance, which hides the class's",
+                    help="parallelize first, and wrap the forward afterwards (accelerate's hooks do this: remove them "
+                    "with accelerate.hooks.remove_hook_from_module)",
+                    subject=name,
+                )
+            )
+    held = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if held is not None:
+        findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
+    return findings
+
+
+def _already_parallel(message: str, name: str) -> Diagnostic:
+    return Diagnostic(
+        code="TP108",
+        message=message,
+        help="parallelize the stock model, once; build it anew to shard it otherwise",
+        subject=name or None,
+    )
