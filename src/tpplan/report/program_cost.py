@@ -83,7 +83,7 @@ class Memory:
 
 def reshard_traffic(reshard: Reshard, size: int, calls: int = 1) -> StepTraffic:
     """The traffic of a reshard that a step goes through `calls` times, on `size` ranks."""
-    backward = str(reshard.backward) 
+    backward = str(reshard.backward) if reshard.differentiable else "none"
     return StepTraffic(
         _collective(str(reshard.forward), reshard.bytes, size), _collective(backward, reshard.bytes, size)
     ).times(calls)
