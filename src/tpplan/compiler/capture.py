@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, named_modules, rebuild_container
+from tpplan.compiler.constants import ConstantWatcher
 from tpplan.compiler.gradient_flow import complete_gradients
 from tpplan.compiler.recorder import OpenFrame, Recorder
 from tpplan.compiler.skeleton import Skeleton
@@ -100,7 +101,7 @@ def record(
     collecting = gc.isenabled()
     gc.disable()  # a capture only makes objects that live as long as the trace
     try:
-        with recorder, torch.enable_grad(), warnings.catch_warnings():
+        with recorder, ConstantWatcher(recorder), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             skeleton.model(*example[0], **example[1])
     except Exception as error:
@@ -279,7 +280,7 @@ def _without_dead_operations(root: Frame) -> Frame:
             overwritten = tuple(identifier for identifier in node.overwritten if identifier in live)
             if overwritten or any(output in live for output in node.outputs):
                 live.update(node.inputs)
-                body.append(replace(node, overwritten=overwritten))
+                body.append(node if overwritten == node.overwritten else replace(node, overwritten=overwritten))
         live.update(crossing.source for crossing in frame.entries if crossing.target in live)
         return replace(frame, body=tuple(reversed(body)))
 

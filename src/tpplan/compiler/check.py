@@ -13,7 +13,7 @@ order, with the same scalars, and make results of the promised local shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,8 +253,10 @@ def _compare(
         return found
     steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in _REARRANGING]
     runs = [n for n in local.body if isinstance(n, Operation) and n.name not in _REARRANGING]
+    rearranged = zip(_rearranging_before(whole), _rearranging_before(local), strict=False)
     for (position, ours), theirs in zip(steps, runs, strict=False):
-        found = _compare_operation(given, whole, position, ours, theirs, values)
+        found = _compare_rearranged(given, whole, *next(rearranged), values)
+        found = found or _compare_operation(given, whole, position, ours, theirs, values)
         if found is not None:
             return found
     if failure:
@@ -264,7 +266,38 @@ def _compare(
     end = len(whole.body)
     if len(steps) != len(runs):
         return Mismatch(whole, None, end, None, None, f"runs {len(runs)} operations instead of {len(steps)}")
-    return _compare_crossings(given, whole, whole.exits, local.exits, values, end)
+    found = _compare_rearranged(given, whole, *next(rearranged), values)
+    return found or _compare_crossings(given, whole, whole.exits, local.exits, values, end)
+
+
+_Rearranging = list[tuple[int, Operation]]
+
+
+def _rearranging_before(frame: Frame) -> Iterator[_Rearranging]:
+    """For each operation that computes, the views and copies since the one before; at last, those at the end."""
+    since: _Rearranging = []
+    for position, node in enumerate(frame.body):
+        if not isinstance(node, Operation):
+            continue
+        if node.name in _REARRANGING:
+            since.append((position, node))
+        else:
+            yield since
+            since = []
+    yield since
+
+
+def _compare_rearranged(
+    given: CheckInput, whole: Frame, ours: _Rearranging, theirs: _Rearranging, values: Sequence[Value]
+) -> Mismatch | None:
+    """Views and copies must yield what's promised too, wherever the two runs take the same ones."""
+    if [o.target for _, o in ours] != [o.target for _, o in theirs]:
+        return None
+    for (position, mine), (_, its) in zip(ours, theirs, strict=True):
+        found = _compare_shapes(given, whole, position, mine, its, values)
+        if found is not None:
+            return found
+    return None
 
 
 def _compare_crossings(
@@ -289,6 +322,22 @@ def _compare_operation(
 ) -> Mismatch | None:
     if ours.target is not theirs.target:
         return Mismatch(whole, ours, position, None, None, f"runs {theirs.name} where {ours.name} should come")
+    found = _compare_shapes(given, whole, position, ours, theirs, values)
+    if found is not None:
+        return found
+    for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
+        if not _same_numbers(given.trace.values[mine], values[its]):
+            return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant that has other numbers")
+    if not _same_scalars(ours, theirs):
+        mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
+        reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
+        return Mismatch(whole, ours, position, mine, its, reason)
+    return None
+
+
+def _compare_shapes(
+    given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
+) -> Mismatch | None:
     layouts = given.assignment.layouts
     for mine, its in zip(ours.outputs, theirs.outputs, strict=True):
         if mine is None or its is None or mine not in layouts:
@@ -296,11 +345,13 @@ def _compare_operation(
         expected = _promised_shape(given, given.trace.values[mine])
         if expected != values[its].shape:
             return Mismatch(whole, ours, position, expected, values[its].shape, f"{ours.name} makes another shape")
-    if not _same_scalars(ours, theirs):
-        mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
-        reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
-        return Mismatch(whole, ours, position, mine, its, reason)
     return None
+
+
+def _same_numbers(ours: Value, theirs: Value) -> bool:
+    if ours.numbers is None or theirs.numbers is None:
+        return True
+    return torch.equal(ours.numbers, theirs.numbers)
 
 
 def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], failure: str) -> Mismatch:

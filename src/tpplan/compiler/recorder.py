@@ -8,6 +8,7 @@ out: `Operation`s appended to the frame that is open, and a value for every tens
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, TorchDispatchMode, schema_mutates, schema_returns_view
+from tpplan.compat import OpOverload, RecordingMode, schema_mutates, schema_returns_view
 from tpplan.compiler.trace import Assumption, Crossing, Frame, Location, Operation, Reference, Value
 
 _INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parent.parent))
@@ -38,7 +39,7 @@ class OpenFrame:
     body: list[Operation | Frame]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(RecordingMode):
     """Records operations and values; see the module's docstring.
 
     Results of functional operators are memoised by the geometry of their operands, since meta kernels written in
@@ -70,10 +71,14 @@ class Recorder(TorchDispatchMode):
             self.values[found] = replace(self.values[found], differentiable=True)
         return found
 
-    def new_value(self, tensor: Tensor, differentiable: bool, storage_of: int | None = None) -> int:
+    def new_value(
+        self, tensor: Tensor, differentiable: bool, storage_of: int | None = None, numbers: Tensor | None = None
+    ) -> int:
         """Give `tensor` a fresh value, also if it had one before."""
         identifier = len(self.values)
-        self.values.append(Value(identifier, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, differentiable))
+        self.values.append(
+            Value(identifier, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, differentiable, numbers)
+        )
         storage = identifier if storage_of is None else self._storage[storage_of]
         self._storage.append(storage)
         self._members.setdefault(storage, []).append(identifier)
@@ -108,7 +113,10 @@ class Recorder(TorchDispatchMode):
         on_meta = [operand.is_meta for operand in operands]
         if not any(on_meta):
             if operands or not _is_meta_device(keywords.get("device")):
-                return func(*args, **keywords)  # real constants stay real: the model may read their values
+                result = func(*args, **keywords)  # real constants stay real: the model may read their values
+                if operands and isinstance(result, Tensor) and result.is_meta:
+                    self.new_value(result, False, numbers=operands[0].to(result.dtype))
+                return result
         elif not all(on_meta):
             args, keywords = self._constants_to_meta(args, keywords)
             operands = _tensors((*args, *keywords.values()))
@@ -192,6 +200,7 @@ class Recorder(TorchDispatchMode):
                         argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
                     )
                     self._alive.append(argument)
+                    self.new_value(copy, False, numbers=argument)
                 return copy
             if isinstance(argument, (list, tuple)):
                 return type(argument)(convert(item) for item in argument)  # pyright: ignore
@@ -211,10 +220,20 @@ class Recorder(TorchDispatchMode):
         frame = inspect.currentframe()
         while frame is not None:
             name = frame.f_code.co_filename
-            if not name.startswith(_INTERNAL) and not name.startswith("<"):
-                return Location(name, frame.f_lineno)
+            if not _is_internal(name):
+                return _location_at(name, frame.f_lineno)
             frame = frame.f_back
         return None
+
+
+@functools.cache
+def _is_internal(file: str) -> bool:
+    return file.startswith((*_INTERNAL, "<"))
+
+
+@functools.cache
+def _location_at(file: str, line: int) -> Location:
+    return Location(file, line)
 
 
 def _results(result: Any) -> list[Any]:

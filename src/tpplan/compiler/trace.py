@@ -27,6 +27,7 @@ class Value:
         shape, stride: in elements.
         dtype: of the captured run.
         differentiable: whether a gradient flows to it.
+        numbers: the entries of a constant that was computed for real, to compare with another run's.
     """
 
     identifier: int
@@ -34,6 +35,7 @@ class Value:
     stride: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    numbers: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def bytes(self) -> int:
