@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         load_weights,
         parallelize,
         save_weights,
-        suggest_plan,
         verify,
     )
     from tpplan.plan import (
@@ -43,11 +42,10 @@ __all__ = [
     "load_weights",
     "parallelize",
     "save_weights",
-    "suggest_plan",
     "verify",
 ]
 
-_API = frozenset({"Program", "compile_plan", "load_weights", "parallelize", "save_weights", "suggest_plan", "verify"})
+_API = frozenset({"Program", "compile_plan", "load_weights", "parallelize", "save_weights", "verify"})
 
 
 def __getattr__(name: str) -> object:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,10 +26,19 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# torch renamed them after 2.12, and warns of the old names.
+_renamed = hasattr(dist, "all_gather_single")
+all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
+reduce_scatter_single: Callable[..., object] = getattr(
+    dist, "reduce_scatter_single" if _renamed else "reduce_scatter_tensor"
+)
+
 __all__ = [
     "OpOverload",
     "OperatorMeta",
+    "RecordingMode",
     "TorchDispatchMode",
+    "all_gather_single",
     "fake_mesh",
     "fake_process_group",
     "interleaved_shard",
@@ -42,8 +52,10 @@ __all__ = [
     "own_parameters",
     "propagate",
     "rebuild_container",
+    "reduce_scatter_single",
     "schema_mutates",
     "schema_returns_view",
+    "transient_buffers",
 ]
 
 
@@ -57,6 +69,26 @@ def interleaving(placement: Placement) -> tuple[int, int] | None:
     if isinstance(placement, _StridedShard):
         return int(placement.dim), int(placement.split_factor)  # pyright: ignore[reportUnknownArgumentType]
     return (int(placement.dim), 1) if isinstance(placement, Shard) else None  # pyright: ignore[reportUnknownArgumentType]
+
+
+class RecordingMode(TorchDispatchMode):
+    """A dispatch mode without the guard that keeps torch.compile out of it.
+
+    That guard takes longer than a dispatch, and nothing is compiled while a model is recorded.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class RecordingMode(TorchDispatchMode):
+    """A dispatch mode without the guard that keeps torch.compile out of it: that guard takes longer than a dispatch, and
+    nothing is compiled while a model is recorded."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
@@ -259,7 +291,7 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 @contextmanager
 def fake_process_group(size: int) -> Generator[None]:
-    """A default process group of `size` ranks, seen from the first, whose collectives return at once and move nothing."""
+    """A default process group of `size` ranks, seen from the first, whose collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

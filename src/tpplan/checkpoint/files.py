@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -32,7 +33,9 @@ def locate_tensors(source: str | os.PathLike[str]) -> Mapping[str, Path]:
     if path.is_dir():
         path = path / INDEX if (path / INDEX).is_file() else path / SINGLE
     if not path.is_file():
-        raise problem(f"there is no checkpoint at `{path}`", f"name a safetensors file, or a folder with {SINGLE} or {INDEX}")
+        raise problem(
+            f"there is no checkpoint at `{path}`", f"name a safetensors file, or a folder with {SINGLE} or {INDEX}"
+        )
     if path.suffix == ".json":
         return _from_index(path)
     return dict.fromkeys(_names_in(path), path)
@@ -49,12 +52,19 @@ def _from_index(path: Path) -> Mapping[str, Path]:
     return {name: path.parent / file for name, file in table.items()}
 
 
+def open_tensors(path: Path) -> Any:
+    """An open safetensors file, as a context; the library's own types say nothing."""
+    return safe_open(path, framework="pt")  # pyright: ignore
+
+
 def _names_in(path: Path) -> list[str]:
     try:
-        with safe_open(path, framework="pt") as opened:
+        with open_tensors(path) as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise problem(f"`{path}` can't be read as safetensors: {error}", "convert the checkpoint to safetensors") from None
+        raise problem(
+            f"`{path}` can't be read as safetensors: {error}", "convert the checkpoint to safetensors"
+        ) from None
 
 
 def problem(message: str, way_out: str, *notes: str) -> CheckpointError:

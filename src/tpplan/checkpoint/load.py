@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tpplan.checkpoint.files import locate_tensors, problem
-from tpplan.compat import local_of
+from tpplan.checkpoint.files import locate_tensors, open_tensors, problem
+from tpplan.compat import local_of, named_modules, own_buffers, own_parameters, transient_buffers
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:
@@ -41,7 +40,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:
         by_file[files[name]].append((name, holders))
     with torch.no_grad():
         for path, entries in by_file.items():
-            with safe_open(path, framework="pt") as opened:
+            with open_tensors(path) as opened:
                 for name, holders in entries:
                     _fill(holders, opened.get_slice(name))
     return model
@@ -50,9 +49,9 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:
 def _wanted(model: nn.Module) -> dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]]:
     """Every distinct tensor of the state_dict: (tensor, its names, where it is held)."""
     found: dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        transient = module._non_persistent_buffers_set
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+    for prefix, module in named_modules(model, remove_duplicate=False):
+        transient = transient_buffers(module)
+        for leaf, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
             if tensor is None or leaf in transient:
                 continue
             entry = found.setdefault(id(tensor), (tensor, [], []))
@@ -91,15 +90,15 @@ def _check(
 def _shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in dict.fromkeys(files.values()):
-        with safe_open(path, framework="pt") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        with open_tensors(path) as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
     return shapes
 
 
 def _fill(holders: list[tuple[nn.Module, str]], piece: Any) -> None:
     owner, leaf = holders[0]
-    held = owner._parameters.get(leaf)
-    tensor = held if held is not None else owner._buffers[leaf]
+    held = own_parameters(owner).get(leaf)
+    tensor = held if held is not None else own_buffers(owner)[leaf]
     assert tensor is not None
     local = local_of(tensor)
     read: Tensor = piece[_local_slices(tensor)].to(local.dtype)
@@ -117,13 +116,11 @@ def _fill(holders: list[tuple[nn.Module, str]], piece: Any) -> None:
 
 def _local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """The part of the whole tensor that this rank holds."""
-    slices = [slice(0, size) for size in tensor.shape]
-    if not isinstance(tensor, DTensor):
-        return tuple(slices)
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            held = slices[placement.dim]
-            count = (held.stop - held.start) // tensor.device_mesh.size(axis)
-            start = held.start + count * tensor.device_mesh.get_local_rank(axis)
-            slices[placement.dim] = slice(start, start + count)
-    return tuple(slices)
+    bounds: list[tuple[int, int]] = [(0, size) for size in tensor.shape]
+    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        if isinstance(tensor, DTensor) and isinstance(placement, Shard):
+            start, end = bounds[int(placement.dim)]  # pyright: ignore[reportUnknownArgumentType]
+            count = (end - start) // tensor.device_mesh.size(axis)
+            start += count * tensor.device_mesh.get_local_rank(axis)
+            bounds[int(placement.dim)] = (start, start + count)  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(slice(*held) for held in bounds)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +34,9 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes
     path = Path(folder)
     missing = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
     if missing:
-        raise problem(f"`{missing[0]}` and {len(missing) - 1} more have no numbers yet", "load or initialise them first")
+        raise problem(
+            f"`{missing[0]}` and {len(missing) - 1} more have no numbers yet", "load or initialise them first"
+        )
     if writes:
         path.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[Path, list[str]]] = []

@@ -126,10 +126,10 @@ def _from_callable(module: str, name: str, overrides: dict[str, Any], reference:
     except Exception as error:
         message = f"`{reference}` raised {type(error).__name__}: {_first_line(error)}"
         raise _problem(message, "it must build a model without arguments, also on the meta device") from None
-    model, inputs = made if isinstance(made, tuple) else (made, None)  # pyright: ignore[reportUnknownVariableType]
-    if not isinstance(model, nn.Module):
-        raise _problem(f"`{reference}` gave a {type(made).__name__}, not a module", "return a torch.nn.Module")
-    return model, inputs  # pyright: ignore[reportUnknownVariableType]
+    pair: tuple[Any, Any] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore
+    if not isinstance(pair[0], nn.Module):
+        raise _problem(f"`{reference}` gave a {type(pair[0]).__name__}, not a module", "return a torch.nn.Module")
+    return pair
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpplan.compat import all_gather_single, reduce_scatter_single
+
 
 class Communicator(Protocol):
     """The ranks of one axis, seen from one of them.
@@ -67,7 +69,7 @@ class ProcessGroupCommunicator:
         """See `Communicator`."""
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tensor, group=self.group)
+        all_gather_single(gathered, tensor, group=self.group)
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -76,7 +78,7 @@ class ProcessGroupCommunicator:
             tensor = torch.cat(tensor.chunk(self.size, dim))
         tensor = tensor.contiguous()
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        dist.reduce_scatter_tensor(scattered, tensor, group=self.group)
+        reduce_scatter_single(scattered, tensor, group=self.group)
         return scattered
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:

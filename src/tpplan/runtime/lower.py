@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.capture import argument_names
 from tpplan.compiler.layout import Layout
 from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, Reshard
@@ -57,7 +58,7 @@ def lower(
         distributor: makes the local parts, and knows the axis.
         guard: called with the arguments of each call of the root, to raise for calls that weren't proved.
     """
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     changes = [*_parameter_changes(model, program, distributor), *_buffer_changes(modules, distributor)]
     changes += _module_changes(modules, program, distributor, guard)
     done: list[_Change] = []
@@ -74,15 +75,15 @@ def lower(
 
 def _parameter_changes(model: nn.Module, program: Program, distributor: Distributor) -> list[_Change]:
     changes: list[_Change] = []
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_modules(model, remove_duplicate=False))
     for placement in program.parameters:
         owner, _, leaf = placement.name.rpartition(".")
-        stock = modules[owner]._parameters[leaf]
+        stock = own_parameters(modules[owner])[leaf]
         assert stock is not None, placement.name
         replacement = distributor.distribute(stock, placement)
         for name in placement.names:
             owner, _, leaf = name.rpartition(".")
-            changes.append(_swap_entry(modules[owner]._parameters, leaf, replacement))
+            changes.append(_swap_entry(own_parameters(modules[owner]), leaf, replacement))
     return changes
 
 
@@ -90,13 +91,13 @@ def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor) -> 
     placed: dict[int, Tensor] = {}
     changes: list[_Change] = []
     for module in modules.values():
-        for leaf, buffer in module._buffers.items():
+        for leaf, buffer in own_buffers(module).items():
             if buffer is None:
                 continue
             if id(buffer) not in placed:
                 placed[id(buffer)] = distributor.place_buffer(buffer)
             if placed[id(buffer)] is not buffer:
-                changes.append(_swap_entry(module._buffers, leaf, placed[id(buffer)]))
+                changes.append(_swap_entry(own_buffers(module), leaf, placed[id(buffer)]))
     return changes
 
 

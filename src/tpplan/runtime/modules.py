@@ -182,7 +182,7 @@ class ShardedLinear(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.entries:
             input = runtime.entries[0].step(input)
-        parameters: dict[str, Tensor | None] = self._parameters
+        parameters = self._parameters
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
         local = runtime.reads[0][2](weight)
@@ -198,7 +198,7 @@ class ReducedLinear(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.entries:
             input = runtime.entries[0].step(input)
-        parameters: dict[str, Tensor | None] = self._parameters
+        parameters = self._parameters
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
         result = functional.linear(input, runtime.reads[0][2](weight))
@@ -219,7 +219,7 @@ class VocabularyEmbedding(ShardedModule):
         rows, axis = table.shape[0], runtime.axis
         local = input - axis.rank * rows
         foreign = (local < 0) | (local >= rows)
-        padding = self.padding_idx
+        padding: int | None = self.__dict__["padding_idx"]
         if padding is not None:
             padding -= axis.rank * rows
             padding = padding if 0 <= padding < rows else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, native_apply, new_distributed_tensor
+from tpplan.compat import local_of, native_apply, new_distributed_tensor, own_parameters
 from tpplan.runtime.communicator import Communicator
 
 
@@ -79,8 +79,13 @@ def sum_coalesced(
         by_dtype.setdefault(parameter.dtype, []).append(index)
     summed: list[Tensor | None] = [None] * len(gradients)
     for indices in by_dtype.values():
-        parts = [torch.zeros_like(local_of(parameters[i])) if gradients[i] is None else gradients[i] for i in indices]
-        flat = axis.all_reduce(torch.cat([part.reshape(-1) for part in parts if part is not None]))
+        parts: list[Tensor] = []
+        for i in indices:
+            part = gradients[i]
+            if part is None:
+                part = torch.zeros_like(local_of(parameters[i]))
+            parts.append(part.reshape(-1))
+        flat = axis.all_reduce(torch.cat(parts))
         sizes = [local_of(parameters[i]).numel() for i in indices]
         for i, piece in zip(indices, flat.split(sizes), strict=True):
             if gradients[i] is not None:
@@ -152,9 +157,9 @@ class BlockReader:
 
     def _readable(self, wanted: Tensor) -> list[Tensor]:
         """The block's parameters as they are now, `wanted` first, without those that FSDP still holds sharded."""
-        readable = {id(wanted): wanted}
+        readable: dict[int, Tensor] = {id(wanted): wanted}
         for owner, name in self._members:
-            parameter = owner._parameters[name]
+            parameter = own_parameters(owner)[name]
             if isinstance(parameter, DTensor) and parameter.requires_grad and len(parameter.placements) == 1:
                 readable[id(parameter)] = parameter
         return list(readable.values())

@@ -143,7 +143,7 @@ def _flattened(move: Move, context: CallContext) -> Move:
                 f"TP118 uneven-sequence: {tensor.shape[0]} rows are no whole number of sequences for a batch of "
                 f"{context.batch}\n  help: call the model with its batch as the first dim of its first tensor"
             )
-        return move(tensor.unflatten(0, (context.batch, -1))).flatten(0, 1)
+        return move(tensor.reshape(context.batch, -1, *tensor.shape[1:])).flatten(0, 1)
 
     return moved
 
