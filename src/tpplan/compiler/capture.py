@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.constants import ConstantWatcher
+from tpplan.compiler.effects import held_tensors
 from tpplan.compiler.gradient_flow import complete_gradients
 from tpplan.compiler.recorder import OpenFrame, Recorder
 from tpplan.compiler.skeleton import Skeleton
@@ -94,6 +95,9 @@ def record(
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     for name, module in named_modules(skeleton.model):
         _wrap(module, name, state)
+    before = {id(tensor) for _, tensor in held_tensors(skeleton.model)}
+    for _, tensor in held_tensors(skeleton.model):
+        recorder.outlives(tensor)
     example = _to_meta((tuple(arguments), dict(keywords)))
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
     outer = OpenFrame("", 0, [])
@@ -113,14 +117,20 @@ def record(
         if collecting:
             gc.enable()
     (root,) = (node for node in outer.body if isinstance(node, Frame))
+    kept = {
+        value: name
+        for name, tensor in held_tensors(skeleton.model)
+        if id(tensor) not in before and (value := recorder.held_value(tensor)) is not None
+    }
     return Trace(
-        _without_dead_operations(root),
+        _without_dead_operations(root, recorder.effects | set(kept)),
         root,
         complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
         inputs,
         training,
         tuple(dict.fromkeys(recorder.assumptions)),
+        kept,
     )
 
 
@@ -261,12 +271,12 @@ def _leaves(held: Any) -> list[Tensor]:
     return []
 
 
-def _without_dead_operations(root: Frame) -> Frame:
-    """Drop operations whose results nobody reads: autograd's own detaches, unused masks.
+def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
+    """Drop operations whose results nobody reads, now or after the run: autograd's own detaches, unused masks.
 
     Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards.
     """
-    live = {crossing.source for crossing in root.exits}
+    live = {crossing.source for crossing in root.exits} | effects
 
     def clean(frame: Frame) -> Frame:
         body: list[Operation | Frame] = []

@@ -30,6 +30,7 @@ from tpplan.compiler.conflicts import (
     uses_of,
 )
 from tpplan.compiler.dump import Dump
+from tpplan.compiler.effects import effect_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import REPLICATED
@@ -67,6 +68,7 @@ class _Work:
     excused: frozenset[str] = frozenset()
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
     learned_from: Diagnostic | None = None
+    regions: tuple[frozenset[str], Instance] | None = None
 
 
 def compile_program(
@@ -186,6 +188,7 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
         mismatch = check(given, work.attributes, work.excused)
         if mismatch is None:
             work.findings += randomness_findings(assignment, work.binding)
+            work.findings += effect_findings(work.trace.kept, assignment.layouts)
             return instance, assignment
         _learn(work, given, mismatch)
     raise InternalError(f"no program was settled on in {_ROUNDS} rounds")
@@ -207,11 +210,18 @@ def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
     return False
 
 
+def _regions(work: _Work) -> Instance:
+    """The regions; of what a round learns, they depend on the fixed modules alone."""
+    if work.regions is None or work.regions[0] != work.fixed:
+        work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed))
+    return work.regions[1]
+
+
 def _place(work: _Work) -> tuple[Instance, Assignment] | None:
     """Solve the placement; on failure, report it, set the operation aside and look for the next mistake."""
     failed = False
     for _ in range(_ROUNDS):
-        instance = build_regions(work.trace, work.binding, work.fixed)
+        instance = _regions(work)
         placer = Placer(work.propagator, NVLINK, work.constraints)
         inputs = tuple(REPLICATED for _ in instance.region.inputs)
         solutions = placer.solve(instance.region, inputs)

@@ -51,6 +51,8 @@ class Recorder(RecordingMode):
         self.values: list[Value] = []
         self.assumptions: list[Assumption] = []
         self.frames: list[OpenFrame] = []
+        self.effects: set[int] = set()  # results of operations that write to what outlives the run
+        self._outliving: set[int] = set()
         self.surprising: set[int] = set()  # they have a gradient that no operation gave them; see gradient_flow
         self._identity: dict[int, int] = {}
         self._alive: list[Tensor] = []  # ids are only unique while their objects live
@@ -85,6 +87,14 @@ class Recorder(RecordingMode):
         self._identity[id(tensor)] = identifier
         self._alive.append(tensor)
         return identifier
+
+    def outlives(self, tensor: Tensor) -> None:
+        """Say that `tensor`, such as a buffer, is read again after the run: writing to it is an effect."""
+        self._outliving.add(self._storage[self.value_of(tensor)])
+
+    def held_value(self, tensor: Tensor) -> int | None:
+        """The value that `tensor` stands for, if the run has made it."""
+        return self._identity.get(id(tensor))
 
     def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
@@ -149,6 +159,8 @@ class Recorder(RecordingMode):
             grad = differentiable and (made.is_floating_point() or made.is_complex())
             base = inputs[0] if (view or written) and inputs else None
             outputs.append(self.new_value(made, grad, storage_of=base))
+        if any(self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)):
+            self.effects.update(output for output in outputs if output is not None)
         self.frames[-1].body.append(
             Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self._location())
         )
@@ -234,6 +246,10 @@ def _is_internal(file: str) -> bool:
 @functools.cache
 def _location_at(file: str, line: int) -> Location:
     return Location(file, line)
+
+
+def _written_tensors(positions: Iterable[int], args: tuple[Any, ...]) -> list[Tensor]:
+    return _tensors(args[position] for position in positions if position < len(args))
 
 
 def _results(result: Any) -> list[Any]:

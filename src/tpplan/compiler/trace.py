@@ -157,6 +157,7 @@ class Trace:
         inputs: identifiers of the root's example inputs.
         training: whether the run was in training mode.
         assumptions: data-dependent branches met on the way.
+        kept: values that modules hold in attributes after the run, with the attributes' names.
     """
 
     root: Frame
@@ -166,3 +167,4 @@ class Trace:
     inputs: tuple[int, ...]
     training: bool
     assumptions: tuple[Assumption, ...] = field(default=())
+    kept: dict[int, str] = field(default_factory=dict[int, str])
