@@ -8,6 +8,7 @@ import pytest
 
 from tpplan.cli.main import main
 
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 PLAN = """\
 version: 1
 name: tiny
@@ -123,3 +124,18 @@ def test_warnings_are_chatter_beside_json(capsys: pytest.CaptureFixture[str]) ->
     code, text, chatter = explain(capsys, "tiny.yaml", *MODEL, "--format", "json")
     assert code == 0 and json.loads(text)["plan"] == "tiny"
     assert chatter == "" or "warning" in chatter
+
+
+@pytest.mark.parametrize("command", ["explain", "demo"])
+def test_every_option_is_on_the_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    options = set(re.findall(r"(?<!\w)--[a-z]+", capsys.readouterr().out)) - {"--help"}
+    assert [option for option in sorted(options) if option not in PAGE] == []
+
+
+@pytest.mark.slow
+def test_the_example_on_the_page_is_real(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"`tpplan explain (llama .*)`:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert found is not None
+    code, text, _ = explain(capsys, *found[1].split())
+    assert code == 0 and found[2] in text
