@@ -7,6 +7,7 @@ out: `Skeleton`: a deep copy whose parameters and buffers are meta tensors, with
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import own_buffers
+
+# A module holds a dozen tables of hooks, nearly all of them empty: copying those in full would take most of the time.
+_TABLES = (dict, OrderedDict, set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
     for module in model.modules():
         for held in (*own_buffers(module).values(), *vars(module).values()):
             _memoise_tensors(held, memo)
+            if type(held) in _TABLES and not held:
+                memo[id(held)] = type(held)()
     duplicate = copy.deepcopy(model, memo)
     return Skeleton(duplicate, tuple((parameters[key], tuple(held)) for key, held in names.items()))
 
