@@ -1,7 +1,8 @@
 """The fenced blocks of a Markdown page, and how a console session in one is replayed and compared.
 
 An HTML comment on the line before a fence says how the block is meant:
-`<!-- tested -->` a Python block that runs; `<!-- slow -->` a block that takes long; `<!-- untested: why -->` neither.
+`<!-- tested -->` a Python block that runs; `<!-- slow -->` a block that takes long; `<!-- torchrun: 2 -->` one that runs
+in so many processes, and prints the block after it; `<!-- untested: why -->` none of these.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class Block:
     @property
     def tested(self) -> bool:
         return self.comment in {"tested", "slow"}
+
+    @property
+    def processes(self) -> int:
+        marker, _, count = self.comment.partition(":")
+        return int(count) if marker == "torchrun" else 0
 
     @property
     def slow(self) -> bool:

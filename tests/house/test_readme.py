@@ -87,6 +87,8 @@ def test_plan_loads(block: Block):
 
 @pytest.mark.parametrize("block", blocks_of("python"))
 def test_python_runs(block: Block, workplace, reader_environment):
+    if block.processes:
+        pytest.skip(f"README.md:{block.line} runs under torchrun")
     if not block.tested:
         pytest.skip(f"README.md:{block.line} isn't marked <!-- tested -->")
     ran = subprocess.run(
@@ -99,6 +101,44 @@ def test_python_runs(block: Block, workplace, reader_environment):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@needs_readme
+@pytest.mark.processes
+def test_python_prints_under_torchrun_what_is_shown(workplace, reader_environment):
+    shown = blocks(PAGE)
+    pairs = [(block, after) for block, after in zip(shown, shown[1:], strict=False) if block.processes]
+    assert pairs
+    for block, after in pairs:
+        (workplace / "train.py").write_text(block.text, encoding="utf-8")
+        count = f"--nproc-per-node={block.processes}"
+        ran = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", count, "train.py"],
+            cwd=workplace,
+            env=reader_environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert all(line in ran.stdout for line in after.text.strip().splitlines()), ran.stdout
+
+
+@needs_readme
+def test_the_plan_of_the_first_screen_compiles_when_pasted():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import tpplan
+
+    (plan, *_) = [block for block in blocks(PAGE) if block.language == "yaml"]
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=96
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert tpplan.compile_plan(model, plan.text, tp=4).diagnostics == ()
 
 
 @pytest.mark.parametrize("block", blocks_of("console"))

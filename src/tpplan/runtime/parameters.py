@@ -87,7 +87,7 @@ def sum_coalesced(
             parts.append(part.reshape(-1))
         flat = axis.all_reduce(torch.cat(parts))
         sizes = [local_of(parameters[i]).numel() for i in indices]
-        for i, piece in zip(indices, flat.split(sizes), strict=True):
+        for i, piece in zip(indices, flat.split(sizes), strict=True):  # pyright: ignore[reportUnknownArgumentType]
             if gradients[i] is not None:
                 summed[i] = piece.view_as(local_of(parameters[i]))
     return summed
