@@ -22,7 +22,7 @@ from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, 
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
 from tpplan.runtime.parameters import BlockReader, HandedOut, SummedReader
-from tpplan.runtime.randomness import SplitRandomness
+from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, make_reshard
 
 
@@ -114,6 +114,7 @@ def _module_changes(
     readers = _readers(modules, program, handed_out)
     context = CallContext()
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
+    random = _randomness(program, distributor)
     changes: list[_Change] = []
     for spec in program.modules:
         module = modules[spec.name]
@@ -124,7 +125,7 @@ def _module_changes(
             entries=tuple(s for r in spec.entries for s in _entries(module, r, distributor.axis, context)),
             exits=tuple(s for r in spec.exits for s in _exits(spec, r, distributor.axis, context)),
             reads=tuple((*_owner(modules, name), readers[name]) for name in spec.reads),
-            random=SplitRandomness(distributor.axis, distributor.device) if spec.random == "split" else None,
+            random=random.get(spec.random),
             handed_out=handed_out if is_root else None,
             opened=opened if is_root else (),
             guard=guard if is_root else None,
@@ -134,6 +135,14 @@ def _module_changes(
         changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
         changes.extend(_swap_attribute(module, a.name, a.local) for a in spec.local_attributes)
     return changes
+
+
+def _randomness(program: Program, distributor: Distributor) -> dict[str | None, SplitRandomness | ReplicatedRandomness]:
+    """The contexts that modules draw random numbers in, by kind; none are needed where nothing is split."""
+    if all(spec.random != "split" for spec in program.modules):
+        return {}
+    split = SplitRandomness(distributor.axis, distributor.device)
+    return {"split": split, "same": split.replicated()}
 
 
 def _swap_class(module: nn.Module, replacement: type[nn.Module], runtime: ModuleRuntime) -> _Change:

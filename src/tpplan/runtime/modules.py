@@ -17,7 +17,7 @@ from torch.nn import functional
 from tpplan.compiler.fitness import MARK
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.parameters import HandedOut
-from tpplan.runtime.randomness import SplitRandomness
+from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move
 
 Reader = Callable[[Tensor], Tensor]
@@ -51,7 +51,7 @@ class ModuleRuntime:
         entries, exits: reshards at the boundary.
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
         axis: the ranks.
-        random: a guard around bodies that draw different random numbers on each rank.
+        random: a context for bodies that draw random numbers: different on each rank, or alike inside of such a body.
         handed_out: for the root: the tensors to read in a forward.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved.
@@ -64,7 +64,7 @@ class ModuleRuntime:
     entries: tuple[EntryStep, ...] = ()
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
-    random: SplitRandomness | None = None
+    random: SplitRandomness | ReplicatedRandomness | None = None
     handed_out: HandedOut | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None

@@ -30,20 +30,57 @@ class SplitRandomness:
         """Seed the generator for this rank."""
         drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu").item())
         seed = (drawn + _RANK_STRIDE * (self._axis.rank + 1)) % (1 << 63)
+        self._shared.append(_state_of(self._device))
         if self._device.type == "cuda":
-            self._shared.append(torch.cuda.get_rng_state(self._device))
             with torch.cuda.device(self._device):
                 torch.cuda.manual_seed(seed)
         else:
-            self._shared.append(torch.get_rng_state())
             torch.default_generator.manual_seed(seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Put the replicated stream back."""
-        shared = self._shared.pop()
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(shared, self._device)
-        else:
-            torch.set_rng_state(shared)
+        _restore(self._device, self._shared.pop())
+
+    def replicated(self) -> ReplicatedRandomness:
+        """A context for modules that draw for replicated values, wherever they are called."""
+        return ReplicatedRandomness(self._device, self._shared)
+
+
+class ReplicatedRandomness:
+    """A context in which the generator draws the replicated stream's numbers, also inside of a split one."""
+
+    def __init__(self, device: torch.device, shared: list[torch.Tensor]) -> None:
+        """Take turns with the split contexts that put the replicated stream aside in `shared`."""
+        self._device = device
+        self._shared = shared
+        self._split: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        """Bring the replicated stream back, if it was put aside."""
+        if not self._shared:
+            self._split.append(None)
+            return
+        self._split.append(_state_of(self._device))
+        _restore(self._device, self._shared[0])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Go on where the split stream was."""
+        split = self._split.pop()
+        if split is not None:
+            self._shared[0] = _state_of(self._device)
+            _restore(self._device, split)
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _restore(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
