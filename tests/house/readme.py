@@ -1,8 +1,8 @@
 """The fenced blocks of a Markdown page, and how a console session in one is replayed and compared.
 
 An HTML comment on the line before a fence says how the block is meant:
-`<!-- tested -->` a Python block that runs; `<!-- slow -->` a block that takes long; `<!-- torchrun: 2 -->` one that runs
-in so many processes, and prints the block after it; `<!-- untested: why -->` none of these.
+`<!-- tested -->` a Python block that runs; `<!-- slow -->` a block that takes long; `<!-- torchrun: 2 -->` one that
+runs in so many processes, and prints the block after it; `<!-- untested: why -->` none of these.
 """
 
 from __future__ import annotations

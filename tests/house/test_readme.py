@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 import subprocess
@@ -107,7 +108,7 @@ def test_python_runs(block: Block, workplace, reader_environment):
 @pytest.mark.processes
 def test_python_prints_under_torchrun_what_is_shown(workplace, reader_environment):
     shown = blocks(PAGE)
-    pairs = [(block, after) for block, after in zip(shown, shown[1:], strict=False) if block.processes]
+    pairs = [(block, after) for block, after in itertools.pairwise(shown) if block.processes]
     assert pairs
     for block, after in pairs:
         (workplace / "train.py").write_text(block.text, encoding="utf-8")
