@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tpplan.demo.ranks import RanksError
     from tpplan.demo.show import render_comparison
     from tpplan.report.diagnostics import wants_color
+    from tpplan.report.quantities import encodable
 
     try:
         found = compare(weights, _unique(arguments.tp), _unique(arguments.plan), _Progress())
@@ -72,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         raise UsageError(str(error)) from error
     width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, _LEAST_WIDTH)
-    print(render_comparison(found, width=width, color=wants_color(sys.stdout)))
+    text = render_comparison(found, width=width, color=wants_color(sys.stdout))
+    print(encodable(text, sys.stdout.encoding))
     return CLEAN if found.ok else FINDINGS
 
 

@@ -122,11 +122,13 @@ def _print_text(program: Program, wanted: Pattern | None) -> None:
     from tpplan.report.diagnostics import wants_color
     from tpplan.report.program import render_program
     from tpplan.report.program_why import render_why
+    from tpplan.report.quantities import encodable
 
     color = wants_color(sys.stdout)
     # COLUMNS comes first, then the terminal's own width; a pipe has neither.
     width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, _LEAST_WIDTH)
     if wanted is None:
-        print(render_program(program, width=width, color=color))
+        text = render_program(program, width=width, color=color)
     else:
-        print(render_why(program, wanted, width=width, color=color))
+        text = render_why(program, wanted, width=width, color=color)
+    print(encodable(text, sys.stdout.encoding))

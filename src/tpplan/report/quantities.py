@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 NOTHING = "–"
+_ASCII = str.maketrans("→─×–·∂…", ">-x-.d~")
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -31,3 +32,12 @@ def count_text(count: int, thing: str) -> str:
 def path_text(path: Iterable[str | int]) -> str:
     """Where a tensor sits in arguments or results: `hidden_states`, `position_embeddings.0`; `result` if it's all."""
     return ".".join(map(str, path)) or "result"
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """`text`, with ASCII letters of the same width for its signs if `encoding` lacks them."""
+    try:
+        text.encode(encoding or "ascii")
+    except UnicodeEncodeError:
+        return text.translate(_ASCII)
+    return text
