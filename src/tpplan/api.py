@@ -18,6 +18,7 @@ from tpplan.guard import CallGuard, is_opaque
 from tpplan.inputs import example_call
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
+from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.distribute import MeshDistributor
@@ -79,20 +80,28 @@ def parallelize(
         PlanError: the plan has mistakes.
         CompileError: plan, model and mesh don't fit together, on this or on another rank; the model is unchanged.
     """
-    loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    axis_mesh = _axis_mesh(mesh, loaded)
-    group = axis_mesh.get_group()
-    error: CompileError | None = None
+    loaded: Plan | None = None
     program: Program | None = None
+    error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     try:
-        call = example_call(model, axis_mesh.size(), inputs)
-        program = compile_program(model, loaded, axis_mesh.size(), *call)
-    except CompileError as raised:
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    except Exception as raised:
         error = raised
+    if loaded is None and mesh is not None and mesh.ndim == 1:
+        axis_mesh = mesh
+    else:
+        axis_mesh = _axis_mesh(mesh, DEFAULT_AXIS if loaded is None else loaded.axis)
+    group = axis_mesh.get_group()
+    if loaded is not None:
+        try:
+            call = example_call(model, axis_mesh.size(), inputs)
+            program = compile_program(model, loaded, axis_mesh.size(), *call)
+        except Exception as raised:
+            error = raised
     draws = program is not None and any(module.random for module in program.modules)
     agree(group, None if program is None else program.digest, error, draws)
-    assert program is not None
+    assert loaded is not None and program is not None
     guard = CallGuard(make_skeleton(model).model, loaded, program, *_without_opaque(call))
     axis = ProcessGroupCommunicator(group)
     return lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
@@ -103,7 +112,7 @@ def _without_opaque(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple
     return arguments, {name: held for name, held in keywords.items() if not is_opaque(held)}
 
 
-def _axis_mesh(mesh: DeviceMesh | None, plan: Plan) -> DeviceMesh:
+def _axis_mesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh:
     if mesh is None:
         if not torch.distributed.is_initialized() and "WORLD_SIZE" not in os.environ:
             raise _mesh_error(
@@ -115,18 +124,18 @@ def _axis_mesh(mesh: DeviceMesh | None, plan: Plan) -> DeviceMesh:
             size = torch.distributed.get_world_size()
         else:
             size = int(os.environ["WORLD_SIZE"])
-        return init_device_mesh(device, (size,), mesh_dim_names=(plan.axis,))
+        return init_device_mesh(device, (size,), mesh_dim_names=(axis,))
     names = mesh.mesh_dim_names
     if names is None and mesh.ndim == 1:
         return mesh
-    if names is None or plan.axis not in names:
+    if names is None or axis not in names:
         shown = ", ".join(names) if names else "none"
         raise _mesh_error(
-            f"the mesh has no axis `{plan.axis}`; its axes are: {shown}",
-            f"name an axis so: init_device_mesh(device, shape, mesh_dim_names=(…, {plan.axis!r})), or write "
+            f"the mesh has no axis `{axis}`; its axes are: {shown}",
+            f"name an axis so: init_device_mesh(device, shape, mesh_dim_names=(…, {axis!r})), or write "
             "`axis:` in the plan",
         )
-    return mesh if mesh.ndim == 1 else mesh[plan.axis]
+    return mesh if mesh.ndim == 1 else mesh[axis]
 
 
 def _mesh_error(message: str, way_out: str) -> CompileError:

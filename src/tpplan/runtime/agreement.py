@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tpplan.plan import CompileError, Diagnostic
 
 
-def agree(group: dist.ProcessGroup, digest: str | None, error: CompileError | None, draws: bool = False) -> None:
+def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None, draws: bool = False) -> None:
     """Compare digests over `group`; every rank raises if any of them failed or differs.
 
     Args:
@@ -23,14 +23,16 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: CompileError | No
         UserWarning: the program draws random numbers, and the ranks' generators were seeded differently.
 
     Raises:
-        CompileError: this rank's own error; or TP116 for another rank's error or another program.
+        Exception: this rank's own error.
+        CompileError: TP116 for another rank's error or another program.
     """
     if dist.get_backend(group) == "fake" or group.size() == 1:
         if error is not None:
             raise error
         return
     held: list[tuple[str | None, str, int]] = [(None, "", 0)] * group.size()
-    dist.all_gather_object(held, (digest, "" if error is None else str(error), torch.initial_seed()), group=group)
+    text = "" if error is None else str(error) or type(error).__name__
+    dist.all_gather_object(held, (digest, text, torch.initial_seed()), group=group)
     if error is not None:
         raise error
     failed = next(((rank, text) for rank, (_, text, _) in enumerate(held) if text), None)
