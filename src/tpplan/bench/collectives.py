@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def _call(size: int) -> dict[str, torch.Tensor]:
 
 def count_collectives(model: nn.Module, call: Mapping[str, Any]) -> Count:
     """Run a forward and a backward of `model` under torch's own counter."""
-    with CommDebugMode() as counter:
+    with warnings.catch_warnings(), CommDebugMode() as counter:
+        warnings.simplefilter("ignore", UserWarning)  # the counter's own hooks, which modules without a gradient upset
         result = first_tensor(model(**call))
         forward = _by_kind(counter)
         torch.autograd.backward(result, torch.ones_like(result))

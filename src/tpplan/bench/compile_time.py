@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import resource
 import time
@@ -62,9 +63,8 @@ def use_one_core() -> None:
 
 
 def _import() -> None:
-    import tpplan.api
-    import tpplan.bench.subjects
-    import transformers  # pyright: ignore[reportUnusedImport] # noqa: F401
+    for name in ("transformers", "tpplan.api", "tpplan.bench.subjects"):
+        importlib.import_module(name)
 
 
 def _time(run: Callable[[], object]) -> float:

@@ -1,18 +1,25 @@
-"""`tpplan bench`: measure the overhead of a sharded model."""
+"""`tpplan bench`: measure what a sharded model costs to run and to compile."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import add_command
-from tpplan.cli.exit_codes import UsageError
+from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
+_NAMES = ("collectives", "overhead", "compile")
+_PIPED_WIDTH = 160
 _EXAMPLES = """\
-  tpplan bench
+  tpplan bench                              all of them; takes minutes
+  tpplan bench overhead --json figures.json
+  tpplan bench compile --docs docs          write docs/benchmarks.md and docs/benchmarks/
 """
 
 
@@ -22,12 +29,45 @@ def register(subparsers: Subparsers) -> None:
         subparsers,
         "bench",
         help="measure the overhead of a sharded model",
-        description="Measure a sharded model against the unsharded one and against parallelize_module.",
+        description="Count collectives (collectives), time a toy model against the unsharded one and against "
+        "parallelize_module (overhead), and time the compiler on a model of 405B parameters (compile). Needs no GPU.",
         examples=_EXAMPLES,
     )
+    parser.add_argument(
+        "benchmarks", nargs="*", type=_name, metavar="BENCHMARK", help=f"{', '.join(_NAMES)} (default: all)"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the raw figures there")
+    parser.add_argument("--docs", metavar="FOLDER", type=Path, help="write benchmarks.md and benchmarks/ there")
+    parser.add_argument("--quick", action="store_true", help="only try whether it runs; the figures mean nothing")
     parser.set_defaults(run=run)
 
 
+def _name(text: str) -> str:
+    if text not in _NAMES:
+        raise argparse.ArgumentTypeError(f"no benchmark is called {text!r}; choose from {', '.join(_NAMES)}")
+    return text
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    raise UsageError("this build doesn't have the command yet")
+    """Run the benchmarks one after the other, and show and write their figures."""
+    from rich.console import Console
+
+    from tpplan.bench.page import write_page
+    from tpplan.bench.run import BenchmarkError
+    from tpplan.bench.run import run as run_benchmark
+    from tpplan.bench.tables import show
+
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
+    results: list[dict[str, Any]] = []
+    for name in dict.fromkeys(arguments.benchmarks or _NAMES):
+        try:
+            result = run_benchmark(name, arguments.quick, lambda text: print(text, file=sys.stderr))
+        except BenchmarkError as error:
+            raise UsageError(str(error)) from None
+        results.append(result)
+        show(result, console)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.docs is not None:
+        print(f"wrote {write_page(arguments.docs, results)}", file=sys.stderr)
+    return CLEAN

@@ -1,0 +1,30 @@
+"""One measurement in a process of its own: `python -m tpplan.bench.child NAME ARGUMENTS`, JSON in and out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run one measurement of the benchmark `name` in this process."""
+    if name == "overhead":
+        from tpplan.bench import overhead
+
+        return overhead.measure(**arguments)
+    if name == "compile":
+        from tpplan.bench import compile_time
+
+        compile_time.use_one_core()
+        return compile_time.measure(**arguments)
+    from tpplan.bench import collectives
+    from tpplan.compat import fake_process_group
+
+    size = int(arguments.get("size", 2))
+    with fake_process_group(size):
+        return collectives.measure(tuple(arguments.get("plans", ())), size)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], json.loads(sys.argv[2]))))

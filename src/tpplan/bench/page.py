@@ -1,0 +1,78 @@
+"""The page of benchmarks, written from the raw results beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tpplan.bench.run import BENCHMARKS
+from tpplan.bench.tables import tables_of, verdicts
+
+_HEAD = """\
+# Benchmarks
+
+Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
+measure what tpplan itself adds, on torch's fake process group, whose collectives return at once.
+"""
+_ABOUT = {
+    "collectives": """\
+## Collectives
+
+How many collectives a step issues, for a tiny model of each shipped plan's architecture: in each cell, in a forward
+alone, and in a forward with its backward. A block's count is what a third block adds to a model of two. Counted with
+torch's `CommDebugMode`; predicted by `Program.count_collectives`. The sum of parameters' gradients, which a
+sequence-parallel plan needs once a backward, shows in the model's count and not in the block's.
+""",
+    "overhead": """\
+## Overhead
+
+A toy Llama (hidden size 64, intermediate size 128, 4 layers, 4 heads, vocabulary 256; 2 sequences of 16 tokens,
+float32) at tp=2, seen from one rank, so small that nearly all time is Python's and torch's cost of an operator.
+Milliseconds are processor time of one thread; ratios to the unsharded model are medians over interleaved rounds. A rank
+has half of the arithmetic, which at these sizes is little. `parallelize_module` has the equivalent plan: colwise and
+rowwise linears, the embedding split by rows, the head's result replicated, local outputs.
+""",
+    "compile": """\
+## Compile time
+
+`compile_plan` for the shape of Llama 3.1 405B (hidden size 16384, intermediate size 53248, 128 heads, 8 key-value
+heads, vocabulary 128256) on `meta`, in a fresh process on one core. Imports, and a first compile of a one-layer model,
+in which torch and transformers import what they put off, are measured apart. Columns named after passes are processor
+time: capture runs the model on meta tensors, check runs it again on local shapes, build_regions finds equal layers,
+solve places the reshards. A sequence-parallel plan takes two rounds of solve and check: the first finds that the
+embedding's result can't be split, since the model reads the sequence's length from it.
+""",
+}
+
+
+def write_page(folder: Path, results: list[dict[str, Any]]) -> Path:
+    """Write raw results to `folder`/benchmarks, and the page from all that lie there; returns the page."""
+    raw = folder / "benchmarks"
+    raw.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        (raw / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=2) + "\n")
+    files = [raw / f"{name}.json" for name in BENCHMARKS]
+    page = folder / "benchmarks.md"
+    page.write_text(render_page([json.loads(file.read_text()) for file in files if file.is_file()]))
+    return page
+
+
+def render_page(results: list[dict[str, Any]]) -> str:
+    """The page in Markdown."""
+    parts = [_HEAD]
+    for result in results:
+        parts.append(_ABOUT[result["benchmark"]])
+        parts += [f"{table.markdown()}\n" for table in tables_of(result)]
+        parts.append("".join(f"- {line}\n" for line in verdicts(result)))
+        parts.append(f"{_where(result['environment'])}\n")
+    return "\n".join(parts)
+
+
+def _where(environment: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    gpu = "no GPU" if environment["gpu"] == "none" else environment["gpu"]
+    return (
+        f"Measured on {environment['date']}: {environment['processor']}, {environment['cores']} cores, {gpu}, load "
+        f"{environment['load']}; Python {environment['python']}, {versions}."
+    )

@@ -1,0 +1,140 @@
+"""Benchmarks as tables: plain text cells, for a terminal and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
+from tpplan.bench.overhead import BACKWARD, FORWARD, TORCH, TPPLAN, UNSHARDED
+
+FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.2, 1.3, 4.5
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table with a title; the first column is text, the others are figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """The table in Markdown, with its title as a line above."""
+        rule = ("---", *("--:" for _ in self.columns[1:]))
+        lines = [f"| {' | '.join(cells)} |" for cells in (self.columns, rule, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", *lines])
+
+
+def tables_of(result: dict[str, Any]) -> list[Table]:
+    """The tables of a benchmark's result."""
+    return {"overhead": _overhead, "compile": _compile, "collectives": _collectives}[result["benchmark"]](result)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print a benchmark's result."""
+    for table in tables_of(result):
+        shown = RichTable(title=table.title, title_justify="left", title_style="bold")
+        for position, column in enumerate(table.columns):
+            shown.add_column(column, justify="right" if position else "left", overflow="fold")
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)
+    for line in verdicts(result):
+        console.print(line)
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """The figures that have a target, each with whether it was met."""
+    kind, rows = result["benchmark"], result["rows"]
+    if kind == "overhead":
+        return [verdict for model in _unique(rows, "model") for verdict in _overhead_verdicts(model, rows)]
+    if kind == "compile":
+        longest = max(row["layers"] for row in rows)
+        return [
+            f"{row['plan']}, {longest} layers: {row['processor_seconds']:.1f} s of processor time and "
+            f"{row['peak_gib']:.2f} GiB (at most {TARGET_SECONDS:.0f} s and {TARGET_GIB} GiB: "
+            f"{_met(row['processor_seconds'] <= TARGET_SECONDS and row['peak_gib'] <= TARGET_GIB)})"
+            for row in rows
+            if row["layers"] == longest
+        ]
+    checked = [row["agrees"] for row in rows if row["agrees"] is not None]
+    return [f"predicted and counted agree for {sum(checked)} of {len(checked)} plans"]
+
+
+def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    ratio = {(row["way"], row["form"]): row["ratio"] for row in rows if row["model"] == model}
+    lines: list[str] = []
+    for way, target in ((FORWARD, FORWARD_TARGET), (BACKWARD, BACKWARD_TARGET)):
+        ours, torch = ratio[way, TPPLAN], ratio[way, TORCH]
+        less = f"{torch / ours:.1f} × less than parallelize_module (at least {TORCH_TARGET}: "
+        lines.append(
+            f"{model}, {way}: {ours:.2f} × the unsharded model (at most {target}: {_met(ours <= target)}), "
+            f"{less}{_met(torch / ours >= TORCH_TARGET)})"
+        )
+    return lines
+
+
+def _met(condition: bool) -> str:
+    return "met" if condition else "missed"
+
+
+def _overhead(result: dict[str, Any]) -> list[Table]:
+    tables: list[Table] = []
+    for model in _unique(result["rows"], "model"):
+        rows = tuple(
+            (
+                f"{row['form']}, {row['way']}",
+                f"{row['milliseconds']:.2f}",
+                f"{row['ratio']:.2f}" if row["form"] != UNSHARDED else "1",
+                f"{row['low']:.2f} to {row['high']:.2f}" if row["form"] != UNSHARDED else "",
+            )
+            for row in result["rows"]
+            if row["model"] == model
+        )
+        tables.append(Table(model, ("", "ms", "ratio", "quartiles"), rows))
+    return tables
+
+
+def _compile(result: dict[str, Any]) -> list[Table]:
+    passes = [name for name in result["rows"][0]["passes"] if name != "warnings_for"]
+    columns = ("plan, layers", "s", "processor s", *passes, "peak GiB", "before GiB", "imports s", "first compile s")
+    rows = tuple(
+        (
+            f"{row['plan']}, {row['layers']}",
+            f"{row['seconds']:.2f}",
+            f"{row['processor_seconds']:.2f}",
+            *(f"{row['passes'].get(name, 0):.2f}" for name in passes),
+            f"{row['peak_gib']:.2f}",
+            f"{row['peak_before_gib']:.2f}",
+            f"{row['imports_seconds']:.1f}",
+            f"{row['first_compile_seconds']:.1f}",
+        )
+        for row in result["rows"]
+    )
+    return [Table("compile_plan, tp=8", columns, rows)]
+
+
+def _collectives(result: dict[str, Any]) -> list[Table]:
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        block, model = row["block"]["counted"], row["model"]["counted"]
+        agrees = {True: "yes", False: "NO", None: ""}[row["agrees"]]
+        name = row["plan"] if row["by"] == "tpplan" else f"{row['plan']}, {row['by']}"
+        rows.append((name, _counts(block), _counts(model), agrees))
+    columns = ("plan", "a block: forward / with backward", "a model of two blocks", "as predicted")
+    return [Table(f"Collectives counted, tp={result['tp']}", columns, tuple(rows))]
+
+
+def _counts(count: dict[str, dict[str, int]]) -> str:
+    """`all-reduce 2 / 4`: in a forward, and in a forward with its backward."""
+    forward, step = count["forward"], count["step"]
+    return ", ".join(f"{kind} {forward.get(kind, 0)} / {step[kind]}" for kind in step) or "none"
+
+
+def _unique(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))

@@ -1,0 +1,113 @@
+"""The benchmarks of time, in a form so small that only the shape of what they give can be checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tpplan.bench import compile_time, overhead
+from tpplan.bench.child import measure
+from tpplan.bench.environment import describe_environment
+from tpplan.bench.page import render_page, write_page
+from tpplan.bench.rounds import time_interleaved
+from tpplan.bench.run import BENCHMARKS, BenchmarkError, measurements, run, run_in_process
+from tpplan.bench.tables import Table, show, tables_of, verdicts
+from tpplan.compiler import pipeline
+
+
+@pytest.fixture(scope="module")
+def overhead_result() -> dict[str, Any]:
+    return _result("overhead", overhead.measure(rounds=2, calls=1, kind="plain"))
+
+
+@pytest.fixture(scope="module")
+def compile_result() -> dict[str, Any]:
+    return _result("compile", compile_time.measure(layers=2, size=2, reduced=True))
+
+
+def _result(name: str, measured: dict[str, Any]) -> dict[str, Any]:
+    return {"benchmark": name, "environment": describe_environment().to_dict(), **json.loads(json.dumps(measured))}
+
+
+def test_ratios_are_taken_within_a_round_against_the_first_subject() -> None:
+    slow = iter([9.0] * 3 + [1.0, 2.0, 4.0])
+    slower = iter([9.0] * 3 + [2.0, 4.0, 8.0])
+    timed = time_interleaved({"one": lambda: next(slow), "two": lambda: next(slower)}, rounds=3, calls=1)
+    assert (timed["one"].milliseconds, timed["one"].ratio) == (2000.0, 1.0)
+    assert (timed["two"].milliseconds, timed["two"].ratio) == (4000.0, 2.0)
+
+
+def test_overhead_has_a_row_for_each_form_and_way(overhead_result: dict[str, Any]) -> None:
+    forms = (overhead.UNSHARDED, overhead.TPPLAN, overhead.SEQUENCE, overhead.TORCH)
+    ways = (overhead.FORWARD, overhead.BACKWARD)
+    assert [(row["way"], row["form"]) for row in overhead_result["rows"]] == [(w, f) for w in ways for f in forms]
+    assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in overhead_result["rows"])
+
+
+def test_compile_times_every_pass_and_puts_the_pipeline_back(compile_result: dict[str, Any]) -> None:
+    (row,) = compile_result["rows"]
+    assert set(row["passes"]) == {name.strip("_") for name in compile_time.PASSES}
+    assert row["peak_gib"] >= row["peak_before_gib"] > 0
+    assert not hasattr(pipeline.check, "__wrapped__")
+
+
+def test_a_pass_that_calls_itself_is_counted_once(compile_result: dict[str, Any]) -> None:
+    (row,) = compile_result["rows"]
+    assert sum(row["passes"].values()) <= row["processor_seconds"] + 0.01 * len(row["passes"])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_quick_form_measures_the_same_things(name: str) -> None:
+    assert len(measurements(name, quick=True)) <= len(measurements(name, quick=False))
+
+
+def test_results_are_shown_and_judged(overhead_result: dict[str, Any], compile_result: dict[str, Any]) -> None:
+    console = Console(width=160, record=True)
+    for result in (overhead_result, compile_result):
+        show(result, console)
+        assert all("met" in line or "missed" in line for line in verdicts(result))
+    text = console.export_text()
+    assert "parallelize_module, forward and backward" in text
+    assert "build_regions" in text
+
+
+def test_a_table_in_markdown_aligns_figures_right() -> None:
+    table = Table("Title", ("", "ms"), (("a", "1.0"),))
+    assert table.markdown() == "**Title**\n\n|  | ms |\n| --- | --: |\n| a | 1.0 |"
+
+
+def test_the_page_keeps_the_figures_of_benchmarks_that_did_not_run(
+    tmp_path: Path, overhead_result: dict[str, Any], compile_result: dict[str, Any]
+) -> None:
+    write_page(tmp_path, [overhead_result])
+    page = write_page(tmp_path, [compile_result]).read_text()
+    assert page.index("## Overhead") < page.index("## Compile time")
+    assert json.loads((tmp_path / "benchmarks" / "overhead.json").read_text()) == overhead_result
+
+
+def test_the_shipped_page_is_what_its_figures_give() -> None:
+    folder = Path(__file__).parents[2] / "docs"
+    results = [json.loads((folder / "benchmarks" / f"{name}.json").read_text()) for name in BENCHMARKS]
+    assert render_page(results) == (folder / "benchmarks.md").read_text()
+    assert not any(result["quick"] for result in results)
+    assert all(tables_of(result) for result in results)
+
+
+def test_a_failure_in_a_measurement_says_which_and_why() -> None:
+    with pytest.raises(BenchmarkError, match=r"(?s)compile failed with .*unheard_of.*TypeError"):
+        run_in_process("compile", {"unheard_of": 1})
+
+
+@pytest.mark.slow
+def test_a_benchmark_runs_in_processes_of_its_own() -> None:
+    result = run("compile", quick=True)
+    assert [row["plan"] for row in result["rows"]] == ["llama", "llama-sequence"]
+    assert result["environment"]["versions"]["torch"]
+
+
+def test_a_measurement_can_be_asked_for_by_name() -> None:
+    assert measure("collectives", {"plans": ["opt"]})["rows"][0]["plan"] == "opt"
