@@ -104,7 +104,9 @@ def parallelize(
     assert loaded is not None and program is not None
     guard = CallGuard(make_skeleton(model).model, loaded, program, *_without_opaque(call))
     axis = ProcessGroupCommunicator(group)
-    return lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
+    lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
+    guard.watch(model)
+    return model
 
 
 def _without_opaque(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -41,13 +41,32 @@ class CallGuard:
         self._plan = plan
         self._program = program
         self._proved: set[Signature] = {(program.training, signature(arguments, keywords))}
+        self._frozen: list[tuple[nn.Module, str, str]] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Refuse calls once a parameter of the sharded model wants a gradient that it didn't want in the proof."""
+        for placement in self._program.parameters:
+            if not placement.trainable:
+                owner, _, leaf = placement.name.rpartition(".")
+                self._frozen.append((model.get_submodule(owner), leaf, placement.name))
 
     def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Raise `UnprovedCallError` unless the call is proved, now or before."""
+        if self._frozen and torch.is_grad_enabled():
+            self._refuse_thawed()
         held = (training, signature(arguments, keywords))
         if held not in self._proved:
             self._prove(training, arguments, keywords)
             self._proved.add(held)
+
+    def _refuse_thawed(self) -> None:
+        for owner, leaf, name in self._frozen:
+            if getattr(owner, leaf).requires_grad:
+                raise UnprovedCallError(
+                    f"TP117 unproved-call: `{name}` wants a gradient, but was frozen when the plan was compiled, so "
+                    "that no sum over the ranks was placed for it\n  help: let all parameters that may ever be trained "
+                    "want a gradient when `parallelize` is called; they can be frozen afterwards"
+                )
 
     def _prove(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         program = self._program
