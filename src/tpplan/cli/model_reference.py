@@ -46,10 +46,11 @@ def _value(text: str) -> Any:
 
 def _build(reference: str, overrides: dict[str, Any]) -> tuple[nn.Module, Any]:
     if reference.startswith("hf:"):
-        return _transformers_model(_config_for_type(reference[3:], reference), overrides, reference), None
+        return _transformers_model(_config_for_type(reference[3:], reference), {}, overrides, reference), None
     path = Path(reference)
     if path.exists():
-        return _transformers_model(_config_from_path(path, reference), overrides, reference), None
+        config, fields = _config_from_path(path, reference)
+        return _transformers_model(config, fields, overrides, reference), None
     module, colon, name = reference.partition(":")
     if colon:
         return _from_callable(module, name, overrides, reference)
@@ -80,27 +81,32 @@ def _config_for_type(kind: str, reference: str) -> Any:
     return transformers.CONFIG_MAPPING[kind]()
 
 
-def _config_from_path(path: Path, reference: str) -> Any:
+def _config_from_path(path: Path, reference: str) -> tuple[Any, dict[str, Any]]:
     transformers = _transformers(reference)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise _problem(f"`{path}` has no config.json", "name a folder that save_pretrained wrote, or its config.json")
     try:
-        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True), fields
     except (OSError, ValueError, KeyError) as error:
         raise _problem(f"`{file}` is no transformers config: {_first_line(error)}", "it needs a `model_type`") from None
 
 
-def _transformers_model(config: Any, overrides: dict[str, Any], reference: str) -> nn.Module:
+def _transformers_model(config: Any, fields: dict[str, Any], overrides: dict[str, Any], reference: str) -> nn.Module:
     transformers = _transformers(reference)
-    for key, value in overrides.items():
+    for key in overrides:
         if not hasattr(config, key):
             close = get_close_matches(key, list(config.to_dict()), 1)
             hint = f"did you mean `{close[0]}`?" if close else "see the config's fields"
             raise _problem(f"the config of `{config.model_type}` has no field `{key}`", hint)
-        setattr(config, key, value)
+    try:
+        # Built anew: some fields follow from others, such as a head's size from the hidden size.
+        config = type(config).from_dict({**fields, **overrides}) if overrides else config
+    except Exception as error:
+        raise _problem(f"`{reference}` can't be built: {_first_line(error)}", "check the values of --set") from None
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    makers = [transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForMaskedLM]
+    makers = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM]
     try:
         with torch.device("meta"):
             if named is not None:

@@ -31,14 +31,15 @@ _VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.def
 def of_capture(error: BaseException) -> Diagnostic:
     """For a model that raised on the example inputs."""
     cause = error.__cause__ if isinstance(error, BodyError) and error.__cause__ is not None else error
-    where = f"`{error.frame.module or 'the model'}` raised" if isinstance(error, BodyError) else "the model raised"
+    name = error.frame.module if isinstance(error, BodyError) else ""
+    where = f"`{name}` raised" if name else "the model raised"
     text = str(cause).strip().splitlines()
     return Diagnostic(
         code="TP110",
         message=f"{where} {type(cause).__name__}{': ' + text[0] if text else ''}",
         help="check that the model runs on these inputs without sharding; pass `inputs=` that it accepts. Values "
         "inside tensors can't be read while a program is captured",
-        subject=error.frame.module if isinstance(error, BodyError) else None,
+        subject=name or None,
     )
 
 

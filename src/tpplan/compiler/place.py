@@ -373,7 +373,7 @@ class Placer:
             if source.is_sharded and self._pinned_inside(region, boundary):
                 return [source]
             return [REPLICATED]
-        if region.fixed:
+        if region.fixed and region.style is None:
             return [source]
         targets = [source]
         if value.differentiable:

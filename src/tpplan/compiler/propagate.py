@@ -155,7 +155,8 @@ class Propagator:
             if held.interleave not in (1, self.batch):
                 return Refusal("communication", "flattens a sharded dim with one that isn't the batch", operands)
             outputs.append(held)
-        if self.batch == 1 and node.name in _VIEWS and _flattens(operands, outputs[0]):
+        flat = node.name in _VIEWS and len(values[node.outputs[0] or 0].shape) == 2
+        if self.batch == 1 and flat and _flattens(operands, outputs[0]):
             reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
             return Refusal("communication", reason, operands)
         return tuple(outputs)
@@ -177,11 +178,8 @@ class Propagator:
 
 
 def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
-    """Whether one sharded operand's dim has moved forward: a view joined it with dims of size 1 before it."""
-    if len(operands) != 1 or output.dim is None:
-        return False
-    dim = operands[0][1].dim
-    return dim is not None and output.dim < dim
+    """Whether a view joined a sharded sequence, dim 1, with a batch of size 1 before it."""
+    return len(operands) == 1 and operands[0][1].dim == 1 and output.dim == 0
 
 
 def _meaningful_inputs(node: OperationNode, values: Sequence[LocalValue]) -> tuple[int, ...]:

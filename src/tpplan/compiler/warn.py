@@ -33,6 +33,10 @@ class _Taken:
     operation: Operation
     parts: tuple[int, ...]
 
+    @property
+    def module(self) -> str:
+        return f"`{self.frame.module}`" if self.frame.module else "the model"
+
 
 def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: int) -> list[Diagnostic]:
     """Findings on reshards that a plan seldom means, one for each rule."""
@@ -111,7 +115,7 @@ def _gathered(held: list[tuple[Bound, PlacedReshard]], readers: _Readers, trace:
         taken = readers.taken_apart(reshard.value)
         if taken is None:
             continue
-        where = f"in {taken.frame.module}, at {taken.operation.location}"
+        where = f"in {taken.module}, at {taken.operation.location}"
         views = taken.operation.name in _VIEWS
         if not views or len(taken.parts) > 2:
             return _packed(bound, taken, trace.values[reshard.value].shape[-1], views, (where, *more))
@@ -136,7 +140,7 @@ def _packed(bound: Bound, taken: _Taken, whole: int, views: bool, notes: tuple[s
     return Diagnostic(
         code="TP106",
         message=f"`{bound.name}` packs {len(sizes)} projections ({' + '.join(map(str, sizes))} of {whole} features), "
-        f"which `{taken.frame.module}` takes apart; a plain split gives ranks pieces that cut across them",
+        f"which {taken.module} takes apart; a plain split gives ranks pieces that cut across them",
         span=bound.rule.style_span,
         label="splits the packed features as if they were one projection",
         help="write `{style: colwise, output: replicate}` to gather the result before it is taken apart, or remove the "
@@ -150,12 +154,12 @@ def _heads(bound: Bound, taken: _Taken, size: int, notes: tuple[str, ...]) -> Di
     heads = taken.parts[0]
     return Diagnostic(
         code="TP103",
-        message=f"`{taken.frame.module}` views the result of `{bound.name}` as {heads} heads, which {size} ranks can't "
+        message=f"{taken.module} views the result of `{bound.name}` as {heads} heads, which {size} ranks can't "
         "share evenly",
         span=bound.rule.style_span,
         label=f"{heads} heads / {size} ranks",
         help=f"use a size of the axis that divides {heads}, or remove the rules for the modules of "
-        f"`{taken.frame.module}`, so that it is replicated",
+        f"{taken.module}, so that it is replicated",
         notes=notes,
         subject=bound.name,
     )

@@ -1,0 +1,82 @@
+"""A bad plan for each code that concerns a plan and a model, and how it is reported. `UPDATE_SNAPSHOTS=1` rewrites."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpplan
+from tests.compiler import toys
+from tpplan.plan import PlanError
+from tpplan.report.diagnostics import render, summary
+
+BAD = Path(__file__).parent / "bad"
+IDS = (torch.zeros(toys.BATCH, toys.SEQUENCE, dtype=torch.long),)
+
+Case = tuple[Callable[[], nn.Module], tuple[Any, ...] | None, int]
+CASES: dict[str, Case] = {
+    "TP101": (toys.Positions, IDS, 2),
+    "TP102": (lambda: toys.Table(rows=30), IDS, 4),
+    "TP103": (lambda: toys.Attention(heads=2, literal=False), toys.activations(), 4),
+    "TP104": (toys.LoneColwise, toys.activations(), 2),
+    "TP105": (toys.Mlp, toys.activations(), 2),
+    "TP106": (toys.Packed, toys.activations(), 2),
+    "TP109": (toys.Shared, toys.activations(), 2),
+    "TP110": (toys.Raises, toys.activations(), 2),
+    "TP111": (toys.Mlp, None, 2),
+    "TP112": (lambda: toys.Table(max_norm=1.0), IDS, 2),
+    "TP114": (toys.Mlp, toys.activations(), 3),
+}
+
+
+def rendered(code: str) -> str:
+    make, inputs, size = CASES[code]
+    try:
+        found = tpplan.compile_plan(make(), f"{code}.yaml", tp=size, inputs=inputs).diagnostics
+    except PlanError as error:
+        found = error.diagnostics
+    assert code in {diagnostic.code for diagnostic in found}, [str(d.headline) for d in found]
+    text = f"{render(found)}\n\n{summary(found)}\n"
+    return re.sub(r"(?<= at )\S*?/?([\w.-]+/[\w.-]+\.py):\d+", r"\1:…", text)
+
+
+@pytest.mark.parametrize("code", sorted(CASES))
+def test_a_bad_plan_is_reported_as_recorded(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(BAD)
+    text, path = rendered(code), BAD / f"{code}.txt"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_a_model_that_is_parallel_already_is_refused() -> None:
+    model = toys.Mlp()
+    vars(model.up)["_tpplan"] = object()
+    with pytest.raises(tpplan.CompileError, match="TP108"):
+        tpplan.compile_plan(model, {"version": 1, "modules": {"up": "colwise"}}, tp=2, inputs=toys.activations())
+
+
+def test_a_forward_on_an_instance_is_refused() -> None:
+    model = toys.Mlp()
+    model.up.forward = lambda x: x
+    with pytest.raises(tpplan.CompileError, match=r"TP112.*hides the class's"):
+        tpplan.compile_plan(model, {"version": 1, "modules": {"up": "colwise"}}, tp=2, inputs=toys.activations())
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    plan = {"version": 1, "modules": {"tokens": "colwise", "block.norm": "rowwise", "nothing": "sequence"}}
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.compile_plan(toys.Positions(), plan, tp=2, inputs=IDS)
+    assert sorted(d.code for d in caught.value.diagnostics) == ["TP012", "TP101", "TP101"]
+
+
+def test_parallelize_without_torchrun_or_mesh_says_so() -> None:
+    with pytest.raises(tpplan.CompileError, match=r"TP115.*torchrun"):
+        tpplan.parallelize(toys.Mlp(), {"version": 1, "modules": {"up": "colwise"}}, inputs=toys.activations())
