@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ TENSOR_PARALLEL = {
 SEQUENCE = TENSOR_PARALLEL | {"first": "sequence", "second": "sequence", "mlp.norm": "sequence"}
 
 
-def compiled(model: nn.Module, rules: dict[str, object], inputs: tuple[torch.Tensor, ...], tp: int = 2) -> Program:
+def compiled(model: nn.Module, rules: Mapping[str, object], inputs: tuple[torch.Tensor, ...], tp: int = 2) -> Program:
     return tpplan.compile_plan(model, {"version": 1, "modules": rules}, tp=tp, inputs=inputs)
 
 

@@ -32,8 +32,7 @@ class Attention(nn.Module):
         self.num_heads = heads
         self.head_dim = WIDTH // heads
         self.literal = literal
-        for name in ("q", "k", "v", "o"):
-            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         def heads(y: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Tiny models for every shipped plan: two layers, sizes that differ from each other, an odd batch, nothing symmetric.
 
-`tiny_model("llama")` gives a stock model and the keywords of a call. Every parameter is random, norms and biases too, so
-that a wrong gradient shows.
+`tiny_model("llama")` gives a stock model and the keywords of a call. Every parameter is random, norms and biases too,
+so that a wrong gradient shows.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def refusal(member: Member, plan: object, **settings: object) -> tuple[str, str,
 
 
 def _other_plan(member: Member) -> tuple[str, str, bool]:
-    return refusal(member, PLANS / ("torch_transformer.yaml" if member.rank == 0 else "torch_transformer-sequence.yaml"))
+    name = "torch_transformer" if member.rank == 0 else "torch_transformer-sequence"
+    return refusal(member, PLANS / f"{name}.yaml")
 
 
 def _one_cannot_compile(member: Member) -> tuple[str, str, bool]:

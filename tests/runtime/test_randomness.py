@@ -27,7 +27,9 @@ def dropped(model: nn.Module, keywords: dict[str, Any], names: list[str], seed: 
     """Where the named dropouts' results are zero, and the output, of one forward in training."""
     seen: dict[str, Tensor] = {}
     hooks = [
-        model.get_submodule(name).register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out.detach()}))
+        model.get_submodule(name).register_forward_hook(
+            lambda _m, _i, out, name=name: seen.update({name: out.detach()})
+        )
         for name in names
     ]
     torch.manual_seed(seed)
@@ -113,4 +115,6 @@ def _recomputed(member: Member) -> None:
         model.train()(**keywords).logits.square().mean().backward()
         gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})  # pyright: ignore
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            gradients[1][name], gradient, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -1,7 +1,7 @@
 """Worlds of real gloo processes that stay up between tests, since starting them costs more than what they compute.
 
-`world(4).run(function, *arguments)` calls `function(world, *arguments)` in each process and returns the results by rank.
-A function must be importable by name. An error in any process is raised here, with that process's traceback.
+`world(4).run(function, *arguments)` calls `function(world, *arguments)` in each process and returns the results by
+rank. A function must be importable by name. An error in any process is raised here, with that process's traceback.
 """
 
 from __future__ import annotations
