@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tpplan
-from tests.compiler import toys
+from tests.compiler import small_models as toys
 from tpplan.compiler.layout import Collective
 from tpplan.compiler.program import ModuleProgram, Program
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tpplan
-from tests.compiler import toys
+from tests.compiler import small_models as toys
 from tpplan.plan import PlanError
 from tpplan.report.diagnostics import render, summary
 

@@ -1,158 +1,125 @@
-"""Small models, each of which asks one question of the compiler."""
+"""Small modules, each with one trait that a pass has to see."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WIDTH, HEADS, BATCH, SEQUENCE = 16, 4, 3, 8
+import tpplan
+from tpplan.compiler.bind import Binding, bind
+from tpplan.compiler.capture import capture
+from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.trace import Frame, Operation, Trace
+
+HIDDEN = 16
+X = (3, 12, HIDDEN)
+MLP: dict[str, Any] = {"up": "colwise", "down": "rowwise"}
+ATTENTION: dict[str, Any] = {"{q,k,v}": "colwise", "o": "rowwise"}
 
 
-def activations(width: int = WIDTH) -> tuple[Tensor]:
-    return (torch.zeros(BATCH, SEQUENCE, width, requires_grad=True),)
+def x_BSH(*shape: int) -> Tensor:
+    """An activation without numbers."""
+    return torch.empty(shape or X, device="meta")
+
+
+def plan_of(modules: Mapping[str, Any], **more: Any) -> tpplan.Plan:
+    return tpplan.load_plan({"version": 1, "modules": dict(modules), **more})
+
+
+def compiled(model: nn.Module, modules: Mapping[str, Any], *inputs: Any, tp: int = 2) -> tpplan.Program:
+    """The program for a call with `inputs`, or with one activation."""
+    return tpplan.compile_plan(model, plan_of(modules), tp, inputs or (x_BSH(),))
+
+
+def reshards(program: tpplan.Program) -> list[str]:
+    """Every reshard, such as `mlp.down (): P -> R`."""
+    return [
+        f"{module.name or '<root>'} {'.'.join(map(str, reshard.path)) or '()'}: {reshard.source} -> {reshard.target}"
+        for module, reshard in program.reshards()
+    ]
+
+
+def codes(error: tpplan.CompileError) -> list[str]:
+    return [finding.code for finding in error.diagnostics]
+
+
+def traced(model: nn.Module, *arguments: Any, training: bool = True, **keywords: Any) -> Trace:
+    return capture(make_skeleton(model), arguments, keywords, training)
+
+
+def bound(model: nn.Module, modules: Mapping[str, Any], size: int = 2) -> Binding:
+    binding, findings = bind(model, plan_of(modules), size)
+    assert not findings, findings
+    return binding
+
+
+def frame_of(trace: Trace, module: str, call: int = 0) -> Frame:
+    return next(f for f in trace.root.walk() if (f.module, f.call) == (module, call))
+
+
+def operations(frame: Frame) -> list[str]:
+    """The names of a frame's own operations, without `aten.` and the overload."""
+    return [node.name.split(".")[1] for node in frame.body if isinstance(node, Operation)]
 
 
 class Mlp(nn.Module):
-    def __init__(self, width: int = WIDTH, inner: int = 32) -> None:
+    """up, GELU, down."""
+
+    def __init__(self, bias: bool = True, intermediate: int = 32) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
+        self.up = nn.Linear(HIDDEN, intermediate, bias)
+        self.down = nn.Linear(intermediate, HIDDEN, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
+        return self.down(functional.gelu(self.up(x)))
 
 
 class Attention(nn.Module):
-    """Heads are counted by an attribute, as OPT and many others do."""
+    """Self-attention that counts its heads by an attribute."""
 
-    def __init__(self, heads: int = HEADS, literal: bool = True) -> None:
+    def __init__(self, num_heads: int = 4, bias: bool = True) -> None:
         super().__init__()
-        self.num_heads = heads
-        self.head_dim = WIDTH // heads
-        self.literal = literal
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias) for _ in range(4))
+        self.num_heads = num_heads
+        self.head_dim = HIDDEN // num_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        def heads(y: Tensor) -> Tensor:
-            return y.view(*x.shape[:2], self.num_heads if self.literal else -1, self.head_dim).transpose(1, 2)
-
-        mixed = functional.scaled_dot_product_attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)))
-        return self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+        batch, sequence, _ = x.shape
+        shape = (batch, sequence, self.num_heads, self.head_dim)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        return self.o(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
 
 class Block(nn.Module):
-    def __init__(self, **settings: object) -> None:
+    """A pre-norm block around a body."""
+
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention(**settings)  # pyright: ignore[reportArgumentType]
-        self.mlp = Mlp()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.mlp(self.second(x))
+        return x + self.body(self.norm(x))
 
 
-class Packed(nn.Module):
-    """q|k|v in one linear, split in the body."""
+class Normed(nn.Module):
+    """A norm, then whatever a subclass does with its result `h`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.proj = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split(WIDTH, dim=-1)
-        return self.o(torch.softmax(q @ k.mT, -1) @ v)
+    def forward(self, x: Tensor) -> Any:
+        return self.after(self.norm(x), x)
 
-
-class Positions(nn.Module):
-    """Reads the length of a sequence from an embedded sequence, as transformers does: the position-id trap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(32, WIDTH), nn.Embedding(64, WIDTH)
-        self.block = Mlp()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        return self.block(x + self.places(torch.arange(x.shape[1], device=x.device)))
+    def after(self, h: Tensor, x: Tensor) -> Any:
+        return self.proj(h)
 
 
-class MeanByHand(nn.Module):
-    """Divides by a size that is local on a shard: right shapes, wrong values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x)
-        return self.down(y / y.shape[-1])
-
-
-class WritesInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-        self.body = WritesInPlaceBody()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.body(self.up(x)))
-
-
-class WritesInPlaceBody(nn.Module):
-    def forward(self, y: Tensor) -> Tensor:
-        z = y * 2
-        z[:, 0].zero_()
-        return z
-
-
-class Shared(nn.Module):
-    """One module between a split and a whole activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.down(self.up(x)))
-
-
-class MixedRandomness(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(self.down(functional.dropout(self.up(x), 0.1, self.training)), 0.1, self.training)
-
-
-class Raises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise ValueError("no such input")
-
-
-class Table(nn.Module):
-    def __init__(self, rows: int = 32, max_norm: float | None = None) -> None:
-        super().__init__()
-        self.table = nn.Embedding(rows, WIDTH, max_norm=max_norm)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids)
-
-
-class LoneColwise(nn.Module):
-    """A colwise result that a softmax over all columns reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 32)
-        self.down = nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.softmax(self.up(x), -1).cumsum(-1))
+SEQUENCE: dict[str, Any] = {"norm": "sequence"}
