@@ -82,15 +82,6 @@ class RecordingMode(TorchDispatchMode):
         return False
 
 
-class RecordingMode(TorchDispatchMode):
-    """A dispatch mode without the guard that keeps torch.compile out of it: that guard takes longer than a dispatch, and
-    nothing is compiled while a model is recorded."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
     """As `model.named_modules`, whose types torch leaves open."""
     return list(model.named_modules(remove_duplicate=remove_duplicate))  # pyright: ignore[reportUnknownArgumentType]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tpplan
 from tests.models.tiny import ARCHITECTURES, example_keywords, first_output, tiny_model
@@ -64,7 +64,7 @@ def _from_meta(member: Member) -> None:
     sharded.to_empty(device="cpu")
     for name, parameter in sharded.named_parameters():
         assert isinstance(parameter, DTensor)
-        numbers = torch.distributed.tensor.distribute_tensor(
+        numbers = distribute_tensor(
             stock.get_parameter(name).detach(), parameter.device_mesh, parameter.placements
         )
         with torch.no_grad():

@@ -28,7 +28,7 @@ def dropped(model: nn.Module, keywords: dict[str, Any], names: list[str], seed: 
     seen: dict[str, Tensor] = {}
     hooks = [
         model.get_submodule(name).register_forward_hook(
-            lambda _m, _i, out, name=name: seen.update({name: out.detach()})
+            lambda _m, _i, out, name=name: seen.update({name: out.detach()})  # pyright: ignore
         )
         for name in names
     ]

@@ -102,7 +102,7 @@ def _transformers_model(config: Any, fields: dict[str, Any], overrides: dict[str
             raise _problem(f"the config of `{config.model_type}` has no field `{key}`", hint)
     try:
         # Built anew: some fields follow from others, such as a head's size from the hidden size.
-        config = type(config).from_dict({**fields, **overrides}) if overrides else config
+        config: Any = type(config).from_dict({**fields, **overrides}) if overrides else config  # pyright: ignore
     except Exception as error:
         raise _problem(f"`{reference}` can't be built: {_first_line(error)}", "check the values of --set") from None
     named = getattr(transformers, (config.architectures or [""])[0], None)
