@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ NAMES = [f"{name}{style}" for name in ARCHITECTURES for style in ("", "-sequence
 
 def compiled(name: str) -> tpplan.Program:
     kind = name.removesuffix("-sequence")
-    one_layer = {"num_hidden_layers": 1} if ARCHITECTURES[kind].kind else {"layers": 1}
+    one_layer: dict[str, Any] = {"num_hidden_layers": 1} if ARCHITECTURES[kind].kind else {"layers": 1}
     model, keywords = tiny_model(kind, device="meta", **one_layer)
     program = tpplan.compile_plan(model, f"plans/{name}.yaml", 2, keywords)
     # Lines of transformers' own source move with its releases.
