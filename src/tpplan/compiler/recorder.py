@@ -212,7 +212,7 @@ class Recorder(RecordingMode):
                         argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
                     )
                     self._alive.append(argument)
-                    self.new_value(copy, False, numbers=argument)
+                    self.new_value(copy, False, storage_of=self.value_of(argument), numbers=argument)
                 return copy
             if isinstance(argument, (list, tuple)):
                 return type(argument)(convert(item) for item in argument)  # pyright: ignore
