@@ -111,7 +111,10 @@ def test_results_of_transformers_are_found_by_their_keys() -> None:
 
 def test_calls_of_a_shared_module_are_counted() -> None:
     trace = traced(Calls(Mlp(), lambda inner, x: inner(inner(x))), x_BSH())
-    assert [(f.module, f.call) for f in trace.root.walk() if f.module == "inner.up"] == [("inner.up", 0), ("inner.up", 1)]
+    assert [(f.module, f.call) for f in trace.root.walk() if f.module == "inner.up"] == [
+        ("inner.up", 0),
+        ("inner.up", 1),
+    ]
     first, second = frame_of(trace, "inner", 0), frame_of(trace, "inner", 1)
     assert second.entries[0].source == first.exits[0].target
 

@@ -31,8 +31,8 @@ def plan_of(modules: Mapping[str, Any], **more: Any) -> tpplan.Plan:
 
 
 def compiled(model: nn.Module, modules: Mapping[str, Any], *inputs: Any, tp: int = 2) -> tpplan.Program:
-    """The program for a call with `inputs`, or with one activation."""
-    return tpplan.compile_plan(model, plan_of(modules), tp, inputs or (x_BSH(),))
+    """The program for a call with `inputs`, or with one activation that wants a gradient."""
+    return tpplan.compile_plan(model, plan_of(modules), tp, inputs or (x_BSH().requires_grad_(),))
 
 
 def reshards(program: tpplan.Program) -> list[str]:

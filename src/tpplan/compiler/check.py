@@ -174,7 +174,7 @@ class _LocalBoundary:
                     shape[reshard.source.dim] *= self.given.size
                 if reshard.target.dim is not None:
                     shape[reshard.target.dim] //= self.given.size
-                return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+                return _like(shape, tensor.dtype, tensor.requires_grad)
         return tensor
 
     def stand_in(self, module: str, call: int) -> tuple[Any] | None:
@@ -223,7 +223,7 @@ class _LocalBoundary:
                 if value is None:
                     return held
                 shape = _promised_shape(self.given, value)
-                return torch.empty(shape, dtype=held.dtype, device="meta", requires_grad=value.differentiable)
+                return _like(shape, held.dtype, value.differentiable)
             if isinstance(held, tuple):
                 items = [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
                 return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
@@ -237,6 +237,12 @@ class _LocalBoundary:
             return held
 
         return local(result, ())
+
+
+def _like(shape: Sequence[int], dtype: torch.dtype, differentiable: bool) -> Tensor:
+    """A tensor without numbers; no leaf, as bodies may write to it."""
+    made = torch.empty(shape, dtype=dtype, device="meta", requires_grad=differentiable)
+    return made.clone() if differentiable else made
 
 
 def _promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
