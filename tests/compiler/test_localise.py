@@ -1,0 +1,126 @@
+"""Literal counts in a body are found, divided and proved; what can't be divided is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tpplan
+from tests.compiler.toys import ATTENTION, HIDDEN, Attention, Block, codes, compiled
+from tpplan.compiler.program import LocalAttribute
+
+
+def local(program: tpplan.Program) -> dict[str, tuple[LocalAttribute, ...]]:
+    return {module.name: module.local_attributes for module in program.modules if module.local_attributes}
+
+
+def in_blocks(rules: dict[str, Any], name: str = "*.body") -> dict[str, Any]:
+    return {f"{name}.{pattern}": style for pattern, style in rules.items()}
+
+
+def test_a_head_count_becomes_local() -> None:
+    assert local(compiled(Attention(), ATTENTION)) == {"": (LocalAttribute("num_heads", 4, 2),)}
+
+
+def test_equal_modules_all_get_theirs() -> None:
+    model = nn.Sequential(*(Block(Attention()) for _ in range(3)))
+    found = local(compiled(model, in_blocks(ATTENTION)))
+    assert found == {f"{i}.body": (LocalAttribute("num_heads", 4, 2),) for i in range(3)}
+
+
+def test_an_attribute_of_the_same_size_that_counts_something_else_stays() -> None:
+    class Misleading(Attention):
+        """head_dim equals num_heads, and comes first."""
+
+        def __init__(self) -> None:
+            super().__init__(num_heads=4)
+            self.first = 4
+
+    assert HIDDEN == 16
+    assert local(compiled(Misleading(), ATTENTION)) == {"": (LocalAttribute("num_heads", 4, 2),)}
+
+
+def test_two_attributes_that_must_change_together_do() -> None:
+    class SizeAndHeads(Attention):
+        """As GPT-2: it merges heads by the width that it remembers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_dim = HIDDEN
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, sequence, _ = x.shape
+            shape = (batch, sequence, self.num_heads, self.head_dim)
+            q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            mixed = functional.scaled_dot_product_attention(q, k, v)
+            return self.o(mixed.transpose(1, 2).reshape(batch, sequence, self.embed_dim))
+
+    (held,) = local(compiled(SizeAndHeads(), ATTENTION)).values()
+    assert {(a.name, a.local) for a in held} == {("num_heads", 2), ("embed_dim", 8)}
+
+
+def test_a_plan_may_name_the_attribute() -> None:
+    model = nn.Sequential(Block(Attention()))
+    plan = {**in_blocks(ATTENTION), "*.body": {"style": "replicate", "local": ["num_heads"]}}
+    assert local(compiled(model, plan)) == {"0.body": (LocalAttribute("num_heads", 4, 2),)}
+
+
+def test_an_attribute_named_for_one_layer_is_not_taken_for_granted_in_the_next() -> None:
+    model = nn.Sequential(*(Block(Attention()) for _ in range(3)))
+    plan = {**in_blocks(ATTENTION), "0.body": {"style": "replicate", "local": ["num_heads"]}}
+    assert local(compiled(model, plan)).keys() == {"0.body", "1.body", "2.body"}
+
+
+@pytest.mark.parametrize("names", [["nothing"], ["head_dims"]])
+def test_a_name_that_is_no_integer_attribute_is_a_finding(names: list[str]) -> None:
+    model = nn.Sequential(Block(Attention()))
+    with pytest.raises(tpplan.CompileError) as raised:
+        compiled(model, {**in_blocks(ATTENTION), "*.body": {"style": "replicate", "local": names}})
+    assert codes(raised.value) == ["TP102"]
+    assert "num_heads" in str(raised.value)
+
+
+def test_heads_that_the_axis_does_not_divide_are_refused() -> None:
+    """8 features split over 4 ranks are 2 a rank, but 2 heads aren't."""
+
+    class TwoHeads(Attention):
+        def __init__(self) -> None:
+            super().__init__(num_heads=2)
+
+    with pytest.raises(tpplan.CompileError) as raised:
+        compiled(
+            TwoHeads(), {**{k: {"style": "colwise", "output": "shard"} for k in ("q", "k", "v")}, "o": "rowwise"}, tp=4
+        )
+    assert set(codes(raised.value)) & {"TP103", "TP107"}
+
+
+def test_a_count_that_a_replicated_value_is_viewed_by_too_is_not_made_local() -> None:
+    class Both(Attention):
+        """The result would have its old shape back, with features shuffled."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, sequence, _ = x.shape
+            q = self.q(x).view(batch, sequence, self.num_heads, self.head_dim).softmax(-1)
+            shuffled = x.view(batch, sequence, self.num_heads, -1).transpose(2, 3).reshape(batch, sequence, -1)
+            return self.o(q.flatten(2)) + shuffled
+
+    try:
+        program = compiled(Both(), {"q": "colwise", "o": "rowwise"})
+    except tpplan.CompileError as error:
+        assert codes(error)[0] == "TP107"
+    else:
+        assert not local(program)
+
+
+def test_a_literal_without_an_attribute_gathers_or_is_refused() -> None:
+    class Literal(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            batch, sequence, _ = x.shape
+            return self.o(self.q(x).view(batch, sequence, 4, 4).softmax(-1).flatten(2))
+
+    program = compiled(Literal(), {"q": "colwise", "o": "rowwise"})
+    assert not local(program)
+    assert [d.code for d in program.diagnostics] == ["TP104", "TP105"]
