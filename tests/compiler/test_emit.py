@@ -37,15 +37,36 @@ def test_a_reshard_says_which_rule_it_serves() -> None:
     assert origins["body.down:()"].startswith("rowwise body.down")
 
 
-def test_calls_are_counted_and_collectives_with_them() -> None:
-    class Thrice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp()
+class Thrice(nn.Module):
+    """One block, called three times, as in ALBERT."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self.mlp(x)
+        return x
+
+
+@pytest.mark.xfail(reason="the first call's input wants no gradient and gets no f, the others do: taken for a conflict")
+def test_a_shared_module_may_be_called_first_with_a_value_that_wants_no_gradient() -> None:
+    program = compiled(Thrice(), {f"mlp.{name}": style for name, style in MLP.items()}, x_BSH())
+    assert module(program, "mlp.down").calls == 3
+
+
+@pytest.mark.xfail(reason="what the first call's caller and the calls themselves could share is decided call by call")
+def test_a_shared_module_may_be_called_on_its_own_result() -> None:
+    class Chained(Thrice):
         def forward(self, x: Tensor) -> Tensor:
             return self.mlp(self.mlp(self.mlp(x)))
 
+    program = compiled(Chained(), {f"mlp.{name}": style for name, style in MLP.items()})
+    assert program.count_collectives() == {"all-reduce": 6}
+
+
+def test_calls_are_counted_and_collectives_with_them() -> None:
     program = compiled(Thrice(), {f"mlp.{name}": style for name, style in MLP.items()})
     assert module(program, "mlp.down").calls == 3
     assert program.count_collectives(backward=False) == {"all-reduce": 3}
