@@ -64,9 +64,7 @@ def _from_meta(member: Member) -> None:
     sharded.to_empty(device="cpu")
     for name, parameter in sharded.named_parameters():
         assert isinstance(parameter, DTensor)
-        numbers = distribute_tensor(
-            stock.get_parameter(name).detach(), parameter.device_mesh, parameter.placements
-        )
+        numbers = distribute_tensor(stock.get_parameter(name).detach(), parameter.device_mesh, parameter.placements)
         with torch.no_grad():
             parameter.copy_(numbers)
     assert_same_run(run(sharded, keywords), run(stock, keywords), EXACT)

@@ -102,19 +102,19 @@ def _transformers_model(config: Any, fields: dict[str, Any], overrides: dict[str
             raise _problem(f"the config of `{config.model_type}` has no field `{key}`", hint)
     try:
         # Built anew: some fields follow from others, such as a head's size from the hidden size.
-        config: Any = type(config).from_dict({**fields, **overrides}) if overrides else config  # pyright: ignore
+        changed: Any = config.__class__.from_dict({**fields, **overrides}) if overrides else config
     except Exception as error:
         raise _problem(f"`{reference}` can't be built: {_first_line(error)}", "check the values of --set") from None
-    named = getattr(transformers, (config.architectures or [""])[0], None)
+    named: Any = getattr(transformers, str((changed.architectures or [""])[0]), None)
     makers = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM]
     try:
         with torch.device("meta"):
             if named is not None:
-                return named(config)
+                return named(changed)
             for maker in makers:
-                if type(config) in maker._model_mapping:
-                    return maker.from_config(config)
-            return transformers.AutoModel.from_config(config)
+                if changed.__class__ in maker._model_mapping:
+                    return maker.from_config(changed)
+            return transformers.AutoModel.from_config(changed)
     except Exception as error:
         raise _problem(f"`{reference}` can't be built: {_first_line(error)}", "check the config's values") from None
 

@@ -8,7 +8,7 @@ out: the tensors that modules now hold; findings for those that are only a rank'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -16,24 +16,27 @@ from tpplan.compat import named_modules, own_buffers
 from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.plan import Diagnostic
 
+_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors in the modules' buffers and attributes, also in lists and dicts there, with the attributes' names."""
     for name, module in named_modules(model):
         for leaf, held in (*own_buffers(module).items(), *vars(module).items()):
-            if leaf in ("_parameters", "_buffers", "_modules"):
+            if type(held) in _SCALARS or leaf in _TABLES:
                 continue
             for tensor in _tensors_in(held):
                 yield f"{name}.{leaf}" if name else leaf, tensor
 
 
-def _tensors_in(held: object) -> Iterator[Tensor]:
+def _tensors_in(held: object) -> Sequence[Tensor]:
     if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, (list, tuple)):
-        yield from (item for item in held if isinstance(item, Tensor))  # pyright: ignore[reportUnknownVariableType]
-    elif isinstance(held, dict):
-        yield from (item for item in held.values() if isinstance(item, Tensor))  # pyright: ignore[reportUnknownVariableType]
+        return (held,)
+    if not isinstance(held, (list, tuple, dict)) or not held:
+        return ()
+    items = held.values() if isinstance(held, dict) else held  # pyright: ignore[reportUnknownVariableType]
+    return [item for item in items if isinstance(item, Tensor)]  # pyright: ignore[reportUnknownVariableType]
 
 
 def effect_findings(kept: Mapping[int, str], layouts: Mapping[int, Layout]) -> list[Diagnostic]:

@@ -42,6 +42,7 @@ from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.trace import Trace
+from tpplan.compiler.uncovered import uncovered_finding
 from tpplan.compiler.warn import warnings_for
 from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError, Plan, Severity, Style
@@ -111,6 +112,7 @@ def compile_program(
     work.attributes = _named_attributes(work)
     _, assignment = _search(work, dump)
     work.findings += warnings_for(trace, binding, assignment, size)
+    work.findings += uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
     program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings))

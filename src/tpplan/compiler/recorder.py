@@ -135,16 +135,15 @@ class Recorder(RecordingMode):
         return self._record(func, args, keywords, operands)
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]) -> Any:
-        inputs = tuple(self.value_of(operand) for operand in operands)
-        arguments = tuple(self._refer(argument) for argument in args)
+        inputs = tuple([self.value_of(operand) for operand in operands])
+        arguments = tuple([self._refer(argument) for argument in args])
         named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
-        written = schema_mutates(func)
-        view = schema_returns_view(func)
+        written, view, detached = _traits(func)
         result = self._run(func, args, keywords, memoise=not written and not view)
         differentiable = (
-            torch.is_grad_enabled()
-            and func.name() not in ("aten::detach", "aten::detach_")
-            and any(self.values[identifier].differentiable for identifier in inputs)
+            not detached
+            and torch.is_grad_enabled()
+            and any([self.values[identifier].differentiable for identifier in inputs])
         )
         overwritten: tuple[int, ...] = ()
         if written:
@@ -159,7 +158,9 @@ class Recorder(RecordingMode):
             grad = differentiable and (made.is_floating_point() or made.is_complex())
             base = inputs[0] if (view or written) and inputs else None
             outputs.append(self.new_value(made, grad, storage_of=base))
-        if any(self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)):
+        if written and any(
+            self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
+        ):
             self.effects.update(output for output in outputs if output is not None)
         self.frames[-1].body.append(
             Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self._location())
@@ -250,6 +251,12 @@ def _location_at(file: str, line: int) -> Location:
 
 def _written_tensors(positions: Iterable[int], args: tuple[Any, ...]) -> list[Tensor]:
     return _tensors(args[position] for position in positions if position < len(args))
+
+
+@functools.cache
+def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool]:
+    """Which arguments an operator writes to, whether it returns a view, and whether it cuts the gradient off."""
+    return schema_mutates(func), schema_returns_view(func), func.name() in ("aten::detach", "aten::detach_")
 
 
 def _results(result: Any) -> list[Any]:
