@@ -120,12 +120,48 @@ class Shared(nn.Module):
 
 
 class MixedRandomness(nn.Module):
+    """One body with a dropout of columns and a dropout of the residual stream."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(self.down(functional.dropout(self.up(x), 0.1, self.training)), 0.1, self.training)
+
+
+class WritesThroughAView(nn.Module):
+    """Writes to a value that it reads again through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        seen = y.view(-1, y.shape[-1])
+        y.add_(1)
+        return self.down(seen.view(y.shape) + y)
+
+
+class CountsItself(nn.Module):
+    """Takes another path where the sequence is short: on a shard, that of a model nobody asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.proj = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.proj(self.proj(y) if y.shape[1] < SEQUENCE else y)
+
+
+class Parallel(Mlp):
+    """Holds what `parallelize` leaves in a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self.up)["_tpplan"] = object()
 
 
 class Raises(nn.Module):

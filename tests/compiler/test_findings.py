@@ -14,7 +14,7 @@ from torch import nn
 
 import tpplan
 from tests.compiler import small_models as toys
-from tpplan.plan import PlanError
+from tpplan.plan import CATALOGUE, PlanError
 from tpplan.report.diagnostics import render, summary
 
 BAD = Path(__file__).parent / "bad"
@@ -28,12 +28,35 @@ CASES: dict[str, Case] = {
     "TP104": (toys.LoneColwise, toys.activations(), 2),
     "TP105": (toys.Mlp, toys.activations(), 2),
     "TP106": (toys.Packed, toys.activations(), 2),
+    "TP107": (toys.CountsItself, toys.activations(), 2),
+    "TP108": (toys.Parallel, toys.activations(), 2),
     "TP109": (toys.Shared, toys.activations(), 2),
     "TP110": (toys.Raises, toys.activations(), 2),
     "TP111": (toys.Mlp, None, 2),
     "TP112": (lambda: toys.Table(max_norm=1.0), IDS, 2),
+    "TP113": (toys.WritesThroughAView, toys.activations(), 2),
     "TP114": (toys.Mlp, toys.activations(), 3),
+    "TP119": (toys.MixedRandomness, toys.activations(), 2),
+    "TP120": (toys.Block, toys.activations(), 2),
 }
+
+
+# What needs a running model, a checkpoint or a command: by the test that causes it.
+ELSEWHERE = {
+    "TP115": "compiler/test_findings.py",
+    "TP116": "runtime/test_agreement.py",
+    "TP117": "runtime/test_guard.py",
+    "TP118": "runtime/test_guard.py",
+    "TP121": "checkpoint/test_round_trip.py",
+    "TP122": "cli/test_validate.py",
+    "TP199": "cli/test_main.py",
+}
+
+
+def test_every_code_about_a_plan_and_a_model_is_caused_by_a_test() -> None:
+    assert sorted([*CASES, *ELSEWHERE]) == [code for code in CATALOGUE if code > "TP100"]
+    for code, test in ELSEWHERE.items():
+        assert code in (BAD.parents[1] / test).read_text(encoding="utf-8")
 
 
 def rendered(code: str) -> str:
@@ -54,13 +77,6 @@ def test_a_bad_plan_is_reported_as_recorded(code: str, monkeypatch: pytest.Monke
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
-
-
-def test_a_model_that_is_parallel_already_is_refused() -> None:
-    model = toys.Mlp()
-    vars(model.up)["_tpplan"] = object()
-    with pytest.raises(tpplan.CompileError, match="TP108"):
-        tpplan.compile_plan(model, {"version": 1, "modules": {"up": "colwise"}}, tp=2, inputs=toys.activations())
 
 
 def test_a_forward_on_an_instance_is_refused() -> None:

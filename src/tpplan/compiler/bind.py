@@ -40,6 +40,13 @@ class Binding:
     parameters: dict[str, Layout]
     owners: dict[str, Bound]
 
+    def first_inside(self, module: str) -> Bound | None:
+        """The first rule on `module` or on a module in it."""
+        return next(
+            (b for name, b in self.modules.items() if name == module or not module or name.startswith(f"{module}.")),
+            None,
+        )
+
 
 def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
     """Match the plan's rules to `model` for an axis of `size` ranks."""

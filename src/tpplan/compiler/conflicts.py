@@ -13,7 +13,7 @@ from tpplan.compiler.assign import Assignment
 from tpplan.compiler.bind import Binding
 from tpplan.compiler.emit import drawn_kinds
 from tpplan.compiler.region import Instance
-from tpplan.compiler.trace import Trace
+from tpplan.compiler.trace import Trace, quoted
 from tpplan.plan import Diagnostic
 
 
@@ -81,12 +81,15 @@ def randomness_findings(assignment: Assignment, binding: Binding) -> list[Diagno
     for held in assignment.frames:
         if drawn_kinds(held.frame, assignment) == {"split", "same"}:
             name = held.frame.module
+            bound = binding.first_inside(name)
             found.append(
                 Diagnostic(
                     code="TP119",
-                    message=f"the body of `{name}` draws random numbers for sharded and for replicated values",
+                    message=f"the body of {quoted(name)} draws random numbers for sharded and for replicated values",
                     help="move one of the two dropouts into a module of its own (nn.Dropout), or set its "
                     "probability to 0",
+                    span=bound.rule.style_span if bound is not None else None,
+                    label="shards a part of what it draws for" if bound is not None else "",
                     subject=name,
                 )
             )

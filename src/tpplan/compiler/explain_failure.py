@@ -15,7 +15,7 @@ from tpplan.compiler.origins import Origins
 from tpplan.compiler.place import Failure
 from tpplan.compiler.propagate import Refusal
 from tpplan.compiler.region import CallNode, Instance, OperationNode, Region
-from tpplan.compiler.trace import Location, Trace
+from tpplan.compiler.trace import Location, Trace, quoted
 from tpplan.plan import Diagnostic, Style
 
 _SPLITS = frozenset(
@@ -54,7 +54,7 @@ def instance_at(instance: Instance, path: tuple[int, ...]) -> Instance:
 def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Binding) -> Diagnostic:
     """For a body, or a boundary, that no layout suits."""
     here = instance_at(instance, failure.path)
-    module = here.frame.module or "the model"
+    module = quoted(here.frame.module)
     refusal = failure.refusal
     bound = _culprit(here, refusal, trace, binding) or binding.modules.get(here.frame.module)
     node = None if failure.node is None else here.region.nodes[failure.node]
@@ -63,7 +63,7 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     split = _sharded_operand(here.region, node, refusal)
     if refusal.kind == "in-place":
         return _finding("TP113", bound, module, node.location,
-            f"`{module}` writes in place to a value that is sharded or read again ({node.name})",
+            f"{module} writes in place to a value that is sharded or read again ({node.name})",
             "replicate the module: remove the rules that shard its inputs, or write out of place in the model",
             _operands(here.region, refusal),
         )  # fmt: skip
@@ -72,7 +72,7 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     if split is not None and node.name in _VIEWS and refusal.kind == "no-rule":
         return _heads(here, node, bound, split, binding)
     return _finding("TP107", bound, module, node.location,
-        f"the body of `{module}` can't run on local shards: {node.name} {refusal.reason}",
+        f"the body of {module} can't run on local shards: {node.name} {refusal.reason}",
         _way_out(bound, module, refusal),
         _operands(here.region, refusal),
     )  # fmt: skip
@@ -86,10 +86,10 @@ def _finding(
         code=code,
         message=message,
         span=bound.rule.style_span if bound is not None else None,
-        label=f"sharded here, read by `{module}`" if bound is not None and bound.name != module else "",
+        label=f"sharded here, read by {module}" if bound is not None and quoted(bound.name) != module else "",
         help=way_out,
         notes=(*where, *(note for note in notes if note)),
-        subject=module,
+        subject=module.strip("`"),
     )
 
 
@@ -105,7 +105,7 @@ def _way_out(bound: Bound | None, module: str, refusal: Refusal) -> str:
             f"or remove the rule that shards the other one{_line(bound)}"
         )
     if bound is None:
-        return f"shard the inputs of `{module}` otherwise, or leave them replicated"
+        return f"shard the inputs of {module} otherwise, or leave them replicated"
     if bound.style is Style.SEQUENCE:
         return f"write `output: replicate` for `{bound.name}`, or remove its rule{_line(bound)}"
     return f"write `output: replicate` for `{bound.name}` to gather its result first, or remove its rule{_line(bound)}"
@@ -130,13 +130,13 @@ def _sharded_operand(region: Region, node: OperationNode, refusal: Refusal) -> t
 
 
 def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding) -> Diagnostic:
-    module = here.frame.module or "the model"
+    module = quoted(here.frame.module)
     own = binding.modules.get(here.frame.module) or bound
     shapes = "; ".join(f"{list(here.region.values[i].shape)} {held}" for i, held in refusal.operands)
     sequence = own is not None and own.style is Style.SEQUENCE
     return Diagnostic(
         code="TP114",
-        message=f"`{module}` can't get or give the layout that the plan asks for"
+        message=f"{module} can't get or give the layout that the plan asks for"
         + (f": a value of shape {shapes}" if shapes else ""),
         span=own.rule.style_span if own is not None else None,
         label="asked for here" if own is not None else "",
@@ -144,7 +144,7 @@ def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding
         "give example inputs with such a sequence"
         if sequence
         else "remove the pin, or pin a layout that follows from the module's style",
-        subject=module,
+        subject=module.strip("`"),
     )
 
 
@@ -156,12 +156,12 @@ def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int,
     shown = ", ".join(map(str, sizes)) if sizes else "parts"
     return Diagnostic(
         code="TP106",
-        message=f"`{here.frame.module}` takes the result of `{bound.name}` apart ({node.name} of {whole} into "
+        message=f"{quoted(here.frame.module)} takes the result of `{bound.name}` apart ({node.name} of {whole} into "
         f"{shown}): it packs several projections, and a plain split hands out pieces that cut across them",
         span=bound.rule.style_span,
         label="splits the packed rows as if they were one projection",
         help=f"remove the rule, so that `{bound.name}` stays replicated, or split the projection in the model",
-        notes=(f"in {here.frame.module}, at {node.location}",) if node.location is not None else (),
+        notes=(f"in {quoted(here.frame.module)}, at {node.location}",) if node.location is not None else (),
         subject=bound.name,
     )
 
@@ -175,15 +175,16 @@ def _heads(
     shape = here.region.values[output].shape
     position = next((i for i, (a, b) in enumerate(zip(source, shape, strict=False)) if a != b), held.dim or 0)
     heads = shape[position] if position < len(shape) else 0
-    return _finding("TP103", bound, here.frame.module, node.location,
-        f"`{here.frame.module}` views {source[held.dim or 0]} features as {heads} heads, which the axis doesn't divide",
+    return _finding("TP103", bound, quoted(here.frame.module), node.location,
+        f"{quoted(here.frame.module)} views {source[held.dim or 0]} features as {heads} heads, which the axis doesn't "
+        "divide",
         f"use a size of the axis that divides {heads}, or remove the rules for this module{_line(bound)}",
     )  # fmt: skip
 
 
 def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnostic:
     """For a body that does something else on local shapes than on whole tensors."""
-    module = mismatch.frame.module or "the model"
+    name, module = mismatch.frame.module, quoted(mismatch.frame.module)
     operation = mismatch.operation
     origins = Origins(given.trace, binding)
     bound: Bound | None = None
@@ -191,22 +192,18 @@ def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnos
         layout = given.assignment.layouts.get(value)
         if layout is not None and layout.is_sharded:
             bound = bound or origins.rule_behind(value)
-    bound = bound or _first_inside(module, binding)
+    bound = bound or binding.first_inside(name)
     shapes = ""
     if mismatch.expected is not None and mismatch.found is not None:
         shapes = f": expected {list(mismatch.expected)}, got {list(mismatch.found)}"
     more = len(equal_modules(given.instance, mismatch.frame)) - 1
     return _finding("TP107", bound, module, operation.location if operation is not None else None,
-        f"the body of `{module}` doesn't compute on local shards what it computes on whole tensors: "
+        f"the body of {module} doesn't compute on local shards what it computes on whole tensors: "
         f"{mismatch.reason}{shapes}",
-        f"remove the rules for the modules inside `{module}`{_line(bound)}; if the body counts heads or features with "
+        f"remove the rules for the modules inside {module}{_line(bound)}; if the body counts heads or features with "
         "an attribute, name it in `local:`",
         f"the same holds for {more} more modules" if more > 0 else "",
     )  # fmt: skip
-
-
-def _first_inside(module: str, binding: Binding) -> Bound | None:
-    return next((b for name, b in binding.modules.items() if name.startswith(f"{module}.") or name == module), None)
 
 
 __all__ = ["instance_at", "of_capture", "of_check", "of_placement"]

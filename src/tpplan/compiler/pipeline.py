@@ -112,7 +112,7 @@ def compile_program(
     work.attributes = _named_attributes(work)
     _, assignment = _search(work, dump)
     work.findings += warnings_for(trace, binding, assignment, size)
-    work.findings += uncovered_finding(model, binding)
+    work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
     program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings))

@@ -168,3 +168,8 @@ class Trace:
     training: bool
     assumptions: tuple[Assumption, ...] = field(default=())
     kept: dict[int, str] = field(default_factory=dict[int, str])
+
+
+def quoted(module: str) -> str:
+    """A module's name as messages show it; the root has none."""
+    return f"`{module}`" if module else "the model"

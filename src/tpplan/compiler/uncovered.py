@@ -61,5 +61,5 @@ def _largest(bare: dict[str, int], total: int) -> list[str]:
     for name, size in bare.items():
         grouped[re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name.rpartition(".")[0] or name)] += size
     ranked = sorted(grouped.items(), key=lambda item: (-item[1], item[0]))
-    lines = [f"`{pattern}`: {size:,} parameters, {100 * size / total:.0f}%" for pattern, size in ranked[:_LISTED]]
-    return [*lines, *([f"and {len(ranked) - _LISTED} more"] if len(ranked) > _LISTED else [])]
+    listed = [(pattern, size) for pattern, size in ranked[:_LISTED] if size >= 0.01 * total] or ranked[:1]
+    return [f"`{pattern}`: {size:,} parameters, {100 * size / total:.0f}%" for pattern, size in listed]

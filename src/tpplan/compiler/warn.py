@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding, Bound
 from tpplan.compiler.origins import Origins
-from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
+from tpplan.compiler.trace import Crossing, Frame, Operation, Trace, quoted
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import Diagnostic, Style
 
@@ -35,7 +35,7 @@ class _Taken:
 
     @property
     def module(self) -> str:
-        return f"`{self.frame.module}`" if self.frame.module else "the model"
+        return quoted(self.frame.module)
 
 
 def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: int) -> list[Diagnostic]:

@@ -1,0 +1,102 @@
+"""Calls of a sharded model that differ from the example: proved on the spot, or refused on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tpplan
+from tests.compiler.toys import HIDDEN, MLP, Mlp
+from tests.runtime.world import Member, world
+
+SHAPE = (3, 12, HIDDEN)
+
+
+class Branches(Mlp):
+    """A flag decides whether the wide activation can stay split; a bias may be given."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+        y = self.up(x if bias is None else x + bias)
+        y = torch.softmax(y, -1).cumsum(-1) if wide else functional.gelu(y)
+        return self.down(y)
+
+
+def build(make: type[nn.Module], member: Member, rules: dict[str, Any], freeze: str | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = make().double()
+    if freeze is not None:
+        model.get_parameter(freeze).requires_grad_(False)
+    plan = {"version": 1, "modules": rules}
+    return tpplan.parallelize(model, plan, member.mesh(), (torch.zeros(SHAPE, dtype=torch.float64),))
+
+
+def error_of(model: nn.Module, *arguments: Any, **keywords: Any) -> str:
+    try:
+        model(*arguments, **keywords)
+    except tpplan.TpplanError as error:
+        return str(error)
+    return ""
+
+
+def an_argument_more(member: Member) -> float:
+    torch.manual_seed(0)
+    stock = Branches().double()
+    model = build(Branches, member, MLP)
+    x, bias = torch.randn(SHAPE, dtype=torch.float64), torch.randn(HIDDEN, dtype=torch.float64)
+    return float((model(x, bias=bias) - stock(x, bias=bias)).abs().max())
+
+
+def another_branch(member: Member) -> str:
+    return error_of(build(Branches, member, MLP), torch.zeros(SHAPE, dtype=torch.float64), wide=True)
+
+
+def a_thawed_parameter(member: Member) -> str:
+    model = build(Mlp, member, MLP, freeze="down.bias")
+    model.get_parameter("down.bias").requires_grad_(True)
+    return error_of(model, torch.zeros(SHAPE, dtype=torch.float64))
+
+
+class Block(nn.Module):
+    """A norm in a sequence region, between two bodies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = Mlp(), nn.LayerNorm(HIDDEN), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+SEQUENCE = {"{first,second}.up": "colwise", "{first,second}.down": "rowwise", "norm": "sequence"}
+
+
+def an_odd_sequence(member: Member) -> str:
+    return error_of(build(Block, member, SEQUENCE), torch.zeros(3, 13, HIDDEN, dtype=torch.float64))
+
+
+@pytest.mark.processes
+def test_an_argument_that_changes_no_reshard_is_proved_on_the_spot() -> None:
+    assert all(error < 1e-13 for error in world(2).run(an_argument_more))
+
+
+@pytest.mark.processes
+def test_a_branch_that_needs_other_reshards_is_refused_on_every_rank() -> None:
+    for text in world(2).run(another_branch):
+        assert text.startswith("TP117 unproved-call: ") and "differs from the example" in text
+        assert "needs other reshards" in text and "help: pass `inputs=`" in text
+
+
+@pytest.mark.processes
+def test_a_parameter_that_was_frozen_in_the_proof_may_not_be_trained() -> None:
+    for text in world(2).run(a_thawed_parameter):
+        assert text.startswith("TP117 unproved-call: `down.bias` wants a gradient, but was frozen")
+
+
+@pytest.mark.processes
+def test_a_sequence_that_cannot_be_split_is_refused_on_every_rank() -> None:
+    for text in world(2).run(an_odd_sequence):
+        assert text.startswith("TP118 uneven-sequence: ") and "pad the sequence to a multiple of 2" in text
