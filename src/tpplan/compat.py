@@ -21,7 +21,8 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +54,7 @@ __all__ = [
     "propagate",
     "rebuild_container",
     "reduce_scatter_single",
+    "register_sharding",
     "schema_mutates",
     "schema_returns_view",
     "transient_buffers",
@@ -166,6 +168,16 @@ def propagate(
         return []
     outputs: list[DTensorSpec | None] = [*output] if isinstance(output, (list, tuple)) else [output]  # pyright: ignore
     return [None if spec is None else spec.placements[0] for spec in outputs]
+
+
+def register_sharding(operator: OpOverload, rule: Callable[..., Any]) -> None:
+    """As torch's `register_sharding`, with every argument but the first counted when results are looked up again.
+
+    By itself torch remembers a rule's answer by the tensors and by what follows the first integer: which of several
+    optional tensors was None is forgotten.
+    """
+    _register_sharding(operator)(rule)
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(static_argnum=1)
 
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
