@@ -5,7 +5,9 @@ Every function runs anywhere: on a GPU as a kernel, elsewhere, or without triton
 operators, so that torch.compile, torch.export and DTensor know them.
 """
 
+from tpplan.kernels.activations import bias_gelu, geglu, gelu, swiglu
 from tpplan.kernels.backend import Backend, available, choose
+from tpplan.kernels.cross_entropy import cross_entropy
 from tpplan.kernels.errors import KernelArgumentError
 from tpplan.kernels.norms import layer_norm, rms_norm
 from tpplan.kernels.residual_norms import residual_layer_norm, residual_rms_norm
@@ -14,9 +16,14 @@ __all__ = [
     "Backend",
     "KernelArgumentError",
     "available",
+    "bias_gelu",
     "choose",
+    "cross_entropy",
+    "geglu",
+    "gelu",
     "layer_norm",
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
+    "swiglu",
 ]

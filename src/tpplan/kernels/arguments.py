@@ -59,3 +59,12 @@ def check_floating(function: str, *tensors: Tensor | None) -> None:
 def autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a norm's result: `dtype`, and float32 under CUDA's autocast, as torch's own norms have it."""
     return torch.float32 if tensor.is_cuda and torch.is_autocast_enabled("cuda") else dtype
+
+
+def check_bias(function: str, input: Tensor, bias: Tensor) -> None:
+    """Raise `KernelArgumentError` unless the bias has an element for each column."""
+    if not input.dim() or tuple(bias.shape) != tuple(input.shape[-1:]):
+        raise KernelArgumentError(
+            f"{function}: bias has the shape {list(bias.shape)}; it needs that of the input's last dim, "
+            f"{list(input.shape[-1:])}"
+        )

@@ -52,6 +52,7 @@ def shard_rows(
     results: tuple[str, ...],
     tensors: tuple[str, ...],
     dims_at: int | None = None,
+    whole_dims: int = 0,
     columns_too: bool = False,
 ) -> None:
     """Tell DTensor how `operator` may be sharded: along any dim that isn't normalized over.
@@ -59,13 +60,14 @@ def shard_rows(
     Args:
         operator: the operator; its tensors come before its other arguments.
         results, tensors: the role of each result and of each tensor argument.
-        dims_at: the position of the number of trailing dims that stay whole; none do without it.
+        dims_at: the position of an argument that says how many trailing dims of the first tensor stay whole.
+        whole_dims: how many do, if no argument says it.
         columns_too: whether the last dim may be sharded together with the tensors of the columns.
     """
 
     def rule(*arguments: Any) -> list[tuple[list[Placement | None], list[Placement | None]]]:
         shape = arguments[0].shape
-        whole = 0 if dims_at is None else arguments[dims_at]
+        whole = whole_dims if dims_at is None else arguments[dims_at]
         last = len(shape) - 1 if columns_too else -1
         acceptable: list[tuple[list[Placement | None], list[Placement | None]]] = []
         for dim in (None, *range(len(shape) - whole)):
