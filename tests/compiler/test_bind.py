@@ -61,8 +61,6 @@ def test_a_shared_module_is_bound_under_its_first_name() -> None:
         ({"norm": "colwise"}, 2, "TP101"),
         ({"body": "rowwise"}, 2, "TP101"),
         ({"body.q": "vocab"}, 2, "TP101"),
-        ({"body.q": "colwise"}, 3, "TP102"),
-        ({"body.o": "rowwise"}, 5, "TP102"),
         ({"body.x": "rowwise"}, 2, "TP012"),
     ],
 )

@@ -19,6 +19,7 @@ from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layo
 from tpplan.compiler.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
+from tpplan.runtime.stretches import in_packs, taken
 
 RANKS = 2
 aten = torch.ops.aten
@@ -144,7 +145,8 @@ def pieces(whole: Tensor, layout: Layout) -> list[Tensor]:
     """What each rank holds of a value."""
     if layout.is_sharded:
         assert layout.dim is not None
-        return [part.clone() for part in whole.chunk(RANKS, layout.dim)]
+        held = (layout.intervals(whole.shape[layout.dim], RANKS, rank) for rank in range(RANKS))
+        return [taken(whole, layout.dim, intervals).clone() for intervals in held]
     if layout.forward == "P":
         return summands(whole)
     return [whole.clone() for _ in range(RANKS)]
@@ -162,9 +164,10 @@ def gradient_pieces(whole: Tensor, layout: Layout) -> list[Tensor]:
     return summands(whole) if layout.gradient == "P" else [whole.clone() for _ in range(RANKS)]
 
 
-def joined(parts: Sequence[Tensor], dim: int | None, partial: bool) -> Tensor:
-    if dim is not None:
-        return torch.cat(list(parts), dim)
+def joined(parts: Sequence[Tensor], layout: Layout, partial: bool) -> Tensor:
+    if layout.dim is not None:
+        whole = torch.cat(list(parts), layout.dim)
+        return in_packs(whole, layout.dim, layout.packs, RANKS) if layout.packs else whole
     if partial:
         return torch.stack(list(parts)).sum(0)
     torch.testing.assert_close(parts[1], parts[0], msg=lambda m: f"replicated, but the ranks differ: {m}")
@@ -261,7 +264,7 @@ def _hold(case: Case, layouts: tuple[Layout, ...], outcome: Outcome, node: Opera
         local_results.append(call(case, inputs, lambda t, rank=rank: t))
     for index, (whole, layout) in enumerate(zip(results, outcome.outputs, strict=True)):
         mine = [local[index].detach() for local in local_results]
-        torch.testing.assert_close(joined(mine, layout.dim, layout.forward == "P"), whole.detach())
+        torch.testing.assert_close(joined(mine, layout, layout.forward == "P"), whole.detach())
     gradients = _gradients(results, wholes, upstream)
     shares = [
         None if pull is None else gradient_pieces(pull, layout)
@@ -274,7 +277,7 @@ def _hold(case: Case, layouts: tuple[Layout, ...], outcome: Outcome, node: Opera
     for index, (whole, layout) in enumerate(zip(gradients, layouts, strict=True)):
         partial = index in outcome.partial_parameters or (index not in case.parameters and layout.gradient == "P")
         mine = [held[index] for held in local_gradients]
-        joint = joined(mine, layout.dim, partial)
+        joint = joined(mine, layout, partial)
         torch.testing.assert_close(joint, whole, msg=lambda m, index=index: f"gradient of operand {index}: {m}")
 
 

@@ -13,17 +13,37 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler.layout import REPLICATED, Layout, sharded
+from tpplan.compiler.layout import REPLICATED, Layout, Pack, packed, sharded
+from tpplan.compiler.linear import LinearForm, linear_form
 from tpplan.plan import Diagnostic, Plan, Rule, Style
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A module with a rule."""
+    """A module with a rule.
+
+    Attributes:
+        name, style, rule: the module's name, and what the plan says of it.
+        form: what linear layer it is, for `colwise` and `rowwise`.
+        packs: the stretches of the split features, if they are several or have several holders.
+    """
 
     name: str
     style: Style
     rule: Rule
+    form: LinearForm | None = None
+    packs: tuple[Pack, ...] = ()
+
+    def layout_of(self, leaf: str) -> Layout | None:
+        """What the style makes of a parameter of the module; None if it leaves it whole."""
+        if self.style is Style.VOCAB:
+            return sharded(0)
+        if self.form is None or self.style not in (Style.COLWISE, Style.ROWWISE):
+            return None
+        columns = self.style is Style.COLWISE
+        if leaf == "bias":
+            return packed(0, self.packs) if columns else None
+        return packed(self.form.output_dim if columns else self.form.input_dim, self.packs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +79,17 @@ def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnos
             continue
         problem = _misfit(modules[name], name, rule, size)
         if problem is None:
-            bound[name] = Bound(name, rule.style, rule)
+            bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]))
         else:
             diagnostics.append(problem)
+    binding, conflicts = bind_parameters(model, bound)
+    return binding, once(diagnostics + conflicts)
+
+
+def bind_parameters(model: nn.Module, bound: dict[str, Bound]) -> tuple[Binding, list[Diagnostic]]:
+    """The binding for these modules, by any of their names."""
     parameters, owners, conflicts = _parameter_layouts(model, bound)
-    return Binding(_under_first_names(model, bound), parameters, owners), _once(diagnostics + conflicts)
+    return Binding(_under_first_names(model, bound), parameters, owners), conflicts
 
 
 def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, Bound]:
@@ -78,32 +104,15 @@ def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, B
 
 
 def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic | None:
-    kind = type(module).__name__
+    """What keeps a rule from being carried out on this module, seen from the module alone."""
     if rule.style in (Style.COLWISE, Style.ROWWISE):
-        if type(module).forward is not nn.Linear.forward or not isinstance(module, nn.Linear):
-            return Diagnostic(
-                code="TP101",
-                message=f"`{rule.style}` splits a linear layer, but `{name}` is a `{kind}`",
-                span=rule.style_span,
-                label=f"`{name}` is a `{kind}`",
-                help=_suggest_style(module),
-                subject=name,
-            )
-        count, what = (
-            (module.out_features, "out_features")
-            if rule.style is Style.COLWISE
-            else (module.in_features, "in_features")
-        )
-    elif rule.style is Style.VOCAB:
-        if type(module).forward is not nn.Embedding.forward or not isinstance(module, nn.Embedding):
-            return Diagnostic(
-                code="TP101",
-                message=f"`vocab` splits an embedding table by rows, but `{name}` is a `{kind}`",
-                span=rule.style_span,
-                label=f"`{name}` is a `{kind}`",
-                help=_suggest_style(module),
-                subject=name,
-            )
+        form = linear_form(module)
+        if form is None:
+            return _mismatch(module, name, rule, f"`{rule.style}` splits a linear layer")
+        return None  # whether the features can be shared out depends on what the model does with them, see `packing`
+    if rule.style is Style.VOCAB:
+        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+            return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return Diagnostic(
                 code="TP112",
@@ -113,32 +122,43 @@ def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic |
                 help="remove the rule, so that the table stays replicated",
                 subject=name,
             )
-        count, what = module.num_embeddings, "num_embeddings"
-    else:
-        return None
-    if count % size:
-        return Diagnostic(
-            code="TP102",
-            message=f"`{name}` can't be split evenly: {what} {count} is not divisible by {size}",
-            span=rule.style_span,
-            label=f"{count} / {size} leaves a remainder of {count % size}",
-            help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule"
-            + (
-                f"; padding the table to {count + size - count % size} rows also works"
-                if what == "num_embeddings"
-                else ""
-            ),
-            subject=name,
-        )
+        count = module.num_embeddings
+        return uneven_finding(name, rule, count, "num_embeddings", size) if count % size else None
     return None
 
 
+def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
+    kind = type(module).__name__
+    return Diagnostic(
+        code="TP101",
+        message=f"{what}, but `{name}` is a `{kind}`",
+        span=rule.style_span,
+        label=f"`{name}` is a `{kind}`",
+        help=_suggest_style(module),
+        subject=name,
+    )
+
+
+def uneven_finding(name: str, rule: Rule, count: int, what: str, size: int) -> Diagnostic:
+    """TP102 for a size that the axis doesn't divide."""
+    padding = f"; padding the table to {count + size - count % size} rows also works"
+    return Diagnostic(
+        code="TP102",
+        message=f"`{name}` can't be split evenly: {what} {count} is not divisible by {size}",
+        span=rule.style_span,
+        label=f"{count} / {size} leaves a remainder of {count % size}",
+        help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule"
+        + (padding if what == "num_embeddings" else ""),
+        subject=name,
+    )
+
+
 def _suggest_style(module: nn.Module) -> str:
-    if isinstance(module, nn.Linear):
+    if linear_form(module) is not None:
         return "a linear layer can be `colwise` or `rowwise`"
     if isinstance(module, nn.Embedding):
         return "an embedding table can be `vocab`"
-    linears = [name for name, inner in named_modules(module) if isinstance(inner, nn.Linear)]
+    linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]
     if linears:
         return f"name the linear layers inside it, such as `….{linears[0]}`"
     return "a module of this kind can be `sequence` or `replicate`"
@@ -162,7 +182,7 @@ def _parameter_layouts(
         wanted: dict[str, tuple[Layout, Bound]] = {}
         for name in names:
             module, _, leaf = name.rpartition(".")
-            layout = _layout_by_style(bound[module].style, leaf) if module in bound else None
+            layout = bound[module].layout_of(leaf) if module in bound else None
             if layout is not None:
                 wanted[name] = (layout, bound[module])
         choices = {layout for layout, _ in wanted.values()}
@@ -187,15 +207,7 @@ def _parameter_layouts(
     return layouts, owners, diagnostics
 
 
-def _layout_by_style(style: Style, leaf: str) -> Layout | None:
-    if style in (Style.COLWISE, Style.VOCAB):
-        return sharded(0)
-    if style is Style.ROWWISE and leaf == "weight":
-        return sharded(1)
-    return None
-
-
-def _once(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+def once(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
     """Of diagnostics that a pattern causes on many modules alike, the first, with the number of the others."""
     grouped: dict[tuple[object, ...], list[Diagnostic]] = {}
     for diagnostic in diagnostics:

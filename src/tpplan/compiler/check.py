@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.assign import Assignment, PlacedReshard
+from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import BodyError, Capture, record
 from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.compiler.program import LocalAttribute
@@ -100,7 +101,7 @@ def check(
     modules = dict(named_modules(skeleton.model))
     for name, held in attributes.items():
         for attribute in held:
-            setattr(modules[name], attribute.name, attribute.local)
+            setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.local))
     boundary = _LocalBoundary(given, excused, attributes)
     state = Capture(Recorder(), boundary)
     frames = {(f.module, f.call): f for f in given.trace.root.walk()}
@@ -169,11 +170,7 @@ class _LocalBoundary:
     def _moved(self, reshards: list[PlacedReshard], path: Path, tensor: Tensor) -> Tensor:
         for reshard in reshards:
             if reshard.path == path:
-                shape = list(tensor.shape)
-                if reshard.source.dim is not None:
-                    shape[reshard.source.dim] *= self.given.size
-                if reshard.target.dim is not None:
-                    shape[reshard.target.dim] //= self.given.size
+                shape = _moved_shape(reshard, tuple(tensor.shape), self.given)
                 return _like(shape, tensor.dtype, tensor.requires_grad)
         return tensor
 
@@ -237,6 +234,19 @@ class _LocalBoundary:
             return held
 
         return local(result, ())
+
+
+def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInput) -> tuple[int, ...]:
+    """What a reshard makes of a local shape, be it the promised one or not."""
+    whole = given.trace.values[reshard.value].shape
+    if shape == reshard.source.local_shape(whole, given.size):
+        return reshard.target.local_shape(whole, given.size)
+    moved = list(shape)
+    if reshard.source.dim is not None:
+        moved[reshard.source.dim] *= given.size
+    if reshard.target.dim is not None:
+        moved[reshard.target.dim] //= given.size
+    return tuple(moved)
 
 
 def _like(shape: Sequence[int], dtype: torch.dtype, differentiable: bool) -> Tensor:
@@ -334,7 +344,7 @@ def _compare_operation(
     for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
         if not _same_numbers(given.trace.values[mine], values[its]):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant that has other numbers")
-    if not _same_scalars(ours, theirs):
+    if not _same_scalars(given, ours, theirs):
         mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
         reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
         return Mismatch(whole, ours, position, mine, its, reason)
@@ -345,6 +355,9 @@ def _compare_shapes(
     given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
 ) -> Mismatch | None:
     layouts = given.assignment.layouts
+    if len(ours.outputs) != len(theirs.outputs):
+        reason = f"{ours.name} makes {len(theirs.outputs)} parts instead of {len(ours.outputs)}"
+        return Mismatch(whole, ours, position, (len(ours.outputs),), (len(theirs.outputs),), reason)
     for mine, its in zip(ours.outputs, theirs.outputs, strict=True):
         if mine is None or its is None or mine not in layouts:
             continue
@@ -378,10 +391,28 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
     return Mismatch(whole, mine, position, expected, None, failure)
 
 
-def _same_scalars(ours: Operation, theirs: Operation) -> bool:
+def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool:
     if ours.name == "aten.slice.Tensor":
-        return ours.arguments[1:3] == theirs.arguments[1:3]
+        return _local_start(given, ours) == theirs.arguments[1:3]
+    if ours.name == "aten.split.Tensor":
+        return ours.arguments[2:] == theirs.arguments[2:]  # the results' shapes show the size
     return _scalars(ours) == _scalars(theirs)
+
+
+def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
+    """The dim and the start of a slice, the start counted on one rank where the dim is sharded."""
+    held: tuple[Any, ...] = operation.arguments[1:3]
+    layout = given.assignment.layouts.get(operation.inputs[0], REPLICATED)
+    shape = given.trace.values[operation.inputs[0]].shape
+    if len(held) < 2 or not held[1] or layout.dim is None or held[0] % len(shape) != layout.dim:
+        return held
+    start, edge, local = held[1] % shape[layout.dim], 0, 0
+    for stretch in layout.packs:
+        if edge < start:
+            edge, local = edge + stretch.size, local + stretch.local(given.size)
+    if held[1] < 0:
+        local -= layout.local_size(shape[layout.dim], given.size)
+    return (held[0], local)
 
 
 def _shown(operation: Operation) -> str:

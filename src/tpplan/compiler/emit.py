@@ -87,11 +87,11 @@ def _parameters(
             ParameterPlacement(
                 names=tuple(names[key]),
                 shape=shape,
-                local_shape=layout.local_shape(shape, size),
+                local_shape=shape if layout.has_replicas else layout.local_shape(shape, size),
                 dtype=dtype_name(parameter.dtype),
                 itemsize=parameter.dtype.itemsize,
                 layout=layout,
-                summed=first in assignment.partial and not layout.is_sharded,
+                summed=layout.has_replicas or (first in assignment.partial and not layout.is_sharded),
                 trainable=parameter.requires_grad,
                 origin=owner.rule.origin if owner is not None else "replicated: no rule shards it",
             )
@@ -133,6 +133,7 @@ def _modules(
                 reads=own,
                 random=random,
                 local_attributes=attributes.get(name, ()),
+                transposed=bound is not None and bound.form is not None and bound.form.transposed,
             )
         )
     return tuple(found)

@@ -10,8 +10,10 @@ out: `Layout`, and `reshard_between(source, target)`: the collectives that the c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -36,6 +38,27 @@ class Collective(StrEnum):
         return self not in (Collective.NONE, Collective.SLICE, Collective.PAD)
 
 
+class Pack(NamedTuple):
+    """A stretch of a sharded dim that is shared out over the ranks by itself, such as q of q|k|v.
+
+    Attributes:
+        size: of the whole stretch.
+        replicas: how many consecutive ranks hold the same part of it: the key and value heads of grouped-query
+            attention where they are fewer than the ranks. Rank r holds part r // replicas.
+    """
+
+    size: int
+    replicas: int = 1
+
+    def local(self, size: int) -> int:
+        """One rank's part on an axis of `size` ranks."""
+        return self.size * self.replicas // size
+
+    def fits(self, size: int) -> bool:
+        """Whether it can be shared out evenly."""
+        return size % self.replicas == 0 and self.size % (size // self.replicas) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The placement of a value on the axis, with the placement of its gradient.
@@ -47,17 +70,42 @@ class Layout:
         dim: the sharded tensor dim, counted from the front; None unless sharded.
         interleave: for a sequence flattened together with its batch, (batch · sequence, hidden), the batch size of the
             example call; otherwise 1. The ranks' shards are then interleaved along the dim (DTensor's strided shard).
+        packs: for a dim that packs several stretches, these; a rank holds its part of each, one after the other. Empty
+            for a dim that is one stretch with one holder for each part.
+        spread: how many ranks the dim after `dim` is split over, among the holders of one part: repeated key and value
+            heads, (…, heads, repeats, …), of which each holder of a head keeps its own repeats. Otherwise 1.
     """
 
     forward: str
     gradient: str
     dim: int | None = None
     interleave: int = 1
+    packs: tuple[Pack, ...] = ()
+    spread: int = 1
 
     def __str__(self) -> str:
         if self.forward == "S":
-            return f"S({self.dim})" if self.interleave == 1 else f"S({self.dim}, interleave={self.interleave})"
+            return f"S({', '.join([str(self.dim), *self._details()])})"
         return "R·∂P" if self == REPLICATED_PARTIAL else self.forward
+
+    def _details(self) -> list[str]:
+        found = [f"interleave={self.interleave}"] if self.interleave != 1 else []
+        if len(self.packs) == 1:
+            found.append(f"replicas={self.packs[0].replicas}")
+        elif self.packs:
+            shown = (f"{p.size}" + (f"/{p.replicas} replicas" if p.replicas > 1 else "") for p in self.packs)
+            found.append(f"packs={'|'.join(shown)}")
+        return found + ([f"spread={self.spread}"] if self.spread != 1 else [])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no more than a DTensor placement on the axis, one part to a rank."""
+        return not self.packs and self.spread == 1
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same part, so that their gradients of it are partial."""
+        return any(pack.replicas > 1 for pack in self.packs)
 
     @property
     def is_sharded(self) -> bool:
@@ -71,21 +119,55 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        """The DTensor placement of the forward value."""
-        if self.forward == "R":
+        """The DTensor placement of the forward value.
+
+        Packs of one size are DTensor's strided shard. Of packs that differ in size DTensor knows nothing: there it is
+        told of a plain shard, whose concatenation is in the ranks' order and not in the parameter's.
+        """
+        if self.forward == "R" or self.has_replicas:
             return Replicate()
         if self.forward == "P":
             return Partial()
         assert self.dim is not None
         if self.interleave != 1:
             return interleaved_shard(self.dim, self.interleave)
+        if self.packs and not self.is_uneven:
+            return interleaved_shard(self.dim, len(self.packs))
         return Shard(self.dim)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it packs stretches of different sizes."""
+        return len({pack.size for pack in self.packs}) > 1
+
+    @property
+    def bare(self) -> Layout:
+        """The same dim, as if it were one stretch."""
+        return self if self.is_plain else Layout(self.forward, self.gradient, self.dim)
 
     def local_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         """The shape of one rank's part of a value of global `shape` on an axis of `size` ranks."""
         if self.dim is None:
             return shape
-        return (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
+        local = [*shape]
+        local[self.dim] = self.local_size(shape[self.dim], size)
+        if self.spread != 1:
+            local[self.dim + 1] //= self.spread
+        return tuple(local)
+
+    def local_size(self, count: int, size: int) -> int:
+        """How many of the `count` entries of the sharded dim one rank holds."""
+        return sum(pack.local(size) for pack in self.packs) if self.packs else count // size
+
+    def intervals(self, count: int, size: int, rank: int) -> list[tuple[int, int]]:
+        """What `rank` holds of the `count` entries of the sharded dim: (start, length), in local order."""
+        found: list[tuple[int, int]] = []
+        start = 0
+        for pack in self.packs or (Pack(count),):
+            length = pack.local(size)
+            found.append((start + rank // pack.replicas * length, length))
+            start += pack.size
+        return found
 
 
 REPLICATED = Layout("R", "R")
@@ -96,6 +178,14 @@ PARTIAL = Layout("P", "R")
 def sharded(dim: int, interleave: int = 1) -> Layout:
     """The layout split along tensor dim `dim` (not negative)."""
     return Layout("S", "S", dim, interleave)
+
+
+def packed(dim: int, packs: Iterable[Pack], spread: int = 1) -> Layout:
+    """The layout split along tensor dim `dim`, each of `packs` by itself."""
+    held = tuple(packs)
+    if len(held) == 1 and held[0].replicas == 1:
+        held = ()
+    return Layout("S", "S", dim, packs=held, spread=spread)
 
 
 def layout_of(placement: Placement) -> Layout | None:
@@ -139,11 +229,11 @@ def reshard_between(source: Layout, target: Layout) -> Collectives | None:
     if source == target:
         return Collectives(Collective.NONE, Collective.NONE)
     found = _TABLE.get((f"{source.forward}/{source.gradient}", f"{target.forward}/{target.gradient}"))
-    if (
-        found is not None
-        and source.is_sharded
-        and target.is_sharded
-        and (source.interleave, target.interleave) != (1, 1)
-    ):
+    special = [held for held in (source, target) if held.interleave != 1 or not held.is_plain]
+    if any(held.has_replicas or held.spread != 1 for held in special):
+        return None  # the gradients of replicas would have to be summed on the way
+    if special and source.is_sharded and target.is_sharded:
+        return None
+    if any(held.packs for held in special) and source == PARTIAL:
         return None
     return found

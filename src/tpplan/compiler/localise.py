@@ -11,15 +11,16 @@ out: integer attributes to divide (`self.num_heads`), to be tried and proved by 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-
-from torch import nn
+from collections.abc import Iterator, Mapping, Sequence
 
 from tpplan.compat import named_modules
+from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.check import CheckInput, Mismatch
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.region import Instance
 from tpplan.compiler.trace import Frame, Operation
+
+_PAIRED = 12
 
 Attributes = dict[str, tuple[LocalAttribute, ...]]
 
@@ -33,33 +34,42 @@ def propose_attributes(
     taken = {a.name for a in current.get(name, ())}
     sizes = _sharded_sizes(given, mismatch.frame)
     candidates = [
-        (key, value) for key, value in integer_attributes(modules[name]) if value in sizes and key not in taken
+        LocalAttribute(key, whole, local)
+        for key, value in integer_attributes(modules[name])
+        for whole, local in sizes
+        if value == whole and key not in taken
     ]
-    subsets: list[tuple[tuple[str, int], ...]] = [(c,) for c in candidates]
-    subsets += [*itertools.combinations(candidates, 2)] if len(candidates) <= 6 else []
-    if len(candidates) > 2:
-        subsets.append(tuple(candidates))
-    for subset in subsets:
+    for subset in _subsets(candidates):
         proposal = dict(current)
         for other in equal_modules(given.instance, mismatch.frame):
-            if all(getattr(modules[other], key, None) == value for key, value in subset):
-                added = tuple(LocalAttribute(key, value, value // given.size) for key, value in subset)
-                proposal[other] = (*proposal.get(other, ()), *added)
+            counts = dict(integer_attributes(modules[other]))
+            if all(counts.get(added.name) == added.whole for added in subset):
+                proposal[other] = (*proposal.get(other, ()), *subset)
         yield proposal
 
 
-def integer_attributes(module: nn.Module) -> list[tuple[str, int]]:
-    """The module's own counts: integer attributes, of which none of a flag."""
-    return [(key, value) for key, value in vars(module).items() if type(value) is int and not key.startswith("_")]
+def _subsets(candidates: Sequence[LocalAttribute]) -> Iterator[tuple[LocalAttribute, ...]]:
+    """One, two, and all; the module's own attributes come before those of its settings."""
+    yield from ((c,) for c in candidates)
+    if len(candidates) <= _PAIRED:
+        yield from (pair for pair in itertools.combinations(candidates, 2) if pair[0].name != pair[1].name)
+    distinct = list({c.name: c for c in candidates}.values())
+    if len(distinct) > 2:
+        yield tuple(distinct)
 
 
-def _sharded_sizes(given: CheckInput, frame: Frame) -> set[int]:
-    sizes: set[int] = set()
+def _sharded_sizes(given: CheckInput, frame: Frame) -> list[tuple[int, int]]:
+    """Sizes that are sharded in a body, whole and on one rank."""
+    sizes: set[tuple[int, int]] = set()
     for value in _values_before(frame, len(frame.body)):
         layout = given.assignment.layouts.get(value)
-        if layout is not None and layout.dim is not None:
-            sizes.add(given.trace.values[value].shape[layout.dim])
-    return {size for size in sizes if size % given.size == 0}
+        if layout is None or layout.dim is None:
+            continue
+        whole = given.trace.values[value].shape
+        local = layout.local_shape(whole, given.size)
+        sizes.update((a, b) for a, b in zip(whole, local, strict=True) if a != b)
+        sizes.update((p.size, p.local(given.size)) for p in layout.packs)
+    return sorted(sizes)
 
 
 def _values_before(frame: Frame, position: int) -> list[int]:
@@ -106,7 +116,7 @@ def read_sizes(given: CheckInput, mismatch: Mismatch) -> set[tuple[tuple[str, in
     instance = find_instance(given.instance, mismatch.frame.module, mismatch.frame.call)
     if instance is None:
         return set()
-    wanted = set(mismatch.sizes(given.size)) or _sharded_sizes(given, mismatch.frame)
+    wanted = set(mismatch.sizes(given.size)) or {whole for whole, _ in _sharded_sizes(given, mismatch.frame)}
     numbers = {value: number for number, value in enumerate(instance.values)}
     found: set[tuple[tuple[str, int], int]] = set()
     for value in _values_before(mismatch.frame, mismatch.position):

@@ -18,6 +18,7 @@ from torch import nn
 from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
+from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.bind import Binding, bind
 from tpplan.compiler.capture import BodyError, Capture, record
 from tpplan.compiler.check import CheckInput, Mismatch, check
@@ -34,7 +35,8 @@ from tpplan.compiler.effects import effect_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import REPLICATED
-from tpplan.compiler.localise import equal_modules, integer_attributes, propose_attributes, read_sizes
+from tpplan.compiler.localise import equal_modules, propose_attributes, read_sizes
+from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Constraints, Failure, Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
 from tpplan.compiler.propagate import Propagator
@@ -43,7 +45,7 @@ from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.trace import Trace
 from tpplan.compiler.uncovered import uncovered_finding
-from tpplan.compiler.warn import warnings_for
+from tpplan.compiler.warn import gathers_columns, warnings_for
 from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError, Plan, Severity, Style
 
@@ -65,6 +67,7 @@ class _Work:
     constraints: Constraints
     propagator: Propagator
     attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
+    heads: frozenset[int] = frozenset()
     fixed: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
@@ -104,10 +107,15 @@ def compile_program(
     modes = (True, False) if training is None else (training,)
     trace, results = _capture(model, arguments, keywords, diagnostics, modes)
     dump.trace(trace)
+    unpacked = pack(model, trace, binding, size)
+    binding = unpacked.binding
+    diagnostics += unpacked.findings
+    if any(d.severity is Severity.ERROR for d in diagnostics):
+        raise CompileError(diagnostics)
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, results,
         Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values())),
-        Propagator(size, _batch(trace)), findings=list(diagnostics),
+        Propagator(size, _batch(trace)), heads=unpacked.heads, findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     _, assignment = _search(work, dump)
@@ -182,6 +190,10 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
             raise CompileError(work.findings)
         instance, assignment = placed
         dump.assignment(assignment, attempt)
+        if work.heads and not work.constraints.heads and gathers_columns(work.trace, work.binding, assignment):
+            # Something that counts heads too may be in the way: a bias made elsewhere, a head that all share.
+            _try_heads(work)
+            continue
         if _reconcile(work, instance, assignment):
             continue
         given = CheckInput(
@@ -234,6 +246,9 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
         if work.constraints.sequence and not work.constraints.slice_constants:
             work.constraints.slice_constants = True
             continue
+        if work.heads and not work.constraints.heads:
+            _try_heads(work)
+            continue
         failed = True
         if work.learned_from is not None:
             work.findings.append(work.learned_from)
@@ -244,6 +259,12 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
             return None
         work.constraints.forgiven.add((region.example, solutions.node))
     return None
+
+
+def _try_heads(work: _Work) -> None:
+    """From now on, let values be split by heads at every boundary."""
+    work.constraints.heads = work.heads
+    work.propagator.heads = work.heads
 
 
 def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:

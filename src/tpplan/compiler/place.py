@@ -24,6 +24,8 @@ from tpplan.compiler.layout import (
     REPLICATED_PARTIAL,
     Collectives,
     Layout,
+    Pack,
+    packed,
     reshard_between,
     sharded,
 )
@@ -130,6 +132,7 @@ class Constraints:
         unsharded: (region's example, local value): a value that must not be sharded there, as its size is read.
         forgiven: (region's example, node): operations already reported; taken as replicated to find the next mistake.
         whole_gradients: (region's example, local value): parameters whose gradient must not be partial there.
+        heads: numbers of heads; a dim of such a size may be split at any boundary. Empty until that is worth a try.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
     """
@@ -137,6 +140,7 @@ class Constraints:
     unsharded: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     forgiven: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     whole_gradients: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
+    heads: frozenset[int] = frozenset()
     slice_constants: bool = False
     sequence: bool = False
 
@@ -360,13 +364,14 @@ class Placer:
     ) -> list[Layout]:
         sequence = self._sequence_layout(value)
         if boundary.pin is not None and value.dtype.is_floating_point and value.shape:
-            whole = [REPLICATED, REPLICATED_PARTIAL] if value.differentiable else [REPLICATED]
             if boundary.pin is Pin.REPLICATE:
-                return whole
+                return [REPLICATED, REPLICATED_PARTIAL] if value.differentiable else [REPLICATED]
             if boundary.pin is Pin.SEQUENCE:
                 return [] if sequence is None else [sequence]
             last = len(value.shape) - 1
-            return [sharded(last)] if value.shape[last] % self.size == 0 else []
+            whole = boundary.packs or (Pack(value.shape[last]),)
+            fits = sum(p.size for p in whole) == value.shape[last] and all(p.fits(self.size) for p in whole)
+            return [packed(last, whole)] if fits else []
         if boundary.pin is not None:
             return [REPLICATED]
         if region.depth == 0 and outward:
@@ -383,7 +388,16 @@ class Placer:
         movable = value.differentiable or not source.is_replicated or self.constraints.slice_constants
         if movable and sequence is not None and self.constraints.sequence:
             targets += [REPLICATED, sequence]
+        targets += self._head_layouts(value)
         return list(dict.fromkeys(targets))
+
+    def _head_layouts(self, value: LocalValue) -> list[Layout]:
+        """The splits by heads: of a dim that counts them, or of dim 0 where it was flattened with the batch."""
+        found = [sharded(dim) for dim, count in enumerate(value.shape) if count in self.constraints.heads]
+        batch = self.propagator.batch
+        if batch > 1 and len(value.shape) == 3 and value.shape[0] in {batch * n for n in self.constraints.heads}:
+            found.append(sharded(0, interleave=batch))
+        return found if value.dtype.is_floating_point else []
 
     def _pinned_inside(self, region: Region, boundary: Boundary) -> bool:
         """Whether a value that leaves comes from a module whose output the plan pins, through results alone."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tpplan.compiler.layout import Collective, Layout
+from tpplan.compiler.layout import Collective, Layout, Pack
 from tpplan.plan import Diagnostic
 
 PROGRAM_VERSION = 1
@@ -54,7 +54,8 @@ class ParameterPlacement:
 
     Attributes:
         names: every name it goes by; the first is canonical.
-        shape, local_shape: of the whole and of one rank's part.
+        shape, local_shape: of the whole and of what one rank stores; a parameter with several holders of each part is
+            stored whole, and its body reads the part.
         dtype: such as `bfloat16`.
         layout: R or S(dim).
         summed: whether its gradient comes out partial and is summed over the axis once a backward.
@@ -110,7 +111,8 @@ class ModuleProgram:
         entries, exits: reshards of its arguments and of its results.
         reads: names of the parameters that its body reads, relative to the root.
         random: "split" if it draws different random numbers on each rank, "same" if it draws the same, None if none.
-        local_attributes: attributes that hold a local count.
+        local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
+        transposed: whether it is a linear layer whose weight is (inputs, outputs).
     """
 
     name: str
@@ -123,6 +125,7 @@ class ModuleProgram:
     reads: tuple[str, ...] = ()
     random: str | None = None
     local_attributes: tuple[LocalAttribute, ...] = ()
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,8 @@ class Program:
 
 
 def _layout(plain: Mapping[str, Any]) -> Layout:
-    return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"])
+    packs = tuple(Pack(*pack) for pack in plain["packs"])
+    return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"], packs, plain["spread"])
 
 
 def _parameter(plain: Mapping[str, Any]) -> ParameterPlacement:

@@ -20,11 +20,13 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat import NoRule, OperatorMeta, propagate
-from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, layout_of
+from tpplan.compiler import packed
+from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, layout_of, sharded
 from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
 
-_VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
+_REPEATS = frozenset(("aten.expand.default",))
+_FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Propagator:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`."""
         self.size = size
         self.batch = batch
+        self.heads: frozenset[int] = frozenset()
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
     def outcomes(
@@ -73,7 +76,8 @@ class Propagator:
         node_inputs = _meaningful_inputs(node, values)
         operands = tuple((i, layout(i)) for i in dict.fromkeys((*node_inputs, *node.overwritten)))
         if all(held.is_replicated for _, held in operands):
-            return self._replicated(node, values, operands)
+            found = self._replicated(node, values, operands)
+            return found if isinstance(found, Refusal) else found + self._by_heads(node, values, operands)
         if node.overwritten:
             return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
         forward = self._forward(node, values, dict(operands))
@@ -92,7 +96,7 @@ class Propagator:
                 return Refusal("gradient", reason, operands)
         outputs: list[Layout] = []
         for output, held in zip(node.outputs, forward, strict=True):
-            if output is not None and held.is_replicated and values[output].differentiable:
+            if output is not None and held == REPLICATED and values[output].differentiable:
                 return Refusal("reduction", "makes a replicated value from a sharded one", operands)
             outputs.append(held)
         return [Outcome(tuple(outputs), frozenset(partial))]
@@ -117,6 +121,22 @@ class Propagator:
                 found.append(Outcome(outputs, partial_parameters=parameters))
         return found
 
+    def _by_heads(
+        self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
+    ) -> list[Outcome]:
+        """The ways in which each rank makes what belongs to its own heads, from replicated values or from none."""
+        if (node.name not in _REPEATS and node.name not in _FILLS) or not self.heads:
+            return []
+        (output,) = (o for o in node.outputs if o is not None)
+        after = values[output]
+        before = values[operands[0][0]].shape if operands else ()
+        whole_gradient = bool(operands) and operands[0][1] == REPLICATED and after.differentiable
+        if node.name in _REPEATS and (len(before) != len(after.shape) or whole_gradient):
+            return []
+        parameter = frozenset(i for i, _ in operands if values[i].parameter is not None and values[i].differentiable)
+        grown = [d for d, n in enumerate(after.shape) if n in self.heads and (not before or before[d] == 1)]
+        return [Outcome((sharded(d),), partial_parameters=parameter) for d in grown]
+
     def _forward(
         self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
     ) -> tuple[Layout, ...] | Refusal:
@@ -130,6 +150,8 @@ class Propagator:
                 return tuple(items)
             return argument
 
+        if packed.concerns(node, layouts):
+            return self._packed(node, values, layouts)
         arguments = _drop_empty_operands(node, values)
         arguments = tuple(describe(argument) for argument in arguments)
         keywords = tuple((name, describe(argument)) for name, argument in node.keywords)
@@ -146,20 +168,33 @@ class Propagator:
         operands = tuple(layouts.items())
         if isinstance(known, str):
             kind, _, reason = known.partition(":")
+            if node.name in packed.VIEWS:
+                retried = self._packed(node, values, layouts)
+                return Refusal(kind, reason, operands) if isinstance(retried, Refusal) else retried
             return Refusal(kind, reason, operands)
         assert known is not None
         outputs: list[Layout] = []
         for held in known:
             if held is None:
                 return Refusal("reduction", "reduces over a sharded dim with something other than a sum", operands)
-            if held.interleave not in (1, self.batch):
-                return Refusal("communication", "flattens a sharded dim with one that isn't the batch", operands)
+            if held.interleave != 1 and (held.interleave != self.batch or held.dim != 0):
+                return self._packed(node, values, layouts)
             outputs.append(held)
-        flat = node.name in _VIEWS and len(values[node.outputs[0] or 0].shape) == 2
+        flat = node.name in packed.VIEWS and len(values[node.outputs[0] or 0].shape) == 2
         if self.batch == 1 and flat and _flattens(operands, outputs[0]):
             reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
             return Refusal("communication", reason, operands)
         return tuple(outputs)
+
+    def _packed(
+        self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
+    ) -> tuple[Layout, ...] | Refusal:
+        def ask(plain: dict[int, Layout]) -> tuple[Layout, ...] | str:
+            answer = self._forward(node, values, plain)
+            return answer.reason if isinstance(answer, Refusal) else answer
+
+        made = packed.results(node, values, layouts, self.size, self.batch, ask)
+        return Refusal("no-rule", made, tuple(layouts.items())) if isinstance(made, str) else made
 
     def _ask(
         self, node: OperationNode, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]

@@ -17,7 +17,7 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.bind import Binding
-from tpplan.compiler.layout import Layout
+from tpplan.compiler.layout import Layout, Pack
 from tpplan.compiler.trace import Frame, Location, Operation, Path, Reference, Trace
 from tpplan.plan import Pin, Style
 
@@ -70,7 +70,8 @@ class CallNode:
 class Boundary:
     """A crossing; numbers are local.
 
-    `pin` is what the plan demands of the layout on the inside (of an entry) or on the outside (of an exit).
+    `pin` is what the plan demands of the layout on the inside (of an entry) or on the outside (of an exit); `packs` are
+    those of a value that is pinned to be sharded.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Boundary:
     source: int
     target: int
     pin: Pin | None
+    packs: tuple[Pack, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,10 +151,11 @@ class _Builder:
             return numbers[identifier]
 
         bound = self.binding.modules.get(frame.module)
+        packs = bound.packs if bound is not None else ()
         sources = [crossing.source for crossing in frame.entries]
         inputs = tuple(dict.fromkeys(local(i) for i in (*sources, *self.free.get(id(frame), ()))))
         entries = tuple(
-            Boundary(c.path, c.aliases, local(c.source), local(c.target), _entry_pin(bound, index))
+            Boundary(c.path, c.aliases, local(c.source), local(c.target), _entry_pin(bound, index), packs)
             for index, c in enumerate(frame.entries)
         )
         children: list[Instance] = []
@@ -171,7 +174,7 @@ class _Builder:
                 )
             )
         pin = bound.rule.output if bound is not None else None
-        exits = tuple(Boundary(c.path, c.aliases, local(c.source), local(c.target), pin) for c in frame.exits)
+        exits = tuple(Boundary(c.path, c.aliases, local(c.source), local(c.target), pin, packs) for c in frame.exits)
         outputs = tuple(
             dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ())))
         )

@@ -17,25 +17,28 @@ from tpplan.compat import named_modules
 from tpplan.compiler.bind import Binding
 from tpplan.plan import Diagnostic
 
-# Norms and biases are thousandths of a model, position tables and poolers about a hundredth: those need no word.
-_SHARE = 0.05
+# Position tables, poolers and classifiers are a few hundredths of a model: those need no word.
+_SHARE = 0.15
 _LISTED = 5
 
 
 def uncovered_finding(model: nn.Module, binding: Binding) -> list[Diagnostic]:
-    """Report parameters without a rule, if they are more than a twentieth of all."""
+    """Report parameters without a rule, if the matrices among them are more than a seventh of all."""
     covered: dict[int, bool] = {}
     sizes: dict[int, int] = {}
     names: dict[int, str] = {}
+    matrices: set[int] = set()
     for prefix, module in named_modules(model):
         named = _is_named(prefix, binding)
         for leaf, parameter in module.named_parameters(recurse=False):
             key = id(parameter)
             sizes[key] = parameter.numel()
+            if parameter.dim() > 1:
+                matrices.add(key)
             names.setdefault(key, f"{prefix}.{leaf}" if prefix else leaf)
             covered[key] = covered.get(key, False) or named or names[key] in binding.owners
     total = sum(sizes.values())
-    bare = {names[key]: size for key, size in sizes.items() if not covered[key]}
+    bare = {names[key]: size for key, size in sizes.items() if not covered[key] and key in matrices}
     if not bare or sum(bare.values()) < _SHARE * total:
         return []
     share = f"{100 * sum(bare.values()) / total:.0f}%"

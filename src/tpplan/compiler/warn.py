@@ -57,6 +57,13 @@ def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: i
     return found + [_sliced(held) for held in sliced.values()]
 
 
+def gathers_columns(trace: Trace, binding: Binding, assignment: Assignment) -> bool:
+    """Whether a column-wise result is gathered though the plan doesn't ask for it."""
+    origins = Origins(trace, binding)
+    placed = (r for decided in assignment.frames for r in (*decided.entries, *decided.exits))
+    return any(_gathers_columns(reshard, trace, assignment, origins) is not None for reshard in placed)
+
+
 def _gathers_columns(reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins) -> Bound | None:
     shape = trace.values[reshard.value].shape
     if not shape or reshard.source.dim != len(shape) - 1 or reshard.target == reshard.source:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compiler.program import ParameterPlacement
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.stretches import taken
 
 
 class MeshDistributor:
@@ -45,11 +46,11 @@ class MeshDistributor:
         if whole.is_meta:
             return torch.empty(placement.local_shape, dtype=whole.dtype, device="meta")
         whole = self._agreed(whole)
-        dim = placement.layout.dim
-        if dim is None:
+        layout = placement.layout
+        if layout.dim is None or layout.has_replicas:
             return whole.clone() if self._source is None else whole
-        count = placement.local_shape[dim]
-        return whole.narrow(dim, self.axis.rank * count, count).clone(memory_format=torch.contiguous_format)
+        held = layout.intervals(placement.shape[layout.dim], self.axis.size, self.axis.rank)
+        return taken(whole, layout.dim, held).clone(memory_format=torch.contiguous_format)
 
     def _agreed(self, whole: Tensor) -> Tensor:
         if self._source is None:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
+from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import argument_names
 from tpplan.compiler.layout import Layout
-from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.program import LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
-from tpplan.runtime.parameters import BlockReader, HandedOut, SummedReader
+from tpplan.runtime.parameters import BlockReader, HandedOut, PartReader, SummedReader
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, make_reshard
 
@@ -130,10 +131,12 @@ def _module_changes(
             opened=opened if is_root else (),
             guard=guard if is_root else None,
             context=context if is_root and program.flattens_batch else None,
+            transposed=spec.transposed,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
         )
         changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
-        changes.extend(_swap_attribute(module, a.name, a.local) for a in spec.local_attributes)
+        if spec.local_attributes:
+            changes.append(_swap_attributes(module, spec.local_attributes))
     return changes
 
 
@@ -159,9 +162,20 @@ def _swap_class(module: nn.Module, replacement: type[nn.Module], runtime: Module
     return _Change(apply, undo)
 
 
-def _swap_attribute(module: nn.Module, name: str, value: int) -> _Change:
-    stock = getattr(module, name)
-    return _Change(lambda: setattr(module, name, value), lambda: setattr(module, name, stock))
+def _swap_attributes(module: nn.Module, attributes: Sequence[LocalAttribute]) -> _Change:
+    stock: dict[str, Any] = {}
+
+    def apply() -> None:
+        for attribute in attributes:
+            name, held = replaced_attribute(module, attribute.name, attribute.local)
+            stock.setdefault(name, getattr(module, name))
+            setattr(module, name, held)
+
+    def undo() -> None:
+        for name, held in stock.items():
+            setattr(module, name, held)
+
+    return _Change(apply, undo)
 
 
 def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
@@ -179,11 +193,13 @@ def _readers(
         if not placement.summed:
             members.setdefault(_block(modules, placement.name), []).append(_owner(modules, placement.name))
     blocks = {block: BlockReader(handed_out, held) for block, held in members.items()}
-    return {
-        name: summed if placement.summed else blocks[_block(modules, placement.name)]
-        for placement in program.parameters
-        for name in placement.names
-    }
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    for placement in program.parameters:
+        read = summed if placement.summed else blocks[_block(modules, placement.name)]
+        if placement.layout.has_replicas:
+            read = PartReader(summed, placement.layout, placement.shape, handed_out.axis)
+        found |= dict.fromkeys(placement.names, read)
+    return found
 
 
 def _block(modules: dict[str, nn.Module], name: str) -> str:

@@ -56,6 +56,7 @@ class ModuleRuntime:
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved.
         context: for the root, where a reshard needs the batch size: where to note it.
+        transposed: whether it is a linear layer whose weight is (inputs, outputs).
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
     """
 
@@ -69,6 +70,7 @@ class ModuleRuntime:
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None
     context: CallContext | None = None
+    transposed: bool = False
     shared: bool = False
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -201,7 +203,8 @@ class ReducedLinear(ShardedModule):
         parameters = self._parameters
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
-        result = functional.linear(input, runtime.reads[0][2](weight))
+        local = runtime.reads[0][2](weight)
+        result = input @ local if runtime.transposed else functional.linear(input, local)
         if runtime.exits:
             result = runtime.exits[0].step(result)
         if bias is None:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import local_of, native_apply, new_distributed_tensor, own_parameters
+from tpplan.compiler.layout import Layout
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.stretches import taken
 
 
 class _LocalShards(torch.autograd.Function):
@@ -132,6 +134,24 @@ class SummedReader:
         shards = self._handed_out.shards
         found = None if shards is None else shards.get(id(parameter))
         return _apply_summed_shards(self._handed_out.axis, parameter)[0] if found is None else found
+
+
+class PartReader:
+    """Reads this rank's part of a parameter that is stored whole, since several ranks hold each part.
+
+    The gradient of a part is padded with zeros, so that the sum over the ranks is the whole parameter's gradient.
+    """
+
+    def __init__(self, summed: SummedReader, layout: Layout, shape: tuple[int, ...], axis: Communicator) -> None:
+        """Read the part of a parameter of `shape` that `layout` gives to this rank of `axis`."""
+        assert layout.dim is not None
+        self._summed = summed
+        self._dim = layout.dim
+        self._intervals = layout.intervals(shape[layout.dim], axis.size, axis.rank)
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """The part of `parameter`."""
+        return taken(self._summed(parameter), self._dim, self._intervals)
 
 
 class BlockReader:

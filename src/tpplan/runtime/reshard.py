@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import native_apply
-from tpplan.compiler.layout import Collective, Layout
+from tpplan.compiler.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.stretches import in_packs, in_ranks, taken
 
 Move = Callable[[Tensor], Tensor]
 
@@ -124,9 +125,28 @@ def make_reshard(
     if fresh and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
         return SumInPlace(axis)
     there, back = _move(forward, source, target, axis), _move(backward, target, source, axis)
+    packs = source.packs or target.packs
+    if packs:
+        dim = _dim(source if source.is_sharded else target)
+        return ReshardStep(_stretched(forward, dim, packs, axis), _stretched(backward, dim, packs, axis))
     if source.interleave == 1 and target.interleave == 1:
         return ReshardStep(there, back)
     return ReshardStep(_flattened(there, context), _flattened(back, context), context)
+
+
+def _stretched(collective: Collective, dim: int, packs: tuple[Pack, ...], axis: Communicator) -> Move:
+    """The move along a dim of several packs, each of which is shared out by itself."""
+    if collective is Collective.NONE:
+        return _identity
+    if collective is Collective.ALL_GATHER:
+        return lambda tensor: in_packs(axis.all_gather(tensor, dim), dim, packs, axis.size)
+    if collective is Collective.REDUCE_SCATTER:
+        return lambda tensor: axis.reduce_scatter(in_ranks(tensor, dim, packs, axis.size), dim)
+    if collective is Collective.SLICE:
+        held = Layout("S", "S", dim, packs=packs).intervals(sum(p.size for p in packs), axis.size, axis.rank)
+        return lambda tensor: taken(tensor, dim, held)
+    assert collective is Collective.PAD, collective
+    return lambda tensor: in_packs(_pad(tensor, dim, axis), dim, packs, axis.size)
 
 
 def _flattened(move: Move, context: CallContext) -> Move:

@@ -1,0 +1,275 @@
+"""Packed: operations on values whose sharded dim is more than one stretch with one holder for each part.
+
+in:  an operation, and the layouts of its operands, at least one of them packed, replicated in groups, or joined
+out: the layouts of its results, or the reason why there are none
+
+    split([32, 16, 16]) of S(2, packs=32|16|16)   ->  S(2), S(2), S(2)
+    view(b, s, 3, h, d) of S(2, packs=hd|hd|hd)   ->  S(3)
+    expand(b, 2, 4, s, d) of S(1, replicas=2)     ->  S(1, replicas=2, spread=2): a holder keeps its own repeats
+    cat([a, b], -1) of S(2), S(2)                 ->  S(2, packs=a|b)
+
+Whatever treats all entries of the dim alike is left to DTensor's rule for a plain shard: the order of the entries is
+nothing to it, as long as all operands have the same. Views are decided by enumeration: of the layouts that a result
+could have, the one by which every rank holds the very elements, in the very order, that its part of the operand has.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from tpplan.compiler.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.region import LocalValue, OperationNode
+from tpplan.compiler.trace import Reference
+
+VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
+SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
+_LARGEST = 1 << 22
+_REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
+
+Layouts = tuple[Layout, ...]
+Ask = Callable[[dict[int, Layout]], "Layouts | str"]
+
+
+def concerns(node: OperationNode, layouts: dict[int, Layout]) -> bool:
+    """Whether these rules decide, and not DTensor's alone."""
+    return any(not held.is_plain for held in layouts.values()) or _joins(node, layouts)
+
+
+def results(
+    node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout], size: int, batch: int, ask: Ask
+) -> Layouts | str:
+    """The layouts of the results; a text tells why there are none.
+
+    Args:
+        node, values: the operation, and the geometry of its region.
+        layouts: of its operands, by local number.
+        size: of the axis.
+        batch: the batch size of the example call.
+        ask: DTensor's rules, for layouts that are plain.
+    """
+    split = [(number, held) for number, held in layouts.items() if held.is_sharded]
+    number, held = split[0]
+    assert held.dim is not None
+    shape = values[number].shape
+    if _joins(node, layouts):
+        return _joined(node, values, layouts)
+    if node.name in VIEWS:
+        made = viewed(shape, values[_output(node)].shape, held, size, batch)
+        return (made,) if made is not None else "cuts across what the sharded dim packs"
+    if node.name in SPLITS and _along(node, shape) == held.dim:
+        lengths = [values[o].shape[held.dim] for o in node.outputs if o is not None]
+        return _taken(held, _starts(lengths), lengths, size)
+    if node.name == "aten.slice.Tensor" and _along(node, shape) == held.dim:
+        length = values[_output(node)].shape[held.dim]
+        step = node.arguments[4] if len(node.arguments) > 4 else 1
+        start = node.arguments[2] if len(node.arguments) > 2 else 0
+        start = max(0, (start or 0) + (shape[held.dim] if (start or 0) < 0 else 0))
+        return _taken(held, [start], [length], size) if step == 1 else "takes every so many entries of a packed dim"
+    if node.name == "aten.expand.default" and _repeats(values, number, node, held):
+        return (replace(held, spread=held.packs[0].replicas),)
+    return _alike(node, values, dict(split), layouts, ask)
+
+
+def _output(node: OperationNode) -> int:
+    return next(o for o in node.outputs if o is not None)
+
+
+def _along(node: OperationNode, shape: tuple[int, ...]) -> int:
+    position = 1 if node.name == "aten.slice.Tensor" else 2
+    dim: int = node.arguments[position] if len(node.arguments) > position else 0
+    return dim % len(shape)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+def _taken(held: Layout, starts: Iterable[int], lengths: Iterable[int], size: int) -> Layouts | str:
+    """Stretches of a packed dim: each must be whole packs."""
+    assert held.dim is not None
+    edges = _starts([pack.size for pack in held.packs])
+    found: list[Layout] = []
+    for start, length in zip(starts, lengths, strict=True):
+        inside = [p for p, edge in zip(held.packs, edges, strict=True) if start <= edge < start + length]
+        if start not in edges or sum(p.size for p in inside) != length:
+            return "cuts across what the sharded dim packs"
+        everywhere = all(p.local(size) == p.size for p in inside)
+        found.append(REPLICATED_PARTIAL if everywhere else packed(held.dim, inside))
+    return tuple(found)
+
+
+def _repeats(values: Sequence[LocalValue], number: int, node: OperationNode, held: Layout) -> bool:
+    """Whether the replicated heads are repeated, so that each holder needs its own repeats only."""
+    before, after = values[number].shape, values[_output(node)].shape
+    dim = held.dim
+    if dim is None or len(held.packs) != 1 or len(before) != len(after) or dim + 1 >= len(before):
+        return False
+    grown = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    return grown == [dim + 1] and after[dim + 1] % held.packs[0].replicas == 0
+
+
+def _joins(node: OperationNode, layouts: dict[int, Layout]) -> bool:
+    """Whether it is a concatenation of sharded tensors; `_joined` tells whether along the sharded dim."""
+    return node.name == "aten.cat.default" and bool(layouts) and all(held.is_sharded for held in layouts.values())
+
+
+def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> Layouts | str:
+    tensors: tuple[Reference, ...] = tuple(r for r in node.arguments[0] if r.identifier in layouts)
+    held = [layouts[r.identifier] for r in tensors]
+    rank = len(values[tensors[0].identifier].shape)
+    dim: int = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
+    if any(h.interleave != 1 or h.spread != 1 for h in held):
+        return "joins values that are interleaved"
+    if all(h.dim == dim for h in held):
+        # Elsewhere than in the features a split is along the sequence, whose order matters.
+        if dim != rank - 1:
+            return "joins values along the dim that is sharded"
+        sizes = [values[r.identifier].shape[dim] for r in tensors]
+        return (packed(dim, [p for h, n in zip(held, sizes, strict=True) for p in h.packs or (Pack(n),)]),)
+    return (held[0],) if len(set(held)) == 1 and held[0].dim != dim else "joins values that are sharded differently"
+
+
+def _alike(
+    node: OperationNode,
+    values: Sequence[LocalValue],
+    split: dict[int, Layout],
+    layouts: dict[int, Layout],
+    ask: Ask,
+) -> Layouts | str:
+    """An operation that does the same to each entry of the dim, whatever their order."""
+    kinds = {(held.packs, held.spread) for held in split.values()}
+    if len(kinds) > 1:
+        return "meets a packed value with one that is sharded otherwise"
+    if node.name in _REORDERS:
+        return "reorders a packed dim"
+    ((packs, spread),) = kinds
+    number, held = next(iter(split.items()))
+    assert held.dim is not None
+    made = ask({n: h.bare for n, h in layouts.items()})
+    if isinstance(made, str):
+        return made
+    count = values[number].shape[held.dim]
+    after = None
+    if spread != 1:
+        after = ask({n: sharded((h.dim or 0) + 1) if h.is_sharded else h for n, h in layouts.items()})
+        if isinstance(after, str):
+            return after
+    found: list[Layout] = []
+    for position, (output, result) in enumerate(zip(node.outputs, made, strict=True)):
+        if output is not None and result.is_sharded:
+            assert result.dim is not None
+            if values[output].shape[result.dim] != count or result.interleave != 1:
+                return "changes the size of a packed dim"
+            if after is not None and after[position].dim != result.dim + 1:
+                return "takes repeated heads apart"
+            result = packed(result.dim, packs, spread)
+        elif output is not None and spread != 1:
+            return "reduces over repeated heads"
+        found.append(result)
+    return tuple(found)
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=65536)
+def viewed(source: tuple[int, ...], target: tuple[int, ...], held: Layout, size: int, batch: int) -> Layout | None:
+    """The layout after a view of `source` as `target`; None if a rank's elements are no part of the result."""
+    assert held.dim is not None
+    last = held.dim + (1 if held.spread != 1 else 0)
+    group = _group(source, target, held.dim, last)
+    if group is None:
+        return None
+    (begin, end), (first, stop) = group
+    if math.prod(source[begin:end]) > _LARGEST:
+        return None
+    inner = replace(held, dim=held.dim - begin)
+    ours = [_elements(source[begin:end], inner, size, rank) for rank in range(size)]
+    for candidate in _candidates(source[begin:end], target[first:stop], inner, size, batch if first == 0 else 1):
+        theirs = (_elements(target[first:stop], candidate, size, rank) for rank in range(size))
+        if all(numpy.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            assert candidate.dim is not None
+            return replace(candidate, dim=candidate.dim + first)
+    return None
+
+
+def _group(
+    source: tuple[int, ...], target: tuple[int, ...], dim: int, last: int
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The smallest runs of dims, in both shapes, that cover the same elements and contain `dim` to `last`."""
+    i = j = 0
+    begin = first = 0
+    while i < len(source) or j < len(target):
+        ours = theirs = 1
+        began = (i, j)
+        while True:
+            if ours <= theirs and i < len(source):
+                ours, i = ours * source[i], i + 1
+            elif j < len(target):
+                theirs, j = theirs * target[j], j + 1
+            else:
+                return None
+            if ours == theirs and j > began[1]:
+                break
+        if began[0] <= dim:
+            begin, first = began
+        if i > last:
+            while j < len(target) and target[j] == 1:
+                j += 1
+            return (begin, i), (first, j)
+    return None
+
+
+def _candidates(
+    source: tuple[int, ...], target: tuple[int, ...], held: Layout, size: int, batch: int
+) -> Iterator[Layout]:
+    assert held.dim is not None
+    for position, count in enumerate(target):
+        if count % size == 0:
+            yield sharded(position)
+            if position == 0 and batch != 1 and count % (batch * size) == 0:
+                yield sharded(0, interleave=batch)
+    inner, outer = math.prod(source[held.dim + 1 :]), math.prod(source[: held.dim])
+    packs = held.packs or (Pack(source[held.dim]),)
+    for position, count in enumerate(target):
+        unit = math.prod(target[position + 1 :])
+        exact = all(p.size * inner % unit == 0 for p in packs)
+        scaled = [Pack(p.size * inner // unit, p.replicas) for p in packs]
+        repeated = [Pack(count // outer, packs[0].replicas)] * outer if count % outer == 0 else []
+        proposals = [scaled if exact else [], [Pack(count, packs[0].replicas)], repeated]
+        yield from (packed(position, held) for held in proposals if _fills(held, count, size))
+        after = target[position + 1] if position + 1 < len(target) else 1
+        for replicas in range(2, size):
+            if _fills([Pack(count, replicas)], count, size) and after % replicas == 0:
+                yield packed(position, [Pack(count, replicas)], spread=replicas)
+
+
+def _fills(packs: Sequence[Pack], count: int, size: int) -> bool:
+    return sum(p.size for p in packs) == count and all(p.fits(size) and p.size for p in packs)
+
+
+def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDArray[Any]:
+    """The flat positions of the elements that `rank` holds of a tensor of `shape`, in its order."""
+    assert held.dim is not None
+    whole = numpy.arange(math.prod(shape), dtype=numpy.int64).reshape(shape)
+    count = shape[held.dim]
+    if held.interleave != 1:
+        blocks = numpy.arange(count).reshape(held.interleave, size, -1)[:, rank].reshape(-1)
+        return numpy.take(whole, blocks, held.dim).reshape(-1)
+    parts = [
+        numpy.take(whole, range(start, start + length), held.dim) for start, length in held.intervals(count, size, rank)
+    ]
+    mine = numpy.concatenate(parts, held.dim)
+    if held.spread != 1:
+        length = shape[held.dim + 1] // held.spread
+        start = rank % held.spread * length
+        mine = numpy.take(mine, range(start, start + length), held.dim + 1)
+    return mine.reshape(-1)
+
+
+__all__ = ["SPLITS", "VIEWS", "concerns", "results", "viewed"]

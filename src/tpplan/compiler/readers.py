@@ -1,0 +1,186 @@
+"""Readers: how the features that a module makes are taken apart further on.
+
+in:  a trace, and a value with one of its dims
+out: `Taken`: the stretches that splits and slices cut, and into how many heads each is viewed
+
+    qkv(x).split([32, 16, 16], -1), q.view(b, s, 4, 8)   ->  stretches 32|16|16, heads 4|2|2
+    qkv(x).view(b, s, 3, 4, 8)                           ->  stretches 32|32|32, heads 4|4|4
+    k_proj(x).view(b, s, 2, 8)                           ->  one stretch, 2 heads
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tpplan.compiler.packed import SPLITS, VIEWS
+from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """How the features are taken apart.
+
+    Attributes:
+        frame, operation: the body and the operation that does it.
+        stretches: the sizes of the parts, in order; a single one if the features are only viewed as heads.
+        heads: for each stretch into how many heads it is viewed; None where it isn't.
+    """
+
+    frame: Frame
+    operation: Operation
+    stretches: tuple[int, ...]
+    heads: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Dim:
+    """A dim of a value; one of its entries stands for `unit` features."""
+
+    value: int
+    dim: int
+    unit: int
+
+
+class Readers:
+    """Follows values to those that read them, through boundaries."""
+
+    def __init__(self, trace: Trace) -> None:
+        """Index the readers of every value."""
+        self.trace = trace
+        self._crossings: dict[int, list[Crossing]] = defaultdict(list)
+        self._operations: dict[int, list[tuple[Frame, Operation]]] = defaultdict(list)
+        self._made: dict[int, Operation] = {}
+        self._from: dict[int, int] = {}
+        for frame in trace.root.walk():
+            for crossing in (*frame.entries, *frame.exits):
+                self._crossings[crossing.source].append(crossing)
+                self._from[crossing.target] = crossing.source
+            for node in frame.body:
+                if isinstance(node, Operation):
+                    for value in dict.fromkeys(node.inputs):
+                        self._operations[value].append((frame, node))
+                    self._made.update((o, node) for o in node.outputs if o is not None)
+
+    def of(self, value: int) -> Iterator[tuple[Frame, Operation]]:
+        """The operations that read `value` or an alias of it on the other side of a boundary."""
+        yield from self._operations[value]
+        for crossing in self._crossings[value]:
+            yield from self.of(crossing.target)
+
+    def joined(self, value: int) -> tuple[int, ...]:
+        """The sizes of what was concatenated along the last dim to make `value`; empty if it wasn't."""
+        while value in self._from:
+            value = self._from[value]
+        made = self._made.get(value)
+        if made is None or made.name != "aten.cat.default":
+            return ()
+        shapes = [self.trace.values[i].shape for i in made.inputs]
+        dim = made.arguments[1] if len(made.arguments) > 1 else 0
+        whole = self.trace.values[value].shape
+        return tuple(s[-1] for s in shapes) if dim % len(whole) == len(whole) - 1 else ()
+
+    def taken_apart(self, value: int) -> Taken | None:
+        """How the last dim of `value` is taken apart, if that is what is done with it."""
+        shape = self.trace.values[value].shape
+        return self._follow(_Dim(value, len(shape) - 1, 1), shape[-1], 0) if shape else None
+
+    def _follow(self, at: _Dim, whole: int, depth: int) -> Taken | None:
+        shape = self.trace.values[at.value].shape
+        slices: dict[int, tuple[int, int | None]] = {}
+        for frame, operation in self.of(at.value) if depth < 16 else ():
+            if operation.name in SPLITS and _argument(operation, 2, 0) % len(shape) == at.dim:
+                parts = [o for o in operation.outputs if o is not None]
+                sizes = [self.trace.values[o].shape[at.dim] for o in parts]
+                if len(parts) > 1:
+                    heads = tuple(self._heads(_Dim(o, at.dim, at.unit), n) for o, n in zip(parts, sizes, strict=True))
+                    return Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
+            elif operation.name == "aten.slice.Tensor" and _argument(operation, 1, 0) % len(shape) == at.dim:
+                (part,) = (o for o in operation.outputs if o is not None)
+                length = self.trace.values[part].shape[at.dim]
+                if length < shape[at.dim]:
+                    start = _argument(operation, 2, 0) or 0
+                    start += shape[at.dim] if start < 0 else 0
+                    slices[start] = (length, self._heads(_Dim(part, at.dim, at.unit), length))
+                    if sum(n for n, _ in slices.values()) == shape[at.dim]:
+                        held = [slices[key] for key in sorted(slices)]
+                        return Taken(frame, operation, tuple(n * at.unit for n, _ in held), tuple(h for _, h in held))
+            else:
+                found = self._step(at, frame, operation, whole, depth)
+                if found is not None:
+                    return found
+        return None
+
+    def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:
+        after = self._after(at, operation)
+        if not after:
+            return None
+        if len(after) > 2:
+            count, heads = (self.trace.values[d.value].shape[d.dim] for d in after[:2])
+            return Taken(frame, operation, (whole // count,) * count, (heads,) * count)
+        found = self._follow(after[0], whole, depth + 1)
+        if found is not None or len(after) == 1:
+            return found
+        return Taken(frame, operation, (whole,), (self.trace.values[after[0].value].shape[after[0].dim],))
+
+    def _heads(self, at: _Dim, count: int) -> int | None:
+        """Into how many heads a stretch is viewed."""
+        if at.unit > 1:
+            return count
+        for _, operation in self.of(at.value):
+            after = self._after(at, operation)
+            if len(after) > 1:
+                return self.trace.values[after[0].value].shape[after[0].dim]
+            heads = self._heads(after[0], count) if after else None
+            if heads is not None:
+                return heads
+        return None
+
+    def _after(self, at: _Dim, operation: Operation) -> list[_Dim]:
+        """Where the dim is after an operation that keeps or splits it: one dim, or those that it was split into."""
+        outputs = [o for o in operation.outputs if o is not None]
+        if len(outputs) != 1 or operation.inputs[0] != at.value:
+            return []
+        before, after = self.trace.values[at.value].shape, self.trace.values[outputs[0]].shape
+        name = operation.name
+        if name in VIEWS:
+            return [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
+        if name == "aten.unsqueeze.default":
+            place = operation.arguments[1] % len(after)
+            return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]
+        if name in ("aten.transpose.int", "aten.permute.default"):
+            order = list(range(len(before)))
+            if name == "aten.transpose.int":
+                one, other = operation.arguments[1] % len(before), operation.arguments[2] % len(before)
+                order[one], order[other] = other, one
+            else:
+                order = [d % len(before) for d in operation.arguments[1]]
+            return [_Dim(outputs[0], order.index(at.dim), at.unit)]
+        return [_Dim(outputs[0], at.dim, at.unit)] if after == before and len(set(operation.inputs)) == 1 else []
+
+
+def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:
+    """The dims, each with the entries of `dim` that one of its entries stands for, into which a view splits `dim`."""
+    outer = math.prod(before[:dim])
+    covered, found = 1, list[tuple[int, int]]()
+    inner = before[dim]
+    for position, size in enumerate(after):
+        if covered >= outer and covered < outer * before[dim]:
+            inner //= size
+            found.append((position, inner))
+        covered *= size
+    exact = math.prod(after[d] for d, _ in found) == before[dim] and found
+    starts = math.prod(after[: found[0][0]]) == outer if found else False
+    if not (exact and starts):
+        return []
+    # A dim of size 1 right before the features is a single head; elsewhere it says nothing.
+    return found if len(found) == 2 and after[found[0][0]] == 1 else [d for d in found if after[d[0]] > 1] or found[:1]
+
+
+def _argument(operation: Operation, position: int, default: int) -> int:
+    return operation.arguments[position] if len(operation.arguments) > position else default
+
+
+__all__ = ["Readers", "Taken"]

@@ -1,0 +1,166 @@
+"""What is promised of packed, replicated and joined layouts, held against numbers on every rank.
+
+An operation is right forward and backward if what each rank computes from its parts is its part of the whole result:
+the backward is then the adjoint, summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpplan.compiler import packed as rules
+from tpplan.compiler.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.packed import viewed
+from tpplan.compiler.propagate import Outcome, Propagator, Refusal
+from tpplan.compiler.region import LocalValue, OperationNode
+from tpplan.compiler.trace import Reference
+from tpplan.runtime.stretches import in_packs, in_ranks, taken
+
+RANKS, BATCH = 4, 3
+aten = torch.ops.aten
+QKV = packed(2, [Pack(32), Pack(16), Pack(16)])
+GQA = packed(2, [Pack(32), Pack(16, 2), Pack(16, 2)])
+SPREAD = Layout("S", "S", 1, packs=(Pack(2, 2),), spread=2)
+
+
+def part(whole: Tensor, layout: Layout, rank: int) -> Tensor:
+    """What `rank` holds."""
+    if layout.dim is None:
+        return whole
+    if layout.interleave != 1:
+        return whole.unflatten(0, (layout.interleave, -1)).chunk(RANKS, 1)[rank].flatten(0, 1)
+    mine = taken(whole, layout.dim, layout.intervals(whole.shape[layout.dim], RANKS, rank))
+    return mine if layout.spread == 1 else mine.chunk(layout.spread, layout.dim + 1)[rank % layout.spread]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation on whole tensors, the same on a rank's parts, and the layouts of operands and results."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    layouts: tuple[Layout, ...]
+    operator: object
+    arguments: tuple[object, ...]
+    local: Callable[..., object]
+    results: tuple[Layout, ...]
+
+
+x, y = Reference(0), Reference(1)
+CASES = [
+    Case("split", ((3, 5, 64),), (QKV,), aten.split_with_sizes.default, (x, (32, 16, 16), -1),
+         lambda a: a.split([8, 4, 4], -1), (sharded(2),) * 3),
+    Case("split of replicas", ((3, 5, 64),), (GQA,), aten.split_with_sizes.default, (x, (32, 16, 16), -1),
+         lambda a: a.split([8, 8, 8], -1), (sharded(2), packed(2, [Pack(16, 2)]), packed(2, [Pack(16, 2)]))),
+    Case("split of one head", ((3, 5, 48),), (packed(2, [Pack(32), Pack(16, 4)]),), aten.split_with_sizes.default,
+         (x, (32, 16), 2), lambda a: a.split([8, 16], -1), (sharded(2), REPLICATED_PARTIAL)),
+    Case("slice", ((3, 5, 64),), (QKV,), aten.slice.Tensor, (x, 2, 32, 64), lambda a: a[..., 8:],
+         (packed(2, [Pack(16), Pack(16)]),)),
+    Case("negative slice", ((3, 5, 64),), (QKV,), aten.slice.Tensor, (x, 2, -16), lambda a: a[..., -4:], (sharded(2),)),
+    Case("view as packs", ((3, 5, 48),), (packed(2, [Pack(16)] * 3),), aten.view.default, (x, (3, 5, 3, 4, 4)),
+         lambda a: a.view(3, 5, 3, 1, 4), (sharded(3),)),
+    Case("view as heads", ((3, 5, 64),), (QKV,), aten.view.default, (x, (3, 5, 16, 4)),
+         lambda a: a.view(3, 5, 4, 4), (packed(2, [Pack(8), Pack(4), Pack(4)]),)),
+    Case("view of replicas", ((3, 5, 32),), (packed(2, [Pack(32, 2)]),), aten.view.default, (x, (3, 5, 2, 16)),
+         lambda a: a.view(3, 5, 1, 16), (packed(2, [Pack(2, 2)]),)),
+    Case("flatten the batch", ((3, 5, 64),), (QKV,), aten.view.default, (x, (15, 64)), lambda a: a.view(15, 16),
+         (packed(1, QKV.packs),)),
+    Case("repeat heads", ((3, 2, 1, 5, 4),), (packed(1, [Pack(2, 2)]),), aten.expand.default, (x, (3, 2, 4, 5, 4)),
+         lambda a: a.expand(3, 1, 2, 5, 4), (SPREAD,)),
+    Case("join repeats", ((3, 2, 4, 5, 4),), (SPREAD,), aten.view.default, (x, (3, 8, 5, 4)),
+         lambda a: a.reshape(3, 2, 5, 4), (sharded(1),)),
+    Case("join repeats and batch", ((3, 2, 4, 5, 4),), (SPREAD,), aten.view.default, (x, (24, 5, 4)),
+         lambda a: a.reshape(6, 5, 4), (sharded(0, interleave=3),)),
+    Case("group queries", ((3, 8, 5, 4),), (sharded(1),), aten.view.default, (x, (3, 2, 4, 5, 4)),
+         lambda a: a.view(3, 1, 2, 5, 4), (SPREAD,)),
+    Case("join features", ((3, 5, 8), (3, 5, 16)), (sharded(2), sharded(2)), aten.cat.default, ((x, y), -1),
+         lambda a, b: torch.cat([a, b], -1), (packed(2, [Pack(8), Pack(16)]),)),
+    Case("transpose", ((3, 16, 5, 4),), (packed(1, [Pack(8), Pack(8, 2)]),), aten.transpose.int, (x, 1, 2),
+         lambda a: a.transpose(1, 2), (packed(2, [Pack(8), Pack(8, 2)]),)),
+    Case("transpose of repeats", ((3, 2, 4, 5, 4),), (SPREAD,), aten.transpose.int, (x, 3, 4),
+         lambda a: a.transpose(3, 4), (SPREAD,)),
+    Case("add", ((3, 5, 64), (3, 5, 64)), (QKV, QKV), aten.add.Tensor, (x, y), lambda a, b: a + b, (QKV,)),
+    Case("multiply by columns", ((3, 64), (8, 64)), (packed(1, QKV.packs),) * 2, aten.mul.Tensor, (x, x),
+         lambda a, b: a * a, (packed(1, QKV.packs),)),
+]  # fmt: skip
+
+
+def node_of(case: Case, wholes: list[Tensor], results: list[Tensor]) -> tuple[OperationNode, list[LocalValue]]:
+    values = [LocalValue(tuple(t.shape), t.stride(), t.dtype, True) for t in (*wholes, *results)]
+    outputs = tuple(range(len(wholes), len(values)))
+    used = tuple(i for i in range(len(wholes)) if Reference(i) in (*case.arguments, *_inner(case.arguments[0])))
+    node = OperationNode(case.operator, case.arguments, (), used, outputs, (), None)  # pyright: ignore
+    return node, values
+
+
+def _inner(argument: object) -> tuple[object, ...]:
+    return argument if isinstance(argument, tuple) else ()
+
+
+def call(case: Case, tensors: list[Tensor]) -> list[Tensor]:
+    def fill(argument: object) -> object:
+        if isinstance(argument, Reference):
+            return tensors[argument.identifier]
+        return [fill(a) for a in argument] if isinstance(argument, tuple) else argument
+
+    made = case.operator(*map(fill, case.arguments))  # pyright: ignore
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_rank_computes_its_part_of_the_result(case: Case) -> None:
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in case.shapes]
+    results = call(case, wholes)
+    node, values = node_of(case, wholes, results)
+    outcomes = Propagator(RANKS, BATCH).outcomes(node, values, lambda i: case.layouts[i])
+    assert not isinstance(outcomes, Refusal), outcomes.reason
+    assert outcomes == [Outcome(case.results)]
+    for rank in range(RANKS):
+        parts = [part(whole, layout, rank) for whole, layout in zip(wholes, case.layouts, strict=True)]
+        made = case.local(*parts)
+        mine = made if isinstance(made, (tuple, list)) else [made]
+        for whole, layout, local in zip(results, case.results, mine, strict=True):
+            torch.testing.assert_close(local, part(whole, layout, rank), rtol=0, atol=0)
+
+
+REFUSED = [
+    ("a split across packs", ((3, 5, 64),), (QKV,), aten.split_with_sizes.default, (x, (24, 24, 16), -1)),
+    ("a slice across packs", ((3, 5, 64),), (QKV,), aten.slice.Tensor, (x, 2, 16, 48)),
+    ("every other entry", ((3, 5, 64),), (QKV,), aten.slice.Tensor, (x, 2, 0, 64, 2)),
+    ("packs and no packs", ((3, 5, 64), (3, 5, 64)), (QKV, sharded(2)), aten.add.Tensor, (x, y)),
+    ("heads that cut packs", ((3, 5, 64),), (QKV,), aten.view.default, (x, (3, 5, 2, 32))),
+    ("a mirror image", ((3, 5, 64),), (QKV,), aten.flip.default, (x, (2,))),
+    ("a sum over repeats", ((3, 2, 4, 5),), (SPREAD,), aten.sum.dim_IntList, (x, (2,))),
+    ("a sequence made longer", ((3, 8, 5), (3, 8, 5)), (sharded(1), sharded(1)), aten.cat.default, ((x, y), 1)),
+]
+
+
+@pytest.mark.parametrize("what", REFUSED, ids=lambda what: what[0])
+def test_what_would_cut_across_parts_is_refused(what: tuple[object, ...]) -> None:
+    name, shapes, layouts, operator, arguments = what
+    case = Case(str(name), shapes, layouts, operator, arguments, lambda a: a, ())  # pyright: ignore
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in case.shapes]
+    node, values = node_of(case, wholes, call(case, wholes))
+    assert isinstance(Propagator(RANKS, BATCH).outcomes(node, values, lambda i: case.layouts[i]), Refusal)
+
+
+def test_a_view_of_a_plain_shard_is_what_dtensor_says() -> None:
+    assert viewed((3, 8, 5), (3, 2, 4, 5), sharded(1), 2, BATCH) == sharded(1)
+    assert viewed((3, 6, 5), (3, 2, 3, 5), sharded(1), 3, BATCH) is None
+
+
+def test_packs_are_put_into_the_ranks_order_and_back() -> None:
+    whole = torch.arange(64).reshape(1, 64)
+    turned = in_ranks(whole, 1, QKV.packs, RANKS)
+    assert turned[0, :16].tolist() == [*range(8), *range(32, 36), *range(48, 52)]
+    assert torch.equal(in_packs(turned, 1, QKV.packs, RANKS), whole)
+
+
+def test_rules_concern_nothing_plain() -> None:
+    node = OperationNode(aten.add.Tensor, (x, y), (), (0, 1), (2,), (), None)
+    assert not rules.concerns(node, {0: sharded(1), 1: sharded(1)})
