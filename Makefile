@@ -16,13 +16,14 @@ SOURCES = src tests
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow demo lint layers style types format docs bench wheel clean
+.PHONY: help setup test test-slow demo lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
 	@echo "make demo       shard a trained model and show it   make bench      measure"
 	@echo "make lint       style, types and layers             make format     let ruff fix what it can"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
+	@echo "make gpu        test and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
 	@echo "make setup      only the virtual environment        make clean      remove what was built, not $(VENV)"
 
 # The stamp names the torch that was asked for: another TORCH in the same environment installs anew.
@@ -76,6 +77,16 @@ docs: $(VENV)/.extra-dev
 
 bench: $(VENV)/.extra-dev
 	$(BIN)/tpplan bench $(ARGS)
+
+# On the torch that the machine has: GPU_PYTHON's, which isn't replaced. What else is missing comes from pip; Liger is
+# what the kernels are held against, and may be absent.
+GPU_PYTHON ?= python3
+gpu:
+	$(GPU_PYTHON) -m pip install --quiet 'pytest>=8.4' 'hypothesis>=6.100' 'ruamel.yaml>=0.18' 'rich>=13' 'pydantic>=2' \
+	    'safetensors>=0.4.3' 'numpy>=1.26'
+	-$(GPU_PYTHON) -m pip install --quiet --no-deps liger-kernel==0.8.5
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/kernels -m gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m tpplan.bench.kernels $(ARGS)
 
 wheel: $(VENV)/.extra-dev
 	$(BIN)/hatchling build --clean --directory dist --target sdist --target wheel

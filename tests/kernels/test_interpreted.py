@@ -1,4 +1,4 @@
-"""The kernels against float64, in Triton's interpreter: the tests of numerics/, in a session of their own each.
+"""The kernels against float64, in Triton's interpreter: the tests of numerics/, in a session of their own.
 
 Triton reads TRITON_INTERPRET when it is imported, and every kernel in the process is then interpreted. To run a file by
 itself: `TRITON_INTERPRET=1 pytest tests/kernels/numerics/test_norms.py`.
@@ -28,12 +28,24 @@ def interpreter_is_broken() -> str:
     return "the interpreter of triton before 3.7 needs numpy before 2.4" if triton < (3, 7) and numpy >= (2, 4) else ""
 
 
-@pytest.mark.skipif(bool(interpreter_is_broken()), reason=interpreter_is_broken())
-@pytest.mark.parametrize("file", sorted(NUMERICS.glob("test_*.py")), ids=lambda file: file.stem)
-def test_kernels_are_right_when_interpreted(file: Path) -> None:
+def run_interpreted(*arguments: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *arguments, str(NUMERICS)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     assert " passed" in done.stdout, done.stdout
+
+
+needs_interpreter = pytest.mark.skipif(bool(interpreter_is_broken()), reason=interpreter_is_broken())
+
+
+@needs_interpreter
+def test_kernels_are_right_when_interpreted() -> None:
+    run_interpreted()
+
+
+@pytest.mark.slow
+@needs_interpreter
+def test_kernels_are_right_when_interpreted_for_more_sizes() -> None:
+    run_interpreted("-m", "slow")

@@ -35,7 +35,7 @@ def tile_of(rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
     return row[:, None], column[None, :], (row < rows)[:, None] & (column < columns)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def activation_forward_kernel(
     x_ptr,  # pointer to the activation's input, shape (rows, columns), rows x_stride apart
     up_ptr,  # pointer to the factor, shape (rows, columns), rows up_stride apart, or None
@@ -60,7 +60,7 @@ def activation_forward_kernel(
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def activation_backward_kernel(
     dy_ptr,  # pointer to the result's gradient, shape (rows, columns), rows dy_stride apart
     x_ptr,  # pointer to the activation's input, shape (rows, columns), rows x_stride apart
@@ -88,7 +88,7 @@ def activation_backward_kernel(
     tl.store(dx_ptr + at, (dx * slope).to(dx_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def bias_activation_backward_kernel(
     dy_ptr,  # pointer to the result's gradient, shape (rows, columns), rows dy_stride apart
     x_ptr,  # pointer to the input, shape (rows, columns), rows x_stride apart

@@ -22,7 +22,7 @@ def sum_columns(share_ptr, result_ptr, programs, HIDDEN, BLOCK_ROWS: tl.constexp
     tl.store(result_ptr + columns, summed, columns < HIDDEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def column_sum_kernel(
     partial_ptr,  # pointer to the shares, shape (1 or 2, programs, HIDDEN), float32
     first_ptr,  # pointer to the sum of the first, written, shape (HIDDEN,)

@@ -58,7 +58,7 @@ def store_shares(
         tl.store(partial_ptr + after + at, tl.sum(dbias, axis=0), columns < HIDDEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     dy_ptr,  # pointer to the result's gradient, shape (rows, HIDDEN), rows dy_stride apart
     dsum_ptr,  # pointer to the new residual's gradient, shape (rows, HIDDEN), rows dsum_stride apart, or None
@@ -144,7 +144,7 @@ def row_dots(
     return tl.sum(along_normal, axis=1) / HIDDEN, tl.sum(along_one, axis=1) / HIDDEN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_looped_kernel(
     dy_ptr,  # pointer to the result's gradient, shape (rows, HIDDEN), rows dy_stride apart
     dsum_ptr,  # pointer to the new residual's gradient, shape (rows, HIDDEN), rows dsum_stride apart, or None

@@ -60,7 +60,7 @@ def scale_and_store(
     tl.store(y_ptr + y_at, normal.to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_forward_kernel(
     x_ptr,  # pointer to the input, shape (rows, HIDDEN), rows x_stride apart
     residual_ptr,  # pointer to the residual, shape (rows, HIDDEN), rows residual_stride apart, or None
@@ -102,7 +102,7 @@ def norm_forward_kernel(
     scale_and_store(normal, y_ptr, weight_ptr, bias_ptr, y_at, columns, mask, offset, HIDDEN, ROUND_DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_forward_looped_kernel(
     x_ptr,  # pointer to the input, shape (rows, HIDDEN), rows x_stride apart
     residual_ptr,  # pointer to the residual, shape (rows, HIDDEN), rows residual_stride apart, or None

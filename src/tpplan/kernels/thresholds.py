@@ -2,7 +2,7 @@
 
 A small tensor is done before the host has launched the next operator, so that a call costs what its launch costs, and
 aten's is shorter. NOT YET MEASURED ON A GPU: these are estimates, from a launch of about 10 µs and 3 TB/s.
-`tpplan bench kernels` measures them.
+`python -m tpplan.bench.kernels` measures them.
 """
 
 from __future__ import annotations

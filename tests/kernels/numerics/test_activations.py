@@ -75,7 +75,7 @@ def test_bias_gelu_is_exact(shape: tuple[int, ...], approximate: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_bias_gradient_is_summed_in_float32(dtype: torch.dtype) -> None:
-    inputs = [draw(600, 40, dtype=dtype), draw(40)]
+    inputs = [draw(200, 40, dtype=dtype), draw(40)]
     _, gradients, _ = differentiate(bias_gelu("tanh"), inputs)
     assert [g.dtype for g in gradients] == [dtype, torch.float32]
     assert_exact(bias_gelu("tanh"), exact_bias_gelu("tanh"), inputs)
@@ -154,7 +154,7 @@ def test_an_empty_input_gives_empty_results(name: str, shape: tuple[int, ...]) -
 @pytest.mark.parametrize("name", ALL)
 def test_two_runs_are_equal_in_every_bit(name: str) -> None:
     ours, _, kind = ALL[name]
-    inputs = _inputs(draw(30, 1001, dtype=torch.bfloat16), kind)
+    inputs = _inputs(draw(6, 1001, dtype=torch.bfloat16), kind)
     outputs, gradients, given = differentiate(ours, inputs)
     again, again_gradients, _ = differentiate(ours, inputs, given)
     assert all(torch.equal(a, b) for a, b in zip(outputs + gradients, again + again_gradients, strict=True))

@@ -43,6 +43,11 @@ class Everything(nn.Module):
         return kernels.cross_entropy(y, target, backend="triton")
 
 
+@pytest.fixture(autouse=True)
+def _compile_anew() -> None:
+    torch.compiler.reset()
+
+
 @pytest.fixture
 def arguments() -> tuple[Tensor, Tensor, Tensor]:
     return draw(2, 5, 48), draw(2, 5, 48), torch.randint(0, 48, (2, 5)).to(DEVICE)
@@ -70,6 +75,7 @@ def test_torch_compile_keeps_every_operator_in_one_graph(arguments: tuple[Tensor
         torch.testing.assert_close(ours, its, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_a_dynamic_batch(arguments: tuple[Tensor, Tensor, Tensor]) -> None:
     model = Everything().to(DEVICE)
     compiles = Counter[str]()
@@ -80,9 +86,11 @@ def test_torch_compile_takes_a_dynamic_batch(arguments: tuple[Tensor, Tensor, Te
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
     for rows in (4, 7):
+        first = rows == 4
         x, target = draw(2, rows, 48), torch.randint(0, 48, (2, rows)).to(DEVICE)
+        before = compiles["graphs"]
         torch.testing.assert_close(compiled(x, x, target), model(x, x, target), rtol=0, atol=0)
-    assert compiles["graphs"] == 1
+        assert (compiles["graphs"] > before) == first
 
 
 def test_torch_export_keeps_every_operator(arguments: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -92,6 +100,7 @@ def test_torch_export_keeps_every_operator(arguments: tuple[Tensor, Tensor, Tens
     torch.testing.assert_close(exported.module()(*arguments), model(*arguments), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_checkpointing_recomputes_the_same(arguments: tuple[Tensor, Tensor, Tensor]) -> None:
     from torch.utils.checkpoint import checkpoint
 

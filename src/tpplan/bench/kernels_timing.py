@@ -1,0 +1,76 @@
+"""Timing on a GPU with Triton's own clock, and on a CPU with a plain one to see that it all runs."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COPY_BYTES = 1 << 30
+
+
+def microseconds(call: Callable[[], Any], device: str) -> float:
+    """The median time of a call, with the GPU's cache cleared before each; on a CPU of a single one."""
+    if device == "cuda":
+        testing: Any = importlib.import_module("triton.testing")
+        return float(testing.do_bench(call, warmup=10, rep=50, return_mode="median")) * 1e3
+    call()
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1e6
+
+
+def wall_microseconds(call: Callable[[], Any], device: str, calls: int) -> float:
+    """The time of a call among many, the host's part included, and nothing waited for in between."""
+    call()
+    _wait(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _wait(device)
+    return (time.perf_counter() - started) / calls * 1e6
+
+
+def copy_gigabytes_per_second(device: str) -> float:
+    """How fast the device copies its own memory, read and write counted."""
+    size = _COPY_BYTES if device == "cuda" else 1 << 20
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / microseconds(lambda: target.copy_(source), device) / 1e3
+
+
+def step_of(form: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    """A forward with its backward to all inputs that want gradients."""
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    outputs = _outputs(form(*inputs))
+    gradients = [
+        torch.ones((), dtype=y.dtype, device=y.device) if not y.dim() else torch.randn_like(y) for y in outputs
+    ]
+
+    def step() -> Any:
+        return torch.autograd.grad(_outputs(form(*inputs)), wanted, gradients)
+
+    return step
+
+
+def forward_of(form: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    """A forward without a backward to come."""
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return form(*inputs)
+
+    return forward
+
+
+def _outputs(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [y for y in results if isinstance(y, Tensor)]
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
