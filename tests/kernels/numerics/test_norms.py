@@ -99,6 +99,11 @@ def test_statistics_of_a_wide_row_survive_a_mean_far_from_zero() -> None:
     assert_exact(layer, exact_layer, [draw(2, 17_001, mean=1000.0)], gate=6e-5)
 
 
+def test_statistics_of_a_wide_row_take_in_how_its_parts_differ() -> None:
+    ramp = torch.linspace(-20, 20, 17_001, device=DEVICE)
+    assert_exact(layer, exact_layer, [(draw(2, 17_001, grad=False) + ramp).requires_grad_()])
+
+
 @pytest.mark.parametrize("hidden", [1000, pytest.param(9000, marks=pytest.mark.slow)])
 def test_statistics_are_kept_in_float32(hidden: int) -> None:
     """In bfloat16, a mean of 30 would be off by up to 0.06 deviations."""
@@ -188,7 +193,9 @@ def test_frozen_weights_get_no_gradient_and_the_input_the_same_one() -> None:
 def test_the_variance_of_a_constant_row_is_zero() -> None:
     """Lanes beyond the row hold 0, and 0 - mean isn't 0."""
     x = torch.full((3, 1001), 7.0, device=DEVICE)
-    assert not layer(x).any()
+    y, mean, rstd = torch.ops.tpplan.layer_norm.default(x, None, None, 1, 0.25, torch.float32)
+    assert not y.any()
+    assert (mean.tolist(), rstd.tolist()) == ([7.0] * 3, [2.0] * 3)
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-5, 0.5])
