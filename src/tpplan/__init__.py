@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         load_weights,
         parallelize,
         save_weights,
+        suggest_plan,
         verify,
     )
     from tpplan.plan import (
@@ -42,10 +43,11 @@ __all__ = [
     "load_weights",
     "parallelize",
     "save_weights",
+    "suggest_plan",
     "verify",
 ]
 
-_API = frozenset({"Program", "compile_plan", "load_weights", "parallelize", "save_weights", "verify"})
+_API = frozenset({"Program", "compile_plan", "load_weights", "parallelize", "save_weights", "suggest_plan", "verify"})
 
 
 def __getattr__(name: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,18 @@ from tpplan.runtime.agreement import agree
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
+from tpplan.suggest import search, write_plan
 
-__all__ = ["ParityReport", "Program", "compile_plan", "load_weights", "parallelize", "save_weights", "verify"]
+__all__ = [
+    "ParityReport",
+    "Program",
+    "compile_plan",
+    "load_weights",
+    "parallelize",
+    "save_weights",
+    "suggest_plan",
+    "verify",
+]
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 
@@ -51,6 +62,32 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
         raise ValueError(f"tp must be at least 1, not {tp}")
     arguments, keywords = example_call(model, tp, inputs)
     return compile_program(model, loaded, tp, arguments, keywords)
+
+
+def suggest_plan(model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None) -> Plan:
+    """Find a plan for a model: pairs of linear layers by the flow of the data, packs, heads, tables and norms.
+
+    What the plan shards is proved by `compile_plan` at `tp` ranks; what can't be proved is left whole. `tpplan suggest`
+    writes the same plan as a file, with comments that say why.
+
+    Args:
+        model: the stock model; on `meta` it takes no memory. It is not changed.
+        tp: number of ranks.
+        sequence_parallel: whether the stream between the blocks is to be split along the sequence.
+        inputs: an example call; see `compile_plan`.
+
+    Raises:
+        CompileError: the model can't be captured, or nothing in it can be sharded over `tp` ranks.
+    """
+    return load_plan(suggest_text(model, tp, sequence_parallel, inputs))
+
+
+def suggest_text(model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None) -> str:
+    """As `suggest_plan`, as the text of a plan file, with comments."""
+    if tp < 1:
+        raise ValueError(f"tp must be at least 1, not {tp}")
+    arguments, keywords = example_call(model, tp, inputs)
+    return write_plan(search(model, tp, arguments, keywords, sequence_parallel), plan_name(model))
 
 
 def parallelize(
@@ -107,6 +144,12 @@ def parallelize(
     lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
     guard.watch(model)
     return model
+
+
+def plan_name(model: nn.Module) -> str:
+    """A plan's name for a model: `llama-for-causal-lm` for `LlamaForCausalLM`."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[A-Z]", type(model).__name__)
+    return "-".join(word.lower() for word in words) or "plan"
 
 
 def _without_opaque(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,11 +14,11 @@ TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8
 def test_every_command_and_format_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 8
     assert all(f"| `{word}` |" in TEXT for word in [*commands, *FORMATS])
 
 
-@pytest.mark.parametrize("command", ["validate", "rule"])
+@pytest.mark.parametrize("command", ["validate", "suggest", "rule"])
 def test_every_option_is_on_the_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     options = set(re.findall(r"(?<!\w)--[a-z]+", capsys.readouterr().out)) - {"--help"}

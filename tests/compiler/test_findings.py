@@ -49,6 +49,7 @@ ELSEWHERE = {
     "TP118": "runtime/test_guard.py",
     "TP121": "checkpoint/test_round_trip.py",
     "TP122": "cli/test_validate.py",
+    "TP123": "suggest/test_suggest.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("guard",),
     ("report", "parity"),
     ("inputs",),
+    ("suggest",),
     ("checkpoint",),
     ("runtime",),
     ("compiler",),
@@ -33,7 +34,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # The one file that may use torch's private names, and the layers that may use this file.
 COMPAT = "compat"
-COMPAT_USERS = frozenset({"bench", "parity", "checkpoint", "runtime", "compiler", "kernels"})
+COMPAT_USERS = frozenset({"bench", "parity", "suggest", "checkpoint", "runtime", "compiler", "kernels"})
 # Operators are data: the underscore of `torch.ops.aten._softmax` is part of a name that a trace holds.
 OPERATOR_PREFIX = "torch.ops.aten."
 
@@ -44,7 +45,7 @@ TORCH_FREE = ("tpplan.plan", "tpplan.report.diagnostics")
 HEAVY_PACKAGES = frozenset({"torch", "triton", "transformers", "safetensors", "numpy"})
 
 # All that changes a user's module stands in runtime/lower.py; what runs before or beside it only looks.
-MUTATION_FREE = frozenset({"cli", "api", "report", "parity", "compiler", "cost", "plan"})
+MUTATION_FREE = frozenset({"cli", "api", "report", "parity", "suggest", "compiler", "cost", "plan"})
 MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 MODULE_MUTATORS = frozenset({"register_parameter", "register_buffer", "register_module", "add_module", "set_submodule"})
 TABLE_MUTATORS = frozenset({"update", "pop", "popitem", "clear", "setdefault", "__setitem__", "__delitem__"})

@@ -8,17 +8,18 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.cli import bench, demo, explain, rule, schema, validate, verify
+from tpplan.cli import bench, demo, explain, rule, schema, suggest, validate, verify
 from tpplan.cli.exit_codes import BROKEN_PIPE, FAILED, INTERRUPTED, UsageError, exit_code
 
 if TYPE_CHECKING:
     from tpplan.plan import Diagnostic
 
-_COMMANDS = (validate, explain, verify, demo, bench, rule, schema)
+_COMMANDS = (validate, explain, verify, suggest, demo, bench, rule, schema)
 _EXAMPLES = """\
 examples:
   tpplan validate plans/llama.yaml                     check a plan by itself
   tpplan validate llama --model hf:llama --tp 8        check it against a model
+  tpplan suggest --model hf:llama --tp 8               write a plan for a model
   tpplan rule TP012                                    what a code means
 
 exit codes: 0 clean, 1 findings, 2 used wrongly or failed

@@ -182,6 +182,19 @@ Nothing is downloaded.
         good="$ tpplan validate llama --model hf:llama --tp 8",
     ),
     Entry(
+        code="TP123",
+        name="nothing-to-shard",
+        severity=Severity.ERROR,
+        summary="No plan could be found for a model.",
+        explanation="""
+`tpplan suggest` pairs linear layers by the flow of the data between them, and keeps what the compiler proves. In this
+model no pair is left. The notes say why for the largest layers: something between them needs all features at once, or
+their sizes don't divide by the number of ranks.
+""",
+        bad="$ tpplan suggest --model my_package.models:six_heads --tp 4",
+        good="$ tpplan suggest --model my_package.models:six_heads --tp 2",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,

@@ -1,0 +1,83 @@
+"""`tpplan suggest`: write a plan for a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpplan.cli.arguments import add_command, add_model_arguments
+from tpplan.cli.exit_codes import CLEAN, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tpplan.cli.arguments import Subparsers
+
+_EXAMPLES = """\
+  tpplan suggest --model hf:llama --tp 8 -o llama.yaml
+  tpplan suggest --model ./config.json --tp 4 --sequence-parallel
+  tpplan suggest --model my_package.models:make_model --tp 2
+  tpplan suggest --model hf:qwen3 --from-hf                 the plan that the model brings along, in tpplan's words
+  tpplan suggest --model hf:gpt2 --tp 4 | tpplan validate - --model hf:gpt2 --tp 4
+
+Linear layers are paired by the flow of the data between them, not by their names, and the compiler proves the plan
+before it is written. Comments say what is left whole, and why.
+"""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command to the parser."""
+    parser = add_command(
+        subparsers,
+        "suggest",
+        help="write a plan for a model",
+        description="Find a plan for a model from the flow of its data, prove it, and write it with comments.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write the plan (default: standard output)")
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="split the stream between the blocks along the sequence as well",
+    )
+    parser.add_argument(
+        "--from-hf",
+        action="store_true",
+        help="write the plan that a transformers model brings along, in tpplan's words; it isn't proved",
+    )
+    add_model_arguments(parser, required=True)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the plan; findings that keep one from being found are raised."""
+    if arguments.from_hf and arguments.sequence_parallel:
+        raise UsageError("--from-hf writes the plan as it is; leave out --sequence-parallel")
+
+    from tpplan.cli.model_reference import load_model
+
+    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
+    model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)
+    text = _text(model, inputs, arguments)
+    if arguments.output is None:
+        print(text, end="")
+        return CLEAN
+    try:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"can't write {arguments.output}: {error.strerror}") from None
+    print(f"tpplan suggest: wrote {arguments.output}", file=sys.stderr)
+    return CLEAN
+
+
+def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> str:
+    from tpplan.api import plan_name, suggest_text
+    from tpplan.cli.compile_model import DEFAULT_TP
+
+    if arguments.from_hf:
+        from tpplan.suggest import import_plan
+
+        return import_plan(model, plan_name(model))
+    return suggest_text(model, arguments.tp or DEFAULT_TP, arguments.sequence_parallel, inputs)

@@ -1,0 +1,243 @@
+"""Flow: what becomes of column-split results on their way through the model, operation by operation.
+
+in:  a subject, and how its linear layers are to be split by columns
+out: `Flow`: the columns, the linear layers that would contract their features (rows), and where columns run into
+     something that needs all features
+
+    q: S(2) -> view -> S(2, heads) -> bmm -> … -> view -> S(2) -> o_proj   ->   o_proj is a row of {q, k, v}
+    dense: S(2) -> add(R)                                                  ->   dense is refused at `aten.add.Tensor`
+
+The rules are the compiler's own propagator's. Nothing is known here of names or architectures.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, packed, sharded
+from tpplan.compiler.propagate import Outcome, Propagator, Refusal
+from tpplan.compiler.region import Instance, OperationNode
+from tpplan.compiler.trace import Frame, quoted
+from tpplan.suggest.subject import Column, Subject
+
+Names = frozenset[str]
+_NONE: Names = frozenset()
+
+
+@dataclass(slots=True)
+class Flow:
+    """What one walk found.
+
+    Attributes:
+        columns: modules whose output features were split.
+        rows: modules that contract split features, with the columns that these come from.
+        row_packs: the packs of a row's input features, where they are several.
+        refused: columns that ran into an operation that needs all features, with the reason.
+        leaving: columns whose split result leaves the model.
+        tables: embedding tables that are indexed without data and have to be split by features, with the columns
+            beside which they stand.
+        mixed: modules that take split features in one call and whole ones in another.
+        starved: linear layers that would read what becomes of refused columns, with these.
+    """
+
+    columns: set[str] = field(default_factory=set[str])
+    rows: dict[str, set[str]] = field(default_factory=lambda: defaultdict[str, set[str]](set))
+    row_packs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    leaving: set[str] = field(default_factory=set[str])
+    tables: dict[str, set[str]] = field(default_factory=lambda: defaultdict[str, set[str]](set))
+    starved: dict[str, Names] = field(default_factory=dict[str, Names])
+    mixed: set[str] = field(default_factory=set[str])
+
+
+def flow(subject: Subject, propagator: Propagator, columns: Mapping[str, Column], lenient: bool) -> Flow:
+    """Walk the trace once.
+
+    Args:
+        subject: the model.
+        propagator: the compiler's rules for the subject's number of ranks.
+        columns: how linear layers are split by columns; those that aren't named stay whole.
+        lenient: whether a value that wants no gradient (a mask), or depends on no data (a table of biases by head), may
+            be sliced to stand beside a sharded one; the compiler then has the last word.
+    """
+    walk = _Walk(subject, propagator, columns, lenient)
+    walk.frame(subject.root)
+    for crossing in subject.root.frame.exits:
+        walk.found.leaving |= walk.sources.get(crossing.target, _NONE)
+    for name in walk.found.mixed:
+        for column in walk.found.rows.pop(name, ()):
+            walk.found.refused.setdefault(column, f"`{name}` takes its result in one call and a whole value in another")
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, subject: Subject, propagator: Propagator, columns: Mapping[str, Column], lenient: bool) -> None:
+        self.subject = subject
+        self.propagator = propagator
+        self.columns = columns
+        self.lenient = lenient
+        self.found = Flow()
+        self.layouts: dict[int, Layout] = {}  # of sharded values; all others are replicated
+        self.sources: dict[int, Names] = {}
+        self.dynamic: set[int] = set(subject.trace.inputs)  # values that depend on the call's data
+        self.lookups: dict[int, Names] = {}  # the tables behind values that don't
+        self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
+        self.whole_inputs: set[str] = set()
+
+    def frame(self, instance: Instance) -> None:
+        """Walk a call: cross into it, through its body, and out."""
+        frame = instance.frame
+        for crossing in frame.entries:
+            self._copy(crossing.source, crossing.target)
+        if frame.module in self.subject.linears and self._linear(frame):
+            return
+        children = iter(instance.children)
+        for node in instance.region.nodes:
+            if isinstance(node, OperationNode):
+                self._operation(instance, node)
+            else:
+                self.frame(next(children))
+        for crossing in frame.exits:
+            self._copy(crossing.source, crossing.target)
+            if frame.module in self.subject.tables and crossing.target not in self.dynamic:
+                self.lookups[crossing.target] = frozenset((frame.module,))
+
+    def _copy(self, source: int, target: int) -> None:
+        for held in (self.layouts, self.sources, self.lookups):
+            if source in held:
+                held[target] = held[source]  # pyright: ignore
+        for marked in (self.dynamic, self.poisoned):
+            if source in marked:
+                marked.add(target)
+
+    # -- linear layers ------------------------------------------------------------------------------------------------
+    def _linear(self, frame: Frame) -> bool:
+        """A linear layer: a row, a column or whole. False if its body has to be walked."""
+        name, given, made = frame.module, frame.entries[0].target, frame.exits[0].target
+        self.dynamic |= {made} if given in self.dynamic else set()
+        held = self.layouts.get(given)
+        last = len(self.subject.trace.values[given].shape) - 1
+        if held is not None and held.dim == last:
+            self._row(name, held, self.sources[given])
+            return True
+        if held is not None:
+            return False
+        if given in self.poisoned:
+            self.found.starved[name] = self.sources.get(given, _NONE)
+            return True
+        if name in self.found.rows:
+            self.found.mixed.add(name)
+        self.whole_inputs.add(name)
+        column = self.columns.get(name)
+        if column is not None:
+            self.found.columns.add(name)
+            rank = len(self.subject.trace.values[made].shape)
+            self.layouts[made] = packed(rank - 1, column.stretches) if column.stretches else sharded(rank - 1)
+            self.sources[made] = frozenset((name,))
+        return True
+
+    def _row(self, name: str, held: Layout, sources: Names) -> None:
+        packs = tuple(p.size for p in held.packs)
+        clash = name in self.found.rows and self.found.row_packs.get(name, ()) != packs
+        if name in self.whole_inputs or clash or any(p.replicas > 1 for p in held.packs):
+            self.found.mixed.add(name)
+        if packs:
+            self.found.row_packs[name] = packs
+        self.found.rows[name] |= sources
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+    def _operation(self, instance: Instance, node: OperationNode) -> None:
+        outer = instance.values
+        inputs = [outer[i] for i in dict.fromkeys((*node.inputs, *node.overwritten))]
+        outputs = [outer[o] for o in node.outputs if o is not None]
+        if any(i in self.dynamic for i in inputs):
+            self.dynamic.update(outputs)
+        else:
+            lookups = frozenset[str]().union(*(self.lookups.get(i, _NONE) for i in inputs))
+            self.lookups.update(dict.fromkeys(outputs, lookups) if lookups else {})
+        sources = frozenset[str]().union(*(self.sources.get(i, _NONE) for i in inputs))
+        if any(i in self.poisoned for i in inputs):
+            self._poison(outputs, sources)
+            return
+        if not any(i in self.layouts for i in inputs):
+            return
+        answer = self._ask(instance, node, {})
+        if isinstance(answer, Refusal) and self.lenient:
+            answer = self._beside_slices(instance, node) or answer
+        if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
+            reason = answer.reason if isinstance(answer, Refusal) else "sums over the split features"
+            self._refuse(instance, node, sources, reason)
+            self._poison(outputs, sources)
+            return
+        for output, held in zip(node.outputs, answer.outputs, strict=True):
+            if output is not None and held.is_sharded:
+                self.layouts[outer[output]] = held
+                self.sources[outer[output]] = sources
+
+    def _poison(self, outputs: list[int], sources: Names) -> None:
+        self.poisoned.update(outputs)
+        self.sources.update(dict.fromkeys(outputs, sources))
+
+    def _ask(self, instance: Instance, node: OperationNode, instead: dict[int, Layout]) -> Outcome | Refusal:
+        values = instance.region.values
+
+        def layout(i: int) -> Layout:
+            held = instead.get(i) or self.layouts.get(instance.values[i])
+            if held is not None:
+                return held
+            activation = values[i].differentiable and values[i].parameter is None
+            return REPLICATED_PARTIAL if activation else REPLICATED
+
+        answer = self.propagator.outcomes(node, values, layout)
+        return answer if isinstance(answer, Refusal) else answer[0]
+
+    def _beside_slices(self, instance: Instance, node: OperationNode) -> Outcome | None:
+        """The outcome if values that need no data, or that repeat along the dim, are sliced to fit sharded operands."""
+        values = instance.region.values
+        split = [(i, held) for i in node.inputs if (held := self.layouts.get(instance.values[i])) is not None]
+        instead: dict[int, Layout] = {}
+        for i in node.inputs:
+            outer = instance.values[i]
+            if outer in self.layouts:
+                continue
+            for j, held in split:
+                assert held.dim is not None
+                dim = held.dim - len(values[j].shape) + len(values[i].shape)
+                if dim < 0 or values[i].shape[dim] != values[j].shape[held.dim]:
+                    continue
+                free = outer not in self.dynamic or not values[i].differentiable
+                if free or values[i].stride[dim] == 0:
+                    instead[i] = replace(held, dim=dim)
+        answer = self._ask(instance, node, instead) if instead else None
+        if answer is None or isinstance(answer, Refusal):
+            return None
+        beside = frozenset[str]().union(*(self.sources.get(instance.values[j], _NONE) for j, _ in split))
+        for i in instead:
+            for table in self.lookups.get(instance.values[i], _NONE):
+                self.found.tables[table] |= beside
+        return answer
+
+    def _refuse(self, instance: Instance, node: OperationNode, sources: Names, reason: str) -> None:
+        place = f" ({node.location.short})" if node.location is not None else ""
+        text = f"{quoted(instance.frame.module)} needs its result whole: `{node.name}` {reason}{place}"
+        for column in self._culprits(instance, node) or sources:
+            self.found.refused.setdefault(column, text)
+
+    def _culprits(self, instance: Instance, node: OperationNode) -> Names:
+        """Of columns from several modules, those without which the operation would go on; the smallest such set."""
+        split = [i for i in dict.fromkeys(node.inputs) if instance.values[i] in self.layouts]
+        held = {i: self.sources[instance.values[i]] for i in split}
+        if len(split) < 2 or len(set(held.values())) < 2:
+            return _NONE
+        fitting: list[Names] = []
+        for i in split:
+            answer = self._ask(instance, node, {i: REPLICATED_PARTIAL})
+            if not isinstance(answer, Refusal):
+                fitting.append(held[i])
+        return min(fitting, key=lambda names: (sum(map(self._weight, names)), sorted(names)), default=_NONE)
+
+    def _weight(self, name: str) -> int:
+        form = self.subject.linears[name]
+        return form.inputs * form.outputs

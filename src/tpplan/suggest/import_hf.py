@@ -1,0 +1,113 @@
+"""Import: the tensor-parallel plan that a transformers model brings along, in tpplan's words.
+
+in:  a model with `tp_plan`, or whose config has a `base_model_tp_plan`
+out: the text of a plan file; what has no counterpart stands there as a comment, with the reason
+
+    model.layers.*.self_attn.q_proj: colwise             ->   the same
+    lm_head: colwise_gather_output                       ->   {style: colwise, output: replicate}
+    model.layers.*.self_attn.q_norm: replicated_with_…   ->   a comment: the compiler finds these by itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+
+from torch import nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler.linear import linear_form
+from tpplan.plan import CompileError, Diagnostic
+from tpplan.plan.emit import SCHEMA_COMMENT
+from tpplan.plan.pattern import Pattern, PatternError
+
+_GATHERED: Final = "{style: colwise, output: replicate}"
+_SLICED: Final = "{style: rowwise, input: shard}"
+# Older releases of transformers wrote `_rep` and `local_`.
+_STYLES: Final[Mapping[str, str]] = {
+    "colwise": "colwise",
+    "local_colwise": "colwise",
+    "colwise_rep": _GATHERED,
+    "colwise_gather_output": _GATHERED,
+    "packed_colwise": "{style: colwise, packed: [gate, up]}",
+    "local_packed_colwise": "{style: colwise, packed: [gate, up]}",
+    "rowwise": "rowwise",
+    "local_rowwise": "rowwise",
+    "rowwise_rep": _SLICED,
+    "rowwise_split_input": _SLICED,
+    "packed_rowwise": "{style: rowwise, packed: [gate, up]}",
+    "local_packed_rowwise": "{style: rowwise, packed: [gate, up]}",
+    "embedding_rowwise": "vocab",
+    "sequence_parallel": "sequence",
+    "replicate": "replicate",
+}
+_NOTES: Final[Mapping[str, str]] = {
+    "replicated_with_grad_allreduce": "needs no rule: which gradients are summed follows from the model",
+    "all_reduce": "needs no rule: the compiler places the collectives",
+    "gather": "needs no rule: the compiler places the collectives",
+    "embedding_colwise": "an embedding is split by rows (`vocab`), not by columns",
+}
+_UNKNOWN: Final = "has no counterpart among the styles"
+_LINEAR: Final = frozenset(style for style in _STYLES if "wise" in style and "embedding" not in style)
+
+
+def import_plan(model: nn.Module, name: str) -> str:
+    """The text of a plan file with what `model`'s own plan says.
+
+    Raises:
+        CompileError: TP123, if the model brings no plan along, or one of which nothing has a counterpart.
+    """
+    brought = brought_plan(model)
+    lines = list(_rules(model, brought))
+    if not any(line and not line.lstrip().startswith("#") for line in lines):
+        what = "brings no tensor-parallel plan along" if not brought else "brings a plan along that has no counterpart"
+        raise CompileError(
+            [
+                Diagnostic(
+                    code="TP123",
+                    message=f"`{type(model).__name__}` {what}",
+                    help="leave out --from-hf: `tpplan suggest` then finds a plan from the model itself",
+                    notes=tuple(line.strip().lstrip("# ") for line in lines[:8]),
+                    subject=type(model).__name__,
+                )
+            ]
+        )
+    head = [f"# {type(model).__name__}: the plan that the model brings along, imported from transformers."]
+    return SCHEMA_COMMENT + "\n".join([*head, "version: 1", f"name: {name}", "axis: tp", "modules:", *lines]) + "\n"
+
+
+def brought_plan(model: nn.Module) -> dict[str, str]:
+    """The model's own plan, styles by pattern, in full names."""
+    held: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if held:
+        return {str(pattern): str(style) for pattern, style in cast("Mapping[Any, Any]", held).items()}
+    base: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix: str = getattr(model, "base_model_prefix", "")
+    front = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    return {f"{front}{pattern}": str(style) for pattern, style in cast("Mapping[Any, Any]", base).items()}
+
+
+def _rules(model: nn.Module, brought: Mapping[str, str]) -> Iterator[str]:
+    modules = dict(named_modules(model, remove_duplicate=False))
+    for text, style in brought.items():
+        problem = _problem(text, style, modules)
+        if problem is None:
+            yield f"  {text}: {_STYLES[style]}"
+        else:
+            yield f"  # {text}: {style}    {problem}"
+
+
+def _problem(text: str, style: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Why a line of the model's plan isn't one of ours; None if it is."""
+    if style not in _STYLES:
+        return _NOTES.get(style, _UNKNOWN)
+    try:
+        pattern = Pattern.parse(text)
+    except PatternError as error:
+        return error.message
+    meant = [name for name in modules if pattern.matches(name)]
+    if not meant:
+        return "matches no module of this model: it may be a parameter, which no rule can name"
+    if style in _LINEAR and any(linear_form(modules[name]) is None for name in meant):
+        return f"is a `{type(modules[meant[0]]).__name__}`, no linear layer"
+    return None

@@ -1,0 +1,74 @@
+"""Judge: whether the compiler proves a trial plan, and finds nothing in it that a plan's author wouldn't want.
+
+in:  a subject and the settings of some modules
+out: `Verdict`: the program, or the finding that speaks against the settings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tpplan.compat import named_modules
+from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.program import Program
+from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severity
+from tpplan.plan.pattern import Pattern
+from tpplan.suggest.patterns import patterns_for
+from tpplan.suggest.roles import Setting
+from tpplan.suggest.subject import Subject
+
+# Right, but a sign that the modules don't belong together: work that a collective undoes.
+_UNWANTED = frozenset(("TP103", "TP104", "TP105", "TP106"))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a trial.
+
+    Attributes:
+        program: the compiled plan; None if it doesn't compile or isn't wanted.
+        finding: what speaks against it.
+    """
+
+    program: Program | None
+    finding: Diagnostic | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan is proved, and wanted."""
+        return self.program is not None
+
+    @property
+    def reason(self) -> str:
+        """What speaks against it, in a line."""
+        return "" if self.finding is None else f"{self.finding.code}: {self.finding.message}"
+
+
+def plan_of(subject: Subject, settings: Mapping[str, Setting], name: str = "plan") -> Plan:
+    """A plan that says this of these modules, and nothing of others."""
+    names = [held for held, _ in named_modules(subject.model, remove_duplicate=False)]
+    return Plan(name=name, rules=tuple(rule_of(*pair) for pair in patterns_for(settings, names)))
+
+
+def rule_of(pattern: str, setting: Setting) -> Rule:
+    """One line of a plan."""
+    return Rule(Pattern.parse(pattern), setting.style, output=setting.output, packed=setting.packed)
+
+
+def judge(subject: Subject, settings: Mapping[str, Setting]) -> Verdict:
+    """Compile a trial plan."""
+    try:
+        program = compile_program(
+            subject.model, plan_of(subject, settings), subject.size, subject.arguments, subject.keywords
+        )
+    except PlanError as error:
+        return Verdict(None, next(iter((*error.errors, *error.diagnostics))))
+    except Exception as error:  # a trial that trips the compiler up is a trial that failed
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Verdict(None, Diagnostic(code="TP199", message=f"{type(error).__name__}: {text}"))
+    unwanted = next((d for d in program.diagnostics if d.code in _UNWANTED), None)
+    return Verdict(None, unwanted) if unwanted is not None else Verdict(program)
+
+
+__all__ = ["CompileError", "Severity", "Verdict", "judge", "plan_of", "rule_of"]

@@ -1,0 +1,77 @@
+"""Norms: modules of the residual stream that can work on a part of the sequence, for sequence parallelism.
+
+in:  a subject, and the modules that have a setting already
+out: groups: one for each kind of norm
+
+    input_layernorm: (batch, sequence, hidden) -> the same, reduced over hidden  ->  layers.*.input_layernorm: sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tpplan.compiler.trace import Frame, Operation
+from tpplan.plan import Style
+from tpplan.suggest.patterns import shape_of
+from tpplan.suggest.roles import Group, Setting
+from tpplan.suggest.subject import Subject
+
+_NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
+_MEANS = ("aten.mean.dim", "aten.sum.dim_IntList", "aten.linalg_vector_norm.default")
+
+
+def find_norms(subject: Subject, settled: Collection[str]) -> tuple[Group, ...]:
+    """A group for every kind of norm that lies in the stream, in the model's order."""
+    length = _sequence_length(subject)
+    if length is None or length % subject.size:
+        return ()
+    kinds: dict[str, dict[str, Setting]] = {}
+    for frame in subject.trace.root.walk():
+        if frame.module and frame.module not in settled and _normalises(frame, subject, length):
+            kinds.setdefault(shape_of(frame.module), {})[frame.module] = Setting(Style.SEQUENCE)
+    title = "norms of the residual stream, each rank a part of the sequence"
+    return tuple(Group(title, settings, 0) for settings in kinds.values())
+
+
+def _sequence_length(subject: Subject) -> int | None:
+    """The length of the stream: dim 1 of what most norms see."""
+    counts: dict[int, int] = {}
+    for frame in subject.trace.root.walk():
+        shape = _stream_shape(frame, subject)
+        if shape is not None and len(shape) == 3:
+            counts[shape[1]] = counts.get(shape[1], 0) + 1
+    return max(counts, key=lambda n: (counts[n], -n), default=None)
+
+
+def _stream_shape(frame: Frame, subject: Subject) -> tuple[int, ...] | None:
+    """The shape of what a norm normalises: (batch, sequence, hidden), or flattened to (batch · sequence, hidden)."""
+    if len(frame.exits) != 1 or not frame.entries or any(isinstance(node, Frame) for node in frame.body):
+        return None
+    given, made = (subject.trace.values[i] for i in (frame.entries[0].source, frame.exits[0].target))
+    if given.shape != made.shape or not made.differentiable or len(given.shape) not in (2, 3):
+        return None
+    last = len(given.shape) - 1
+    held = any(_reduces(node, last, subject) for node in frame.body if isinstance(node, Operation))
+    return given.shape if held else None
+
+
+def _normalises(frame: Frame, subject: Subject, length: int) -> bool:
+    shape = _stream_shape(frame, subject)
+    if shape is None or len(shape) == 3:
+        return shape is not None and shape[1] == length
+    batch = subject.trace.values[subject.trace.inputs[0]].shape[0]
+    return shape[0] == batch * length
+
+
+def _reduces(node: Operation, last: int, subject: Subject) -> bool:
+    """Whether it takes statistics over the last dim."""
+    shape = subject.trace.values[node.inputs[0]].shape if node.inputs else ()
+    if len(shape) != last + 1:
+        return False
+    if node.name in _NORMS:
+        return tuple(node.arguments[1]) == shape[-1:]
+    if node.name in _MEANS:
+        position = 2 if node.name == _MEANS[2] else 1
+        dims = node.arguments[position] if len(node.arguments) > position else ()
+        return tuple(d % len(shape) for d in dims or ()) == (last,)
+    return False

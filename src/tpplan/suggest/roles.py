@@ -1,0 +1,173 @@
+"""Roles: who splits its output features, who contracts them, and who stays whole.
+
+in:  a subject
+out: `Roles`: groups of columns and rows that belong together, gathered heads, and a reason for every other linear layer
+
+    {q, k, v} -> o        {gate, up} -> down        lm_head (gathered)        router: whole, since …
+
+Every linear layer is a column at first, unless split features reach it: then it is a row. Columns that run into an
+operation that needs all features become whole, and the walk starts again, until nothing is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tpplan.compiler.propagate import Propagator
+from tpplan.plan import Pin, Style
+from tpplan.plan.rules import Pack
+from tpplan.suggest.flow import Flow, flow
+from tpplan.suggest.patterns import is_repeated, shape_of
+from tpplan.suggest.subject import Column, Subject, pack_names
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a plan says of a module."""
+
+    style: Style
+    output: Pin | None = None
+    packed: tuple[Pack, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules whose settings make sense only together.
+
+    Attributes:
+        title: what it is, for the plan's comments.
+        settings: by module, in the model's order.
+        weight: the number of parameters in it.
+    """
+
+    title: str
+    settings: Mapping[str, Setting]
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What was found.
+
+    Attributes:
+        groups: columns with their rows, the heaviest first.
+        heads: columns whose result is gathered.
+        reasons: why the other linear layers stay whole.
+    """
+
+    groups: tuple[Group, ...]
+    heads: dict[str, Setting] = field(default_factory=dict[str, Setting])
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles:
+    """Give every linear layer its role; see `flow` for `lenient`."""
+    reasons = dict(subject.unsplittable)
+    heads = _heads(subject)
+    columns = {
+        name: ways[0]
+        for name, ways in subject.columns.items()
+        if name not in heads and (lenient or not ways[0].is_whole(subject.size))
+    }
+    reasons |= {n: "it makes a single head, which every rank needs" for n in subject.columns if n not in columns}
+    starved: dict[str, str] = {}
+    while True:
+        found = flow(subject, propagator, columns, lenient)
+        for name, sources in found.starved.items():
+            starved.setdefault(name, _starved(sources))
+        fed = {name for sources in found.rows.values() for name in sources}
+        news = found.refused or {name: _unread(name, found) for name in sorted(found.columns - fed)}
+        if not news:
+            break
+        for name, reason in news.items():
+            ways = subject.columns[name]
+            after = ways.index(columns.pop(name)) + 1
+            if after < len(ways):
+                columns[name] = ways[after]
+            else:
+                reasons[name] = starved.get(name, reason)
+    for name in found.rows:
+        reasons.pop(name, None)
+        heads.pop(name, None)
+    return Roles(_groups(subject, found, columns), heads, {n: r for n, r in reasons.items() if n not in heads})
+
+
+def _unread(name: str, found: Flow) -> str:
+    if name in found.leaving:
+        return "its result leaves the model, and would have to be gathered"
+    return "no linear layer takes its result feature by feature"
+
+
+def _starved(sources: Iterable[str]) -> str:
+    *others, last = sorted(f"`{name}`" for name in sources)
+    first = f"{', '.join(others)} and {last}, which stay" if others else f"{last}, which stays"
+    return f"it would contract the features of {first} whole"
+
+
+def _heads(subject: Subject) -> dict[str, Setting]:
+    """Linear layers outside the repeated blocks that widen: their result is worth gathering."""
+    return {
+        name: Setting(Style.COLWISE, output=Pin.REPLICATE)
+        for name, form in subject.linears.items()
+        if form.outputs > form.inputs
+        and not is_repeated(name)
+        and name in subject.columns
+        and subject.columns[name][0].packed is None
+    }
+
+
+def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tuple[Group, ...]:
+    settings: dict[str, Setting] = {}
+    families = _Families()
+    for row, sources in found.rows.items():
+        packs = found.row_packs.get(row)
+        settings[row] = Setting(Style.ROWWISE, packed=pack_names(packs) if packs else None)
+        for name in sorted(sources):
+            settings[name] = Setting(Style.COLWISE, packed=columns[name].packed)
+            families.join(_key(row, settings), _key(name, settings))
+    for table, beside in found.tables.items():
+        known = sorted(beside & settings.keys())
+        if known:
+            settings[table] = Setting(Style.REPLICATE, output=Pin.SHARD)
+            for name in known:
+                families.join(_key(name, settings), _key(table, settings))
+    order = [name for name in (*subject.tables, *subject.linears) if name in settings]
+    members: defaultdict[object, list[str]] = defaultdict(list)
+    for name in order:
+        members[families.of(_key(name, settings))].append(name)
+    groups = [_group(subject, names, settings) for names in members.values()]
+    return tuple(sorted(groups, key=lambda group: (-group.weight, next(iter(group.settings)))))
+
+
+def _group(subject: Subject, names: Iterable[str], settings: Mapping[str, Setting]) -> Group:
+    held = {name: settings[name] for name in names}
+    columns, rows = (
+        ", ".join(dict.fromkeys(f"`{shape_of(n).rpartition('.')[2]}`" for n, s in held.items() if s.style is style))
+        for style in (Style.COLWISE, Style.ROWWISE)
+    )
+    weight = sum(f.inputs * f.outputs for n in held if (f := subject.linears.get(n)) is not None)
+    return Group(f"{columns} by columns, {rows} by rows", held, weight)
+
+
+def _key(name: str, settings: Mapping[str, Setting]) -> object:
+    """Equal layers are treated alike."""
+    return (shape_of(name), settings[name].style)
+
+
+class _Families:
+    """Disjoint sets of keys."""
+
+    def __init__(self) -> None:
+        self._above: dict[object, object] = {}
+
+    def of(self, key: object) -> object:
+        while key in self._above:
+            key = self._above[key]
+        return key
+
+    def join(self, one: object, other: object) -> None:
+        first, second = self.of(one), self.of(other)
+        if first != second:
+            self._above[second] = first

@@ -1,0 +1,156 @@
+"""Search: the settings that the compiler proves, out of those that the flow of the data proposes.
+
+in:  a model, an example call, the number of ranks
+out: `Suggestion`: settings, the program that they compile to, and a reason for whatever stays whole
+
+All proposals are tried together first; that is nearly always the end of it. Otherwise each is judged by itself, what
+fails is replaced by a more careful proposal, and what passes is put together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tpplan.compiler.program import Program
+from tpplan.compiler.propagate import Propagator
+from tpplan.plan import CompileError, Diagnostic
+from tpplan.suggest.judge import Verdict, judge
+from tpplan.suggest.norms import find_norms
+from tpplan.suggest.roles import Group, Roles, Setting, find_roles
+from tpplan.suggest.subject import Subject, make_subject
+from tpplan.suggest.tables import find_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What a plan could say.
+
+    Attributes:
+        subject: the model.
+        groups: what is sharded, in groups of modules that belong together.
+        program: what the plan compiles to.
+        reasons: by module, why it stays whole.
+        sequence: why there is no sequence parallelism, where it was asked for; "" otherwise.
+    """
+
+    subject: Subject
+    groups: tuple[Group, ...]
+    program: Program
+    reasons: Mapping[str, str]
+    sequence: str = ""
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """Every setting, by module."""
+        return _merged(self.groups)
+
+
+@dataclass(slots=True)
+class _Search:
+    subject: Subject
+    accepted: list[Group] = field(default_factory=list[Group])
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
+    verdict: Verdict = field(default_factory=lambda: Verdict(None))
+    last: Verdict = field(default_factory=lambda: Verdict(None))
+
+    def together(self, groups: Sequence[Group]) -> bool:
+        """Whether the accepted groups and these are proved together; they're accepted then."""
+        verdict = judge(self.subject, _merged((*self.accepted, *groups)))
+        if verdict.ok:
+            self.accepted += groups
+            self.verdict = verdict
+        self.last = verdict
+        return verdict.ok
+
+    def one_by_one(self, groups: Iterable[Group]) -> list[Group]:
+        """Accept what is proved beside what is accepted already; returns the rest, with reasons noted."""
+        failed: list[Group] = []
+        for group in groups:
+            if not self.together([group]):
+                failed.append(group)
+                self.reasons.update(dict.fromkeys(group.settings, self.last.reason))
+        return failed
+
+
+def search(
+    model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any], sequence_parallel: bool
+) -> Suggestion:
+    """Find a plan for `model` over `size` ranks.
+
+    Raises:
+        CompileError: the model can't be compiled at all, or nothing in it can be sharded.
+    """
+    subject = make_subject(model, size, arguments, keywords)
+    batch = subject.trace.values[subject.trace.inputs[0]].shape[0] if subject.trace.inputs else 1
+    propagator = Propagator(size, batch)
+    roles = find_roles(subject, propagator, lenient=True)
+    tables, left = find_tables(subject, roles.heads)
+    found = _Search(subject, reasons=roles.reasons | left)
+    everything = (*roles.groups, *tables)
+    if not everything or not found.together(everything):
+        failed = found.one_by_one(everything)
+        if failed:
+            found.one_by_one(_careful(subject, propagator, failed, found))
+    if not found.accepted:
+        raise _nothing(subject, roles, found)
+    why = _add_norms(subject, found) if sequence_parallel else ""
+    assert found.verdict.program is not None
+    taken = _merged(found.accepted)
+    reasons = {name: reason for name, reason in found.reasons.items() if name not in taken}
+    return Suggestion(subject, tuple(found.accepted), found.verdict.program, reasons, why)
+
+
+def _careful(subject: Subject, propagator: Propagator, failed: Sequence[Group], found: _Search) -> list[Group]:
+    """What is left of the failed groups if nothing is taken for granted that the rules don't grant."""
+    lost, taken = _merged(failed), _merged(found.accepted)
+    careful = find_roles(subject, propagator, lenient=False)
+    known = [group.settings for group in failed]
+    again = [
+        group
+        for group in careful.groups
+        if group.settings.keys() <= lost.keys()
+        and not group.settings.keys() & taken.keys()
+        and group.settings not in known
+    ]
+    found.reasons |= {n: reason for n, reason in careful.reasons.items() if n in lost and n not in _merged(again)}
+    return again
+
+
+def _add_norms(subject: Subject, found: _Search) -> str:
+    """Accept the norms that can work on a part of the sequence; returns why none can."""
+    norms = find_norms(subject, _merged(found.accepted))
+    if not norms:
+        return "no norm sees a (batch, sequence, hidden) stream whose sequence divides evenly"
+    if found.together(norms):
+        return ""
+    why = found.last.reason
+    failed = found.one_by_one(norms)
+    return why if len(failed) == len(norms) else ""
+
+
+def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:
+    bare = judge(subject, {})
+    if not bare.ok and bare.finding is not None:
+        return CompileError([bare.finding])
+    heaviest = sorted(found.reasons, key=lambda name: (-_weight(subject, name), name))
+    kind = type(subject.model).__name__
+    notes = tuple(f"`{name}`: {found.reasons[name]}" for name in heaviest[:3])
+    message = f"nothing in `{kind}` can be sharded over {subject.size} ranks"
+    if not subject.linears:
+        message += ": none of its modules is a linear layer"
+    return CompileError(
+        [Diagnostic(code="TP123", message=message, notes=notes, help="try another number of ranks", subject=kind)]
+    )
+
+
+def _weight(subject: Subject, name: str) -> int:
+    form = subject.linears.get(name)
+    return form.inputs * form.outputs if form is not None else 0
+
+
+def _merged(groups: Iterable[Group]) -> dict[str, Setting]:
+    return {name: setting for group in groups for name, setting in group.settings.items()}

@@ -1,0 +1,177 @@
+"""Subject: the model that a plan is looked for, as the compiler sees it.
+
+in:  a model, an example call, the number of ranks
+out: `Subject`: its trace, its linear layers with what a column split makes of their results, its embedding tables
+
+    q_proj = nn.Linear(48, 48), viewed as 8 heads   ->   Column(S(2)); rows: yes
+    c_attn = Conv1D(144, 48), split in three        ->   Column(S(2, packs=48|48|48), packed: [q, k, v])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler import explain_failure
+from tpplan.compiler.bind import Binding, bind
+from tpplan.compiler.capture import Capture, record
+from tpplan.compiler.fitness import unfit_findings
+from tpplan.compiler.layout import Pack as Stretch
+from tpplan.compiler.linear import LinearForm, linear_form
+from tpplan.compiler.packed import VIEWS
+from tpplan.compiler.packing import pack
+from tpplan.compiler.readers import Readers
+from tpplan.compiler.recorder import Recorder
+from tpplan.compiler.region import Instance, build_regions
+from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.trace import Frame, Trace
+from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
+from tpplan.plan.pattern import Pattern
+from tpplan.plan.rules import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What a column split of a linear layer makes of its result.
+
+    Attributes:
+        packed: the packs that the plan has to name; None if it packs nothing.
+        stretches: the packs of the sharded result; empty if it is one plain stretch.
+    """
+
+    packed: tuple[Pack, ...] | None
+    stretches: tuple[Stretch, ...]
+
+    def is_whole(self, size: int) -> bool:
+        """Whether each of `size` ranks holds all of it: a single head."""
+        return bool(self.stretches) and all(p.replicas == size for p in self.stretches)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to suggest a plan for.
+
+    Attributes:
+        model, size: the model and the number of ranks.
+        arguments, keywords: the example call.
+        trace: one run of it.
+        root: its calls, over shared regions.
+        linears: the linear layers that are called, by name.
+        columns: the ways to split the output features of those where they can be split, the simplest first.
+        unsplittable: why the others' can't.
+        tables: the embedding tables that are called, by name.
+    """
+
+    model: nn.Module
+    size: int
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    trace: Trace
+    root: Instance
+    linears: dict[str, LinearForm]
+    columns: dict[str, tuple[Column, ...]]
+    unsplittable: dict[str, str]
+    tables: dict[str, nn.Embedding]
+
+
+def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Subject:
+    """Capture `model` on an example call and find its linear layers.
+
+    Raises:
+        CompileError: the model can't be captured or compiled at all.
+    """
+    unfit = unfit_findings(model)
+    if unfit:
+        raise CompileError(unfit)
+    trace = _captured(model, arguments, keywords)
+    frames: dict[str, Frame] = {}
+    for frame in trace.root.walk():
+        frames.setdefault(frame.module, frame)
+    called = [(name, module) for name, module in named_modules(model) if name in frames]
+    linears = {
+        name: form for name, module in called if (form := linear_form(module)) is not None and _is_plain(frames[name])
+    }
+    tables = {name: module for name, module in called if isinstance(module, nn.Embedding)}
+    columns, unsplittable = _columns(model, trace, frames, linears, size)
+    root = build_regions(trace, bind(model, Plan(), size)[0])
+    return Subject(model, size, arguments, keywords, trace, root, linears, columns, unsplittable, tables)
+
+
+def _captured(model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Trace:
+    errors: list[BaseException] = []
+    for training in (True, False):
+        try:
+            return record(make_skeleton(model), arguments, keywords, training, Capture(Recorder()))
+        except Exception as error:  # whatever the model raises is the finding
+            errors.append(error)
+    raise CompileError([explain_failure.of_capture(errors[-1])])
+
+
+def _is_plain(frame: Frame) -> bool:
+    return len(frame.entries) == 1 and len(frame.exits) == 1
+
+
+def _columns(
+    model: nn.Module, trace: Trace, frames: Mapping[str, Frame], linears: Mapping[str, LinearForm], size: int
+) -> tuple[dict[str, tuple[Column, ...]], dict[str, str]]:
+    """Let the compiler say of every linear layer by itself what a column split makes of it."""
+    readers = Readers(trace)
+    plain: dict[str, tuple[Pack, ...] | None] = {}
+    parted: dict[str, tuple[Pack, ...] | None] = {}
+    for name in linears:
+        taken = readers.taken_apart(frames[name].exits[0].target)
+        several = taken is not None and len(taken.stretches) > 1
+        if taken is None or not several or taken.operation.name in VIEWS:
+            plain[name] = None  # a view of heads may hold q, k and v of each head together
+        if taken is not None and several:
+            parted[name] = pack_names(taken.stretches)
+    columns: dict[str, tuple[Column, ...]] = {}
+    reasons: dict[str, str] = {}
+    for packs in (plain, parted):
+        found, problems = _split(model, trace, linears, packs, size)
+        reasons |= problems
+        for name, column in found.items():
+            columns[name] = (*columns.get(name, ()), column)
+    return columns, {name: reason for name, reason in reasons.items() if name not in columns}
+
+
+def _split(
+    model: nn.Module,
+    trace: Trace,
+    linears: Mapping[str, LinearForm],
+    packs: Mapping[str, tuple[Pack, ...] | None],
+    size: int,
+) -> tuple[dict[str, Column], dict[str, str]]:
+    """The columns that the compiler makes of these modules, each by itself, and what it says of the others."""
+    rules = tuple(Rule(Pattern.parse(name), Style.COLWISE, packed=held) for name, held in packs.items())
+    binding, found = bind(model, Plan(rules=rules), size)
+    split = pack(model, trace, _without_conflicts(binding, found), size)
+    problems = {d.subject or "": d.message for d in (*found, *split.findings) if d.severity is Severity.ERROR}
+    columns: dict[str, Column] = {}
+    reasons: dict[str, str] = {}
+    for name, held in packs.items():
+        bound = split.binding.modules.get(name)
+        if bound is None or name in problems:
+            reasons[name] = problems.get(name, "it can't be split")
+        elif bound.style is Style.COLWISE:
+            columns[name] = Column(held, bound.packs)
+        else:  # a single head, held by every rank
+            columns[name] = Column(held, (Stretch(linears[name].outputs, size),))
+    return columns, reasons
+
+
+def _without_conflicts(binding: Binding, found: Sequence[Diagnostic]) -> Binding:
+    bad = {d.subject for d in found if d.severity is Severity.ERROR}
+    return replace(binding, modules={name: held for name, held in binding.modules.items() if name not in bad})
+
+
+def pack_names(sizes: Sequence[int]) -> tuple[Pack, ...]:
+    """Names for the packs of one projection; with sizes where these differ."""
+    usual = {2: ("gate", "up"), 3: ("q", "k", "v")}
+    names = usual.get(len(sizes), tuple(f"part{i}" for i in range(len(sizes))))
+    even = len(set(sizes)) == 1
+    return tuple(Pack(name, None if even else count) for name, count in zip(names, sizes, strict=True))

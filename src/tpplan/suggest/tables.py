@@ -1,0 +1,90 @@
+"""Tables: embedding tables that can be split by rows, and the heads that share their numbers.
+
+in:  a subject and the linear layers that could be gathered heads
+out: groups: a table by itself, a head by itself, or both where they are one parameter
+
+    embed_tokens(input_ids), lm_head tied to it   ->   {embed_tokens: vocab, lm_head: colwise, gathered}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tpplan.compiler.bind import bind
+from tpplan.compiler.trace import Frame, Trace
+from tpplan.plan import Plan, Rule, Severity, Style
+from tpplan.plan.pattern import Pattern
+from tpplan.suggest.roles import Group, Setting
+from tpplan.suggest.subject import Subject
+
+_ROWS_PER_RANK = 8  # smaller tables (segments, languages) aren't worth an all-reduce
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "alias.default", "slice.Tensor", "clone.default", "_to_copy.default",
+        "expand.default", "unsqueeze.default", "squeeze.default", "select.int", "detach.default", "transpose.int",
+    )
+)  # fmt: skip
+
+
+def find_tables(subject: Subject, heads: Mapping[str, Setting]) -> tuple[tuple[Group, ...], dict[str, str]]:
+    """The groups of tables and heads, the heaviest first; and why other tables stay whole."""
+    looked_up, reasons = _splittable(subject, _looked_up_by_input(subject))
+    tied = {name: names for names in subject.trace.parameters.values() for name in names}
+    groups: list[Group] = []
+    paired: set[str] = set()
+    for head, setting in heads.items():
+        partners = [
+            n.removesuffix(".weight") for n in tied.get(f"{head}.weight", ()) if n.removesuffix(".weight") in looked_up
+        ]
+        settings = {name: Setting(Style.VOCAB) for name in partners} | {head: setting}
+        paired |= set(partners)
+        what = "the table of tokens by rows, and with it the head" if partners else "the head by columns"
+        form = subject.linears[head]
+        groups.append(Group(f"{what}, whose result is gathered", settings, form.inputs * form.outputs))
+    for name in looked_up:
+        table = subject.tables[name]
+        small = table.num_embeddings < _ROWS_PER_RANK * subject.size
+        if small and name not in paired:
+            reasons[name] = f"with {table.num_embeddings} rows it isn't worth an all-reduce"
+        elif name not in paired:
+            weight = table.num_embeddings * table.embedding_dim
+            groups.append(Group("a table by rows", {name: Setting(Style.VOCAB)}, weight))
+    return tuple(sorted(groups, key=lambda group: (-group.weight, next(iter(group.settings))))), reasons
+
+
+def _splittable(subject: Subject, names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Those of the tables that the compiler can split by rows, and what it says of the others."""
+    rules = tuple(Rule(Pattern.parse(name), Style.VOCAB) for name in names)
+    _, found = bind(subject.model, Plan(rules=rules), subject.size)
+    problems = {d.subject or "": d.message for d in found if d.severity is Severity.ERROR}
+    reasons = {name: "its indices are no input of the model" for name in subject.tables if name not in names}
+    reasons |= {name: problems[name] for name in names if name in problems}
+    return [name for name in names if name not in problems], reasons
+
+
+def _looked_up_by_input(subject: Subject) -> list[str]:
+    """Tables whose indices are an input of the model as it came, not positions or buckets that are computed."""
+    moved = _moved_inputs(subject.trace)
+    found = [
+        frame.module
+        for frame in subject.trace.root.walk()
+        if frame.module in subject.tables and frame.entries and frame.entries[0].source in moved
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _moved_inputs(trace: Trace) -> set[int]:
+    moved = {i for i in trace.inputs if not trace.values[i].dtype.is_floating_point}
+
+    def visit(frame: Frame) -> None:
+        moved.update(c.target for c in frame.entries if c.source in moved)
+        for node in frame.body:
+            if isinstance(node, Frame):
+                visit(node)
+            elif node.name in _MOVES and node.inputs[0] in moved:
+                moved.update(o for o in node.outputs if o is not None)
+        moved.update(c.target for c in frame.exits if c.source in moved)
+
+    visit(trace.root)
+    return moved

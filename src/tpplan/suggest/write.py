@@ -1,0 +1,113 @@
+"""Write: a suggestion as a plan file, with what it shards, what it leaves whole, and why, as comments.
+
+in:  a `Suggestion`
+out: YAML text that loads to an equal plan
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from tpplan.compat import named_modules
+from tpplan.plan import Plan, Style
+from tpplan.plan.emit import SCHEMA_COMMENT, plan_to_dict
+from tpplan.suggest.judge import rule_of
+from tpplan.suggest.patterns import patterns_for, shape_of
+from tpplan.suggest.roles import Group
+from tpplan.suggest.search import Suggestion
+from tpplan.suggest.share import Whole, block_share, left_whole, model_share
+
+_WIDTH = 110
+_NO_LINEAR = "no rule of the plan language splits it: it is neither a linear layer nor a table of embeddings"
+_SMALLEST = 0.001  # of the model; what is smaller needs no word of its own
+
+
+def write_plan(suggestion: Suggestion, name: str) -> str:
+    """The text of a plan file called `name`."""
+    lines = [*_header(suggestion), "version: 1", f"name: {name}", "axis: tp", "modules:"]
+    lines += _modules(suggestion)
+    return SCHEMA_COMMENT + "\n".join(lines) + "\n"
+
+
+def _header(suggestion: Suggestion) -> Iterator[str]:
+    program = suggestion.program
+    blocks, everything = block_share(program), model_share(program)
+    yield from _comment(
+        f"{program.model} over {program.size} ranks: found by the flow of its data, and proved by the compiler."
+    )
+    yield from _comment(
+        f"Sharded: {blocks.percent:.1f}% of the parameters of the repeated blocks, "
+        f"{everything.percent:.1f}% of all {everything.total:,}."
+    )
+    counted = ", ".join(f"{count} {what}" for what, count in sorted(program.count_collectives().items()))
+    yield from _comment(f"A forward and backward: {counted or 'no collectives'}.")
+    if suggestion.sequence:
+        yield from _comment(f"Not sequence-parallel: {suggestion.sequence}")
+    yield from _left_whole(suggestion, everything.total)
+
+
+def _left_whole(suggestion: Suggestion, total: int) -> Iterator[str]:
+    held = left_whole(suggestion.program)
+    listed = [whole for whole in held if whole.matrices and whole.count >= _SMALLEST * total]
+    if listed:
+        yield from _comment("Left whole on every rank:")
+    for whole in listed:
+        share = f"{100 * whole.count / total:.1f}%"
+        yield from _comment(f"- {whole.pattern} ({share}): {reason_for(suggestion, whole)}", indent=2)
+    rest = sum(whole.count for whole in held) - sum(whole.count for whole in listed)
+    if rest:
+        yield from _comment(f"Norms, biases and what else is small ({100 * rest / total:.2f}%) are whole as well.")
+
+
+def reason_for(suggestion: Suggestion, whole: Whole) -> str:
+    """Why these modules stay whole."""
+    reasons = suggestion.reasons
+    setting = suggestion.settings.get(whole.example)
+    if setting is not None and setting.style is Style.COLWISE:
+        return "it makes a single head, which every rank needs"
+    found = reasons.get(whole.example)
+    alike = (reason for name, reason in reasons.items() if shape_of(name) == whole.pattern)
+    return found or next(alike, None) or _NO_LINEAR
+
+
+def _modules(suggestion: Suggestion) -> Iterator[str]:
+    names = [name for name, _ in named_modules(suggestion.subject.model, remove_duplicate=False)]
+    place = {name: position for position, name in enumerate(names)}
+    merged: dict[str, list[Group]] = {}
+    for group in suggestion.groups:
+        merged.setdefault(group.title, []).append(group)
+    first = {title: min(place[n] for g in groups for n in g.settings) for title, groups in merged.items()}
+    for title in sorted(merged, key=lambda title: first[title]):
+        settings = {name: setting for group in merged[title] for name, setting in group.settings.items()}
+        ordered = {name: settings[name] for name in sorted(settings, key=lambda name: place[name])}
+        yield from (f"  {line}" for line in _comment(title))
+        for pattern, setting in patterns_for(ordered, names):
+            yield f"  {_quoted(pattern)}: {_options(plan_to_dict(Plan(rules=(rule_of(pattern, setting),))))}"
+
+
+def _options(document: dict[str, object]) -> str:
+    (value,) = cast("dict[str, Any]", document["modules"]).values()
+    return _flow(value)
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        return "{" + ", ".join(f"{key}: {_flow(held)}" for key, held in items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, cast("list[Any]", value))) + "]"
+    return str(value)
+
+
+def _quoted(pattern: str) -> str:
+    return f'"{pattern}"' if pattern[0] in "*{" or ": " in pattern else pattern
+
+
+def _comment(text: str, indent: int = 0) -> Iterable[str]:
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    return textwrap.wrap(
+        plain, _WIDTH, initial_indent="# " if not indent else "#   ", subsequent_indent="# " + " " * 2 * indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""`tpplan suggest` writes plans that `tpplan validate` takes."""
+
+from pathlib import Path
+
+import pytest
+
+from tpplan.cli.main import main
+
+SIZES = "hidden_size=64 intermediate_size=128 num_attention_heads=8 num_key_value_heads=4 head_dim=8 vocab_size=128"
+MODEL = [
+    "--model", "hf:llama", "--tp", "2", "--set", "num_hidden_layers=2",
+    *(part for item in SIZES.split() for part in ("--set", item)),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("options", [[], ["--sequence-parallel"], ["--from-hf"]])
+def test_what_it_writes_validates(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["suggest", *MODEL, *options, "-o", "found.yaml"]) == 0
+    assert capsys.readouterr() == ("", "tpplan suggest: wrote found.yaml\n")
+    assert main(["validate", "found.yaml", *MODEL]) == 0
+    assert "error" not in capsys.readouterr().out
+
+
+def test_without_a_file_the_plan_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["suggest", *MODEL]) == 0
+    text, chatter = capsys.readouterr()
+    assert chatter == "" and "  model.layers.*.mlp.{gate,up}_proj: colwise\n" in text
+    assert "# LlamaForCausalLM over 2 ranks" in text
+
+
+def test_nothing_to_import_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["suggest", "--model", "hf:gpt2", "--set", "n_layer=1", "--from-hf"]) == 1
+    assert "TP123" in capsys.readouterr().err
+
+
+def test_a_folder_that_isn_t_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["suggest", *MODEL, "-o", "nowhere/x.yaml"]) == 2
+    assert "can't write nowhere/x.yaml" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""`suggest_plan` pairs linear layers by the flow of the data, whatever they are called, and never takes a guess."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tpplan
+from tests.models.tiny import tiny_model
+from tpplan.api import suggest_text
+
+WIDTH, HEADS, FEED = 24, 4, 40
+
+
+class Attention(nn.Module):
+    """Names that say nothing, or the wrong thing: `down_proj` is a query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj, self.b, self.c, self.q_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (m(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.down_proj, self.b, self.c))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.q_proj(mixed)
+
+
+class Gated(nn.Module):
+    """Both halves of a gated layer in one projection; between up and down stands a norm where `normed`."""
+
+    def __init__(self, normed: bool = False) -> None:
+        super().__init__()
+        self.both = nn.Linear(WIDTH, 2 * FEED)
+        self.between = nn.LayerNorm(FEED) if normed else nn.Identity()
+        self.out = nn.Linear(FEED, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return x + self.out(self.between(F.silu(gate) * up))
+
+
+class Tokens(nn.Module):
+    """A table of tokens that is tied to the head, one of positions, and a chain of three layers in two blocks."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(64, WIDTH), nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(Attention(), Gated()) for _ in range(2))
+        self.end = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 64, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.end(x))
+
+
+IDS = {"ids": torch.zeros(3, 8, dtype=torch.long, device="meta")}
+STREAM = {"x": torch.zeros(3, 8, WIDTH, device="meta")}
+
+
+def styles(plan: tpplan.Plan) -> dict[str, str]:
+    return {rule.pattern.text: rule.style.value for rule in plan.rules}
+
+
+def test_roles_follow_the_data_and_not_the_names() -> None:
+    plan = tpplan.suggest_plan(Attention(), tp=2, inputs=STREAM)
+    assert styles(plan) == {"{down_proj,b,c}": "colwise", "q_proj": "rowwise"}
+
+
+def test_a_whole_model_in_patterns() -> None:
+    plan = tpplan.suggest_plan(Tokens(), tp=2, sequence_parallel=True, inputs=IDS)
+    assert styles(plan) == {
+        "words": "vocab",
+        "head": "colwise",
+        "blocks.*.*.{down_proj,b,c}": "colwise",
+        "blocks.*.*.q_proj": "rowwise",
+        "blocks.*.*.norm": "sequence",
+        "blocks.*.*.both": "colwise",
+        "blocks.*.*.out": "rowwise",
+        "end": "sequence",
+    }
+    head = next(rule for rule in plan.rules if rule.pattern.text == "head")
+    both = next(rule for rule in plan.rules if rule.packed)
+    assert head.output == "replicate" and [pack.name for pack in both.packed or ()] == ["gate", "up"]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_suggestion_is_proved_and_right(sequence: bool) -> None:
+    plan = tpplan.suggest_plan(Tokens(), tp=4, sequence_parallel=sequence, inputs=IDS)
+    report = tpplan.verify(Tokens(), plan, tp=4, inputs=IDS)
+    assert report.ok, report
+
+
+def test_what_needs_all_features_stays_whole_with_the_reason() -> None:
+    model = nn.Sequential(Attention(), Gated(normed=True))
+    text = suggest_text(model, 2, inputs={"input": STREAM["x"]})
+    assert styles(tpplan.load_plan(text)).keys() == {"*.{down_proj,b,c}", "*.q_proj"}
+    words = " ".join(text.replace("#", " ").split())
+    assert "*.both" in words
+    assert "needs its result whole" in words and "native_layer_norm" in words
+
+
+def test_the_text_loads_to_an_equal_plan_each_time() -> None:
+    model, inputs = tiny_model("llama", device="meta")
+    first, second = (suggest_text(model, 2, True, inputs) for _ in range(2))
+    assert first == second
+    assert tpplan.load_plan(first) == tpplan.suggest_plan(model, 2, True, inputs)
+    assert "Sharded: 99." in first
+
+
+def test_heads_that_don_t_divide_are_named() -> None:
+    with pytest.raises(tpplan.CompileError, match="TP123") as caught:
+        tpplan.suggest_plan(Attention(), tp=3, inputs={"x": torch.zeros(3, 9, WIDTH, device="meta")})
+    (finding,) = caught.value.diagnostics
+    assert "nothing in `Attention` can be sharded over 3 ranks" in finding.message and finding.notes
+
+
+def test_a_model_that_doesn_t_run_is_one_finding() -> None:
+    with pytest.raises(tpplan.CompileError, match="TP110"):
+        tpplan.suggest_plan(Attention(), tp=2, inputs={"x": torch.zeros(3, 8, WIDTH + 1, device="meta")})
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(tpplan.CompileError, match="none of its modules is a linear layer"):
+        tpplan.suggest_plan(nn.LayerNorm(WIDTH), tp=2, inputs={"input": STREAM["x"]})
