@@ -89,7 +89,27 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(program)
     else:
         _print_text(program, wanted)
+        _tell_of_kernels(program)
     return CLEAN
+
+
+def _tell_of_kernels(program: Program) -> None:
+    """What the choice of kernels comes to on this machine."""
+    if not any(not use.refused for use in program.kernels):
+        return
+    from tpplan.kernels import available
+
+    device = "cuda" if torch_has_gpu() else "cpu"
+    here = available(device)
+    if here.name == "torch":
+        print(f"Here every module keeps its own operations: {here.reason}.", file=sys.stderr)
+
+
+def torch_has_gpu() -> bool:
+    """Whether torch finds a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _pattern(text: str) -> Pattern:

@@ -18,11 +18,13 @@ from tpplan.compiler.layout import REPLICATED, Collective, reshard_between
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.program import (
     InputRecord,
+    KernelUse,
     LocalAttribute,
     ModuleProgram,
     ParameterPlacement,
     Program,
     Reshard,
+    dtype_name,
 )
 from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
 from tpplan.plan import Diagnostic, Plan
@@ -37,6 +39,7 @@ def emit(
     assignment: Assignment,
     attributes: dict[str, tuple[LocalAttribute, ...]],
     diagnostics: tuple[Diagnostic, ...] = (),
+    kernels: tuple[KernelUse, ...] = (),
 ) -> Program:
     """Write the program. Calls of one module must have been decided alike (see `pipeline.conflicting_modules`)."""
     origins = Origins(trace, binding)
@@ -49,6 +52,7 @@ def emit(
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
         modules=_modules(model, trace, binding, assignment, origins, attributes),
+        kernels=kernels,
         assumptions=tuple(
             f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
         ),
@@ -62,11 +66,6 @@ def _inputs(trace: Trace) -> list[InputRecord]:
         value = trace.values[crossing.source]
         found.append(InputRecord(crossing.path, value.shape, dtype_name(value.dtype), value.differentiable))
     return found
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _parameters(

@@ -43,6 +43,7 @@ from tpplan.compiler.propagate import Propagator
 from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.substitute import substitute
 from tpplan.compiler.trace import Trace
 from tpplan.compiler.uncovered import uncovered_finding
 from tpplan.compiler.warn import gathers_columns, warnings_for
@@ -118,12 +119,13 @@ def compile_program(
         Propagator(size, _batch(trace)), heads=unpacked.heads, findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
-    _, assignment = _search(work, dump)
+    instance, assignment = _search(work, dump)
     work.findings += warnings_for(trace, binding, assignment, size)
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
-    program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings))
+    kernels = substitute(dict(named_modules(model)), plan, trace, binding, assignment, instance)
+    program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings), kernels)
     dump.program(program)
     return program
 

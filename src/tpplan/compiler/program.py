@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from tpplan.compiler.layout import Collective, Layout, Pack
 from tpplan.plan import Diagnostic
 
@@ -129,6 +131,41 @@ class ModuleProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelUse:
+    """A body that a kernel can take the place of, or why it can't.
+
+    Attributes:
+        module: qualified name of the module whose forward it replaces.
+        kind: the kernel, such as `rms_norm`.
+        choice: the plan's: "auto", "triton" or "torch".
+        dtype: the input's in the proof; other calls take the model's own forward.
+        refused: why it isn't replaced; "" if it is.
+        parts: of `swiglu` and `geglu` the modules inside that are called, relative to `module`; of `bias_gelu` the
+            qualified name of the linear layer that leaves its bias to the kernel.
+        eps, offset, cast, dims, weight, bias: of norms; the parameters by their names in the module.
+        approximate: of GeLU, as torch names it.
+        halves: of `swiglu` and `geglu`, where one module makes both factors, which half is the gate.
+        note: what else could have been fused, and why it wasn't.
+    """
+
+    module: str
+    kind: str
+    choice: str
+    dtype: str
+    refused: str = ""
+    parts: tuple[str, ...] = ()
+    eps: float = 0.0
+    offset: float = 0.0
+    cast: str = "after"
+    dims: int = 1
+    weight: str | None = None
+    bias: str | None = None
+    approximate: str | None = None
+    halves: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class InputRecord:
     """A tensor of the example call."""
 
@@ -150,6 +187,7 @@ class Program:
         training: the mode that was captured.
         inputs: the tensors of the example call.
         parameters, modules: in the model's order.
+        kernels: the candidates for a kernel, in order of execution.
         assumptions: data-dependent branches that the proof leaves aside, with their place.
         diagnostics: warnings and notes; not part of the digest.
     """
@@ -162,6 +200,7 @@ class Program:
     inputs: tuple[InputRecord, ...]
     parameters: tuple[ParameterPlacement, ...]
     modules: tuple[ModuleProgram, ...]
+    kernels: tuple[KernelUse, ...] = ()
     assumptions: tuple[str, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     version: int = PROGRAM_VERSION
@@ -220,6 +259,7 @@ class Program:
         )
         fields["parameters"] = tuple(_parameter(p) for p in plain["parameters"])
         fields["modules"] = tuple(_module(m) for m in plain["modules"])
+        fields["kernels"] = tuple(_kernel(k) for k in plain["kernels"])
         fields["assumptions"] = tuple(plain["assumptions"])
         return cls(**fields)
 
@@ -227,6 +267,11 @@ class Program:
     def digest(self) -> str:
         """SHA-256 of the program's JSON; equal on all ranks or something is wrong."""
         return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _layout(plain: Mapping[str, Any]) -> Layout:
@@ -238,6 +283,11 @@ def _parameter(plain: Mapping[str, Any]) -> ParameterPlacement:
     fields: dict[str, Any] = {**plain, "layout": _layout(plain["layout"])}
     fields |= {key: tuple(plain[key]) for key in ("names", "shape", "local_shape")}
     return ParameterPlacement(**fields)
+
+
+def _kernel(plain: Mapping[str, Any]) -> KernelUse:
+    fields: dict[str, Any] = {**plain, "parts": tuple(plain["parts"])}
+    return KernelUse(**fields)
 
 
 def _reshard(plain: Mapping[str, Any]) -> Reshard:

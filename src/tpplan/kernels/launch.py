@@ -7,6 +7,7 @@ The sizes are chosen so that no kernel spills registers on Hopper, which the tes
 from __future__ import annotations
 
 import functools
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ _REGISTER_THREADS = 1_024
 # Under the interpreter a program costs milliseconds; an odd number finds mistakes in how rows are dealt out.
 _INTERPRETED_PROGRAMS = 3
 _NOTHING = nullcontext()
+# The interpreter replaces triton's language while it runs a kernel: a second thread would find it half replaced.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ def _warps(elements: int) -> int:
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which needn't be the tensor's."""
+    if INTERPRETED:
+        return _ONE_AT_A_TIME
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(tensor.device)

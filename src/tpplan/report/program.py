@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tpplan.report.diagnostics import render as render_findings
 from tpplan.report.program_communication import communication_table
+from tpplan.report.program_kernels import kernel_table
 from tpplan.report.program_outline import collapse, units, without_boundaries
 from tpplan.report.program_tables import cost_table, memory_table, module_table
 from tpplan.report.quantities import count_text, path_text, shape_text
@@ -61,6 +62,9 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
     yield memory_table(program)
     yield communication_table(program, collapse(units(program)), width)
     yield module_table(collapse(without_boundaries(units(program))), width)
+    kernels = kernel_table(program)
+    if kernels is not None:
+        yield kernels
 
 
 def legend(program: Program) -> Text:

@@ -9,7 +9,7 @@ Everything that can fail is prepared first; the changes are then made in one go 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,9 @@ from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import argument_names
 from tpplan.compiler.layout import Layout
-from tpplan.compiler.program import LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.program import KernelUse, LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.kernels import active_uses, body_of, without_bias
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
 from tpplan.runtime.parameters import BlockReader, HandedOut, PartReader, SummedReader
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
@@ -116,12 +117,16 @@ def _module_changes(
     context = CallContext()
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     random = _randomness(program, distributor)
+    uses = active_uses(program, distributor.device)
     changes: list[_Change] = []
-    for spec in program.modules:
+    for spec in _with_kernels(program, uses, modules):
         module = modules[spec.name]
         is_root = spec.name == ""
+        use = uses.get(spec.name)
+        left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
+        body = without_bias(spec.transposed, module) if left else None
         runtime = ModuleRuntime(
-            label=_label(spec, placements),
+            label=_label(spec, placements, use),
             axis=distributor.axis,
             entries=tuple(s for r in spec.entries for s in _entries(module, r, distributor.axis, context)),
             exits=tuple(s for r in spec.exits for s in _exits(spec, r, distributor.axis, context)),
@@ -133,11 +138,26 @@ def _module_changes(
             context=context if is_root and program.flattens_batch else None,
             transposed=spec.transposed,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
+            body=body if use is None else body_of(use, module, modules),
+            bias_elsewhere=left,
         )
         changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
         if spec.local_attributes:
             changes.append(_swap_attributes(module, spec.local_attributes))
     return changes
+
+
+def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[str, nn.Module]) -> list[ModuleProgram]:
+    """The modules to swap: those of the program, and those whose body alone is replaced."""
+    known = {spec.name: spec for spec in program.modules}
+    found = list(program.modules)
+    for name, use in uses.items():
+        if name not in known:
+            found.append(ModuleProgram(name, type(modules[name]).__name__, None, "inferred", calls=1))
+        if use.kind == "bias_gelu":
+            place = next(i for i, spec in enumerate(found) if spec.name == name)
+            found[place] = replace(found[place], reads=(*found[place].reads, f"{use.parts[0]}.bias"))
+    return found
 
 
 def _randomness(program: Program, distributor: Distributor) -> dict[str | None, SplitRandomness | ReplicatedRandomness]:
@@ -231,8 +251,8 @@ def _exits(spec: ModuleProgram, reshard: Reshard, axis: Communicator, context: C
     return [ExitStep(path, step) for path in (reshard.path, *reshard.aliases)]
 
 
-def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement]) -> str:
-    parts: list[str] = []
+def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:
+    parts = [f"kernel={use.kind}"] if use is not None else []
     for name in spec.reads:
         layout: Layout = placements[name].layout
         if layout.is_sharded:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from tpplan.compiler.fitness import MARK
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.kernels import Body
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move
@@ -57,6 +58,8 @@ class ModuleRuntime:
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved.
         context: for the root, where a reshard needs the batch size: where to note it.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
+        body: what runs in place of the stock forward; None for that.
+        bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
     """
 
@@ -72,6 +75,8 @@ class ModuleRuntime:
     context: CallContext | None = None
     transposed: bool = False
     shared: bool = False
+    body: Body | None = None
+    bias_elsewhere: bool = False
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Reshard the arguments of a call."""
@@ -140,7 +145,9 @@ class ShardedModule(nn.Module):
             # An instance attribute comes before nn.Module's own look-up of parameters.
             owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
         try:
-            if runtime.random is None or not self.training:
+            if runtime.body is not None:
+                result = runtime.body(super().forward, args, kwargs)
+            elif runtime.random is None or not self.training:
                 result = super().forward(*args, **kwargs)
             else:
                 with runtime.random:
@@ -188,6 +195,8 @@ class ShardedLinear(ShardedModule):
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
         local = runtime.reads[0][2](weight)
+        if runtime.bias_elsewhere:
+            bias = None
         result = functional.linear(input, local, None if bias is None else runtime.reads[1][2](bias))
         return runtime.exits[0].step(result) if runtime.exits else result
 

@@ -1,0 +1,145 @@
+"""Kernels in the model: forwards that take the place of bodies, as the program says.
+
+in:  a `KernelUse` and the modules
+out: a function with the body's arguments and result
+
+Each takes the model's own forward for what the proof doesn't speak of: another dtype than the example's, and calls
+with more arguments.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tpplan import kernels
+from tpplan.compiler.program import KernelUse, Program, dtype_name
+
+Stock = Callable[..., Any]
+Body = Callable[[Stock, tuple[Any, ...], dict[str, Any]], Any]
+Choice = Literal["auto", "triton", "torch"]
+
+
+def active_uses(program: Program, device: torch.device) -> dict[str, KernelUse]:
+    """The uses that are carried out on `device`, by module; warns where the plan asks for a kernel in vain."""
+    there = kernels.available(device)
+    wanted = [use for use in program.kernels if not use.refused]
+    if there.name == "triton":
+        return {use.module: use for use in wanted}
+    kinds = sorted({use.kind for use in wanted if use.choice == "triton"})
+    if kinds:
+        warnings.warn(
+            f"the plan asks for Triton kernels ({', '.join(kinds)}), but the model's own operations are used: "
+            f"{there.reason}",
+            stacklevel=2,
+        )
+    return {}
+
+
+def body_of(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Body:
+    """The function that takes the place of `module`'s forward.
+
+    Args:
+        use: what to do.
+        module: the module whose body it is; its parameters are local while the body runs.
+        modules: the model's modules by qualified name.
+    """
+    compute = _MAKERS[use.kind](use, module, modules)
+
+    def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (*args, *kwargs.values())
+        proved = len(given) == 1 and isinstance(given[0], Tensor) and dtype_name(given[0].dtype) == use.dtype
+        # A bias that the linear layer has left out must be added whatever comes.
+        return compute(given[0]) if proved or use.kind == "bias_gelu" else stock(*args, **kwargs)
+
+    return body
+
+
+def _layer_norm(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    def compute(x: Tensor) -> Tensor:
+        weight, bias = _held(module, use.weight), _held(module, use.bias)
+        return kernels.layer_norm(x, x.shape[-use.dims :], weight, bias, use.eps, backend=_choice(use))
+
+    return compute
+
+
+def _rms_norm(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    cast: Literal["before", "after"] = "before" if use.cast == "before" else "after"
+
+    def compute(x: Tensor) -> Tensor:
+        weight, shape = _held(module, use.weight), x.shape[-use.dims :]
+        return kernels.rms_norm(x, shape, weight, use.eps, offset=use.offset, cast=cast, backend=_choice(use))
+
+    return compute
+
+
+def _gelu(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    return lambda x: kernels.gelu(x, _approximate(use), backend=_choice(use))
+
+
+def _bias_gelu(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    linear = modules[use.parts[0]]
+    return lambda x: kernels.bias_gelu(x, linear.bias, _approximate(use), backend=_choice(use))  # pyright: ignore
+
+
+def _gated(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    prefix = f"{use.module}." if use.module else ""
+    first, *others = (modules[f"{prefix}{part}"] for part in use.parts)
+
+    def gate(one: Tensor, other: Tensor) -> Tensor:
+        if use.kind == "swiglu":
+            return kernels.swiglu(one, other, backend=_choice(use))
+        return kernels.geglu(one, other, _approximate(use), backend=_choice(use))
+
+    def compute(x: Tensor) -> Tensor:
+        if use.halves is None:
+            product, after = gate(first(x), others[0](x)), others[1:]
+        else:
+            halves = first(x).chunk(2, -1)
+            product, after = gate(halves[use.halves], halves[1 - use.halves]), others
+        for module in after:
+            product = module(product)
+        return product
+
+    return compute
+
+
+_MAKERS: dict[str, Callable[[KernelUse, nn.Module, Mapping[str, nn.Module]], Callable[[Tensor], Tensor]]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "gelu": _gelu,
+    "bias_gelu": _bias_gelu,
+    "swiglu": _gated,
+    "geglu": _gated,
+}
+
+
+def without_bias(transposed: bool, module: nn.Module) -> Body:
+    """The body of a linear layer that leaves its bias to a kernel."""
+
+    def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (x,) = (*args, *kwargs.values())
+        weight: Tensor = module.weight  # pyright: ignore[reportAssignmentType]
+        return x @ weight if transposed else functional.linear(x, weight)
+
+    return body
+
+
+def _held(module: nn.Module, name: str | None) -> Tensor | None:
+    return None if name is None else getattr(module, name)
+
+
+def _choice(use: KernelUse) -> Choice:
+    return "triton" if use.choice == "triton" else "auto"
+
+
+def _approximate(use: KernelUse) -> Literal["none", "tanh"]:
+    return "tanh" if use.approximate == "tanh" else "none"
+
+
+__all__ = ["Body", "active_uses", "body_of", "without_bias"]

@@ -1,0 +1,49 @@
+"""Whole models with kernels in place of their bodies: outputs and every gradient, against the stock model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import tpplan
+from tests.models.tiny import tiny_model
+from tpplan import kernels
+
+# Both sides compute in float32. The kernels round other intermediate results than torch does, so that the difference
+# is a few roundings of what a sum of that many terms may lose: the tolerance that `verify` derives.
+MODELS = {
+    "llama": {"rms_norm", "swiglu"},
+    "bert": {"layer_norm", "bias_gelu"},
+    "gpt_neox": {"layer_norm", "bias_gelu"},
+}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel function is called."""
+    calls: Counter[str] = Counter()
+    for name in ("layer_norm", "rms_norm", "gelu", "bias_gelu", "swiglu", "geglu"):
+        stock = getattr(kernels, name)
+
+        def call(*arguments: Any, name: str = name, stock: Any = stock, **keywords: Any) -> Any:
+            calls[name] += 1
+            return stock(*arguments, **keywords)
+
+        monkeypatch.setattr(kernels, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("suffix", ["", "-sequence"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_kernels_computes_what_the_stock_model_computes(
+    name: str, tp: int, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = counted(monkeypatch)
+    model, keywords = tiny_model(name)
+    plan = tpplan.load_plan(f"{name}{suffix}")
+    report = tpplan.verify(model.float(), plan, tp, keywords, dtype=torch.float32)
+    assert report.ok, report
+    assert set(calls) == MODELS[name] and all(count % tp == 0 for count in calls.values())
