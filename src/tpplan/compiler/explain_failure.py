@@ -12,6 +12,7 @@ from tpplan.compiler.check import CheckInput, Mismatch
 from tpplan.compiler.layout import Layout
 from tpplan.compiler.localise import equal_modules
 from tpplan.compiler.origins import Origins
+from tpplan.compiler.packing import packed_option
 from tpplan.compiler.place import Failure
 from tpplan.compiler.propagate import Refusal
 from tpplan.compiler.region import CallNode, Instance, OperationNode, Region
@@ -160,7 +161,10 @@ def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int,
         f"{shown}): it packs several projections, and a plain split hands out pieces that cut across them",
         span=bound.rule.style_span,
         label="splits the packed rows as if they were one projection",
-        help=f"remove the rule, so that `{bound.name}` stays replicated, or split the projection in the model",
+        help=f"write `{{style: {bound.style}, {packed_option(sizes)}}}` to split each by itself"
+        if len(sizes) > 1 and sum(sizes) == whole
+        else f"name what it packs by `packed: {{q: …, k: …}}` with sizes, or remove the rule, so that `{bound.name}` "
+        "stays whole",
         notes=(f"in {quoted(here.frame.module)}, at {node.location}",) if node.location is not None else (),
         subject=bound.name,
     )

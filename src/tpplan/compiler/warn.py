@@ -8,40 +8,21 @@ out: TP104 for a colwise result that is gathered, TP105 for a rowwise input that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding, Bound
 from tpplan.compiler.origins import Origins
-from tpplan.compiler.trace import Crossing, Frame, Operation, Trace, quoted
+from tpplan.compiler.packing import packed_option
+from tpplan.compiler.readers import Readers, Taken
+from tpplan.compiler.trace import Trace, quoted
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import Diagnostic, Style
-
-_SPLITS = frozenset(
-    f"aten.{name}"
-    for name in ("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor", "slice.Tensor", "chunk.default")
-)
-_VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """How a body takes a gathered result apart: the operation, and the sizes of the parts."""
-
-    frame: Frame
-    operation: Operation
-    parts: tuple[int, ...]
-
-    @property
-    def module(self) -> str:
-        return quoted(self.frame.module)
 
 
 def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: int) -> list[Diagnostic]:
     """Findings on reshards that a plan seldom means, one for each rule."""
     origins = Origins(trace, binding)
-    readers = _Readers(trace)
+    readers = Readers(trace)
     gathered: dict[int, list[tuple[Bound, PlacedReshard]]] = defaultdict(list)
     sliced: dict[int, list[Bound]] = defaultdict(list)
     for decided in assignment.frames:
@@ -80,53 +61,16 @@ def _slices_rows(decided: FrameAssignment) -> bool:
     return any(r.source.is_replicated and r.target.is_sharded for r in decided.entries)
 
 
-class _Readers:
-    """Who reads a value, looking through boundaries."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self._crossings: dict[int, list[Crossing]] = defaultdict(list)
-        self._operations: dict[int, list[tuple[Frame, Operation]]] = defaultdict(list)
-        for frame in trace.root.walk():
-            for crossing in (*frame.entries, *frame.exits):
-                self._crossings[crossing.source].append(crossing)
-            for node in frame.body:
-                if isinstance(node, Operation):
-                    for value in node.inputs:
-                        self._operations[value].append((frame, node))
-
-    def of(self, value: int) -> Iterator[tuple[Frame, Operation]]:
-        """The operations that read `value` or an alias of it on the other side of a boundary."""
-        yield from self._operations[value]
-        for crossing in self._crossings[value]:
-            yield from self.of(crossing.target)
-
-    def taken_apart(self, value: int) -> _Taken | None:
-        """How the last dim of `value` is taken apart, if that is what is done with it."""
-        whole = self.trace.values[value].shape
-        slices: list[int] = []
-        for frame, operation in self.of(value):
-            parts = [self.trace.values[o].shape for o in operation.outputs if o is not None]
-            if operation.name in _VIEWS and len(parts[0]) > len(whole) and parts[0][: len(whole) - 1] == whole[:-1]:
-                return _Taken(frame, operation, parts[0][len(whole) - 1 :])
-            if operation.name in _SPLITS and all(p[:-1] == whole[:-1] and p[-1] < whole[-1] for p in parts):
-                slices += [part[-1] for part in parts]
-                if sum(slices) >= whole[-1]:
-                    return _Taken(frame, operation, tuple(slices))
-        return None
-
-
-def _gathered(held: list[tuple[Bound, PlacedReshard]], readers: _Readers, trace: Trace, size: int) -> Diagnostic:
+def _gathered(held: list[tuple[Bound, PlacedReshard]], readers: Readers, trace: Trace, size: int) -> Diagnostic:
     more = (f"the same holds for {len(held) - 1} more",) if len(held) > 1 else ()
     for bound, reshard in held:
         taken = readers.taken_apart(reshard.value)
-        if taken is None:
+        if taken is None or bound.packs:
             continue
-        where = f"in {taken.module}, at {taken.operation.location}"
-        views = taken.operation.name in _VIEWS
-        if not views or len(taken.parts) > 2:
-            return _packed(bound, taken, trace.values[reshard.value].shape[-1], views, (where, *more))
-        if next(iter(taken.parts), 0) % size:
+        where = f"in {quoted(taken.frame.module)}, at {taken.operation.location}"
+        if len(taken.stretches) > 1:
+            return _packed(bound, taken, trace.values[reshard.value].shape[-1], (where, *more))
+        if (taken.heads[0] or 0) % size:
             return _heads(bound, taken, size, (where, *more))
     (bound, reshard), *_ = held
     sent = bytes_sent("all-gather", trace.values[reshard.value].bytes, size)
@@ -142,31 +86,30 @@ def _gathered(held: list[tuple[Bound, PlacedReshard]], readers: _Readers, trace:
     )
 
 
-def _packed(bound: Bound, taken: _Taken, whole: int, views: bool, notes: tuple[str, ...]) -> Diagnostic:
-    sizes = [whole // taken.parts[0]] * taken.parts[0] if views else list(taken.parts)
+def _packed(bound: Bound, taken: Taken, whole: int, notes: tuple[str, ...]) -> Diagnostic:
+    sizes = taken.stretches
     return Diagnostic(
         code="TP106",
         message=f"`{bound.name}` packs {len(sizes)} projections ({' + '.join(map(str, sizes))} of {whole} features), "
-        f"which {taken.module} takes apart; a plain split gives ranks pieces that cut across them",
+        f"which {quoted(taken.frame.module)} takes apart; a plain split gives ranks pieces that cut across them",
         span=bound.rule.style_span,
         label="splits the packed features as if they were one projection",
-        help="write `{style: colwise, output: replicate}` to gather the result before it is taken apart, or remove the "
-        "rule; a packed projection can't be split yet",
+        help=f"write `{{style: colwise, {packed_option(sizes)}}}` to split each by itself, or `output: replicate` to "
+        "gather the result before it is taken apart",
         notes=notes,
         subject=bound.name,
     )
 
 
-def _heads(bound: Bound, taken: _Taken, size: int, notes: tuple[str, ...]) -> Diagnostic:
-    heads = taken.parts[0]
+def _heads(bound: Bound, taken: Taken, size: int, notes: tuple[str, ...]) -> Diagnostic:
+    heads, module = taken.heads[0], quoted(taken.frame.module)
     return Diagnostic(
         code="TP103",
-        message=f"{taken.module} views the result of `{bound.name}` as {heads} heads, which {size} ranks can't "
-        "share evenly",
+        message=f"{module} views the result of `{bound.name}` as {heads} heads, which {size} ranks can't share evenly",
         span=bound.rule.style_span,
         label=f"{heads} heads / {size} ranks",
         help=f"use a size of the axis that divides {heads}, or remove the rules for the modules of "
-        f"{taken.module}, so that it is replicated",
+        f"{module}, so that it is replicated",
         notes=notes,
         subject=bound.name,
     )
