@@ -17,7 +17,16 @@ import tpplan
 from tpplan.checkpoint import load_weights, save_weights
 from tpplan.checkpoint.files import CheckpointError
 
-PLAN = "version: 1\nmodules:\n  up: colwise\n  down: rowwise\n"
+PLAN = """
+version: 1
+modules:
+  up: colwise
+  down: rowwise
+  pair: {style: colwise, packed: [wide, narrow]}
+  "{wide,narrow}_out": rowwise
+  even: {style: colwise, packed: [one, other]}
+  even_out: rowwise
+"""
 
 
 class Block(nn.Module):
@@ -25,10 +34,16 @@ class Block(nn.Module):
         super().__init__()
         self.up = nn.Linear(8, 16)
         self.down = nn.Linear(16, 8)
+        self.pair, self.wide, self.narrow = nn.Linear(8, 12), 8, 4
+        self.wide_out, self.narrow_out = nn.Linear(8, 8), nn.Linear(4, 8)
+        self.even, self.even_out = nn.Linear(8, 8), nn.Linear(4, 8)
         self.register_buffer("scale", torch.rand(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x))) * self.scale
+        wide, narrow = self.pair(x).split([self.wide, self.narrow], -1)
+        one, other = self.even(x).chunk(2, -1)
+        packed = self.wide_out(wide) + self.narrow_out(narrow) + self.even_out(one * other)
+        return (self.down(torch.relu(self.up(x))) + packed) * self.scale
 
 
 def _rank(rank: int, rendezvous: str, folder: str, meta: bool) -> None:
@@ -45,6 +60,9 @@ def _rank(rank: int, rendezvous: str, folder: str, meta: bool) -> None:
     torch.testing.assert_close(model(x), stock(x))
     assert isinstance(model.up.weight, DTensor) and model.up.weight.to_local().shape == (8, 8)
     save_weights(model, f"{folder}/out", file_bytes=256)
+    again = tpplan.parallelize(Block(), PLAN, mesh, inputs=(torch.zeros(2, 8),))
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(x), stock(x))
     dist.destroy_process_group()
 
 

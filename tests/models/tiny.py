@@ -58,6 +58,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3", settings=_GROUPED | {"head_dim": 14}, coarsest=torch.float32),
     "gpt_neox": Architecture("gpt_neox"),
     "opt": Architecture("opt", settings={"ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0}),
+    "gpt2": Architecture("gpt2", settings={"n_inner": 80, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "phi3": Architecture("phi3", settings=_GROUPED | {"pad_token_id": 0}, coarsest=torch.float32),
     "torch_transformer": Architecture(""),
 }
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import tpplan
 from tests.models.tiny import ARCHITECTURES, tiny_model
-from tests.plans.parity import PLANS, assert_same_run, run, tolerance
+from tests.plans.parity import PLANS, assert_same_run, run, tolerance, whole
 from tests.runtime.world import Member, world
 
 pytestmark = pytest.mark.processes
@@ -58,6 +58,9 @@ def _parity(member: Member, name: str, path: str, forward: Counter[str], both: C
     assert ours.forward == forward
     assert ours.forward + ours.backward == both
     assert list(sharded.state_dict()) == keys
+    for (key, held), expected in zip(sharded.state_dict().items(), stock.state_dict().values(), strict=True):
+        mine = whole(held)
+        assert mine is not None and torch.equal(mine, expected), key
     _replicated_gradients_agree(sharded)
 
 

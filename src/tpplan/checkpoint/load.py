@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan.checkpoint.files import locate_tensors, open_tensors, problem
+from tpplan.checkpoint.packs import packs_of
 from tpplan.compat import local_of, named_modules, own_buffers, own_parameters, transient_buffers
+from tpplan.compiler.layout import Layout
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:
@@ -101,7 +103,7 @@ def _fill(holders: list[tuple[nn.Module, str]], piece: Any) -> None:
     tensor = held if held is not None else own_buffers(owner)[leaf]
     assert tensor is not None
     local = local_of(tensor)
-    read: Tensor = piece[_local_slices(tensor)].to(local.dtype)
+    read = _read(piece, tensor, packs_of(owner).get(leaf)).to(local.dtype)
     if not local.is_meta:
         local.copy_(read)
         return
@@ -112,6 +114,16 @@ def _fill(holders: list[tuple[nn.Module, str]], piece: Any) -> None:
         filled = nn.Parameter(filled, requires_grad=held.requires_grad)
     for module, name in holders:
         setattr(module, name, filled)
+
+
+def _read(piece: Any, tensor: Tensor, layout: Layout | None) -> Tensor:
+    """What this rank stores of the tensor in the file."""
+    if layout is None or layout.dim is None or layout.has_replicas or not isinstance(tensor, DTensor):
+        return piece[_local_slices(tensor)]
+    mesh = tensor.device_mesh
+    intervals = layout.intervals(tensor.shape[layout.dim], mesh.size(), mesh.get_local_rank())
+    before = (slice(None),) * layout.dim
+    return torch.cat([piece[(*before, slice(start, start + n))] for start, n in intervals], layout.dim)
 
 
 def _local_slices(tensor: Tensor) -> tuple[slice, ...]:

@@ -8,7 +8,8 @@ Everything that can fail is prepared first; the changes are then made in one go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, 
 from tpplan.runtime.parameters import BlockReader, HandedOut, PartReader, SummedReader
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, make_reshard
+from tpplan.runtime.state import from_stock_order, to_stock_order
 
 
 class Distributor(Protocol):
@@ -140,8 +142,11 @@ def _module_changes(
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
             body=body if use is None else body_of(use, module, modules),
             bias_elsewhere=left,
+            packs=_packs(module, spec.name, placements),
         )
         changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
+        if any(layout.is_uneven and not layout.has_replicas for layout in runtime.packs.values()):
+            changes.append(_keep_stock_order(module, runtime.packs, distributor.axis))
         if spec.local_attributes:
             changes.append(_swap_attributes(module, spec.local_attributes))
     return changes
@@ -178,6 +183,28 @@ def _swap_class(module: nn.Module, replacement: type[nn.Module], runtime: Module
     def undo() -> None:
         module.__class__ = stock
         module.__dict__.pop(RUNTIME, None)
+
+    return _Change(apply, undo)
+
+
+def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacement]) -> dict[str, Layout]:
+    prefix = f"{name}." if name else ""
+    held = {leaf: placements.get(f"{prefix}{leaf}") for leaf in own_parameters(module)}
+    return {leaf: found.layout for leaf, found in held.items() if found is not None and found.layout.packs}
+
+
+def _keep_stock_order(module: nn.Module, packs: Mapping[str, Layout], axis: Communicator) -> _Change:
+    """Let the state_dict hold whole tensors in the stock order, where DTensor can't tell how they are split."""
+    handles: list[Any] = []
+
+    def apply() -> None:
+        handles.append(module.register_state_dict_post_hook(functools.partial(to_stock_order, packs, axis)))
+        hook = functools.partial(from_stock_order, packs, axis)
+        handles.append(module.register_load_state_dict_pre_hook(hook))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
 
     return _Change(apply, undo)
 

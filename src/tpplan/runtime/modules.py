@@ -7,14 +7,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.compiler.fitness import MARK
+from tpplan.compiler.layout import Layout
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.kernels import Body
 from tpplan.runtime.parameters import HandedOut
@@ -59,6 +60,7 @@ class ModuleRuntime:
         context: for the root, where a reshard needs the batch size: where to note it.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
         body: what runs in place of the stock forward; None for that.
+        packs: the layouts of its own parameters that pack several stretches, by their names in the module.
         bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
     """
@@ -77,6 +79,7 @@ class ModuleRuntime:
     shared: bool = False
     body: Body | None = None
     bias_elsewhere: bool = False
+    packs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Reshard the arguments of a call."""
