@@ -16,12 +16,13 @@ SOURCES = src tests
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow demo lint layers style types format docs bench gpu wheel clean
+.PHONY: help setup test test-slow zoo demo lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
 	@echo "make demo       shard a trained model and show it   make bench      measure"
 	@echo "make lint       style, types and layers             make format     let ruff fix what it can"
+	@echo "make zoo        try every architecture, and write docs/coverage.md"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
 	@echo "make gpu        test and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
 	@echo "make setup      only the virtual environment        make clean      remove what was built, not $(VENV)"
@@ -48,6 +49,9 @@ test: $(VENV)/.extra-dev
 
 test-slow: $(VENV)/.extra-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+zoo: $(VENV)/.extra-dev
+	$(BIN)/python -m tests.zoo.page $(ARGS)
 
 demo: $(VENV)/.extra-demo
 	$(BIN)/tpplan demo $(ARGS)

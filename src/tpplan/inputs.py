@@ -43,7 +43,9 @@ def example_call(
 def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> dict[str, Any]:
     config = getattr(model, "config", None)
     accepted = inspect.signature(type(model).forward).parameters
-    if config is None or not hasattr(config, "to_dict") or "input_ids" not in accepted:
+    known = config is not None and hasattr(config, "to_dict")
+    made: dict[str, Any] = _senses(config, accepted, batch) if known else {}
+    if not made and (not known or "input_ids" not in accepted):
         raise CompileError(
             [
                 Diagnostic(
@@ -57,17 +59,44 @@ def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> d
         )
     length = sequence or _sequence_length(config, size)
     shape = (batch, length)
-    made: dict[str, Any] = {"input_ids": torch.zeros(shape, dtype=torch.long, device="meta")}
-    if "attention_mask" in accepted:
-        made["attention_mask"] = torch.ones(shape, dtype=torch.long, device="meta")
+    if "input_ids" in accepted:
+        made["input_ids"] = torch.zeros(shape, dtype=torch.long, device="meta")
+        if "attention_mask" in accepted:
+            made["attention_mask"] = torch.ones(shape, dtype=torch.long, device="meta")
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
         made["decoder_input_ids"] = torch.zeros(shape, dtype=torch.long, device="meta")
     return made
 
 
+def _senses(config: Any, accepted: Mapping[str, object], batch: int) -> dict[str, Any]:
+    """Pictures and sounds of the sizes that the config gives; without those that it doesn't."""
+    sizes: dict[str, list[object]] = {}
+    if "pixel_values" in accepted:
+        seeing = getattr(config, "vision_config", None) or config
+        side: Any = getattr(seeing, "image_size", None)
+        sides = list(side) if isinstance(side, (tuple, list)) else [side, side]  # pyright: ignore
+        sizes["pixel_values"] = [getattr(seeing, "num_channels", None), *sides]
+    if "input_features" in accepted:
+        frames: Any = getattr(config, "max_source_positions", None)
+        sizes["input_features"] = [getattr(config, "num_mel_bins", None), 2 * frames if frames else None]
+    return {
+        name: torch.zeros(batch, *held, device="meta")  # pyright: ignore
+        for name, held in sizes.items()
+        if all(isinstance(n, int) and n > 0 for n in held)
+    }
+
+
 def _sequence_length(config: Any, size: int) -> int:
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = _shortest_table(config)
     length = 8 * size
     if isinstance(longest, int) and 0 < longest - 2 < length:  # some tables reserve two positions
         length = max(size, (longest - 2) // size * size)
     return length
+
+
+def _shortest_table(config: Any) -> int | None:
+    """The number of positions that the config allows: of an encoder's, a decoder's and a text tower's, the least."""
+    held = [config, getattr(config, "text_config", None)]
+    names = ("max_position_embeddings", "max_target_positions")
+    found = [n for c in held for name in names if isinstance(n := getattr(c, name, None), int) and n > 0]
+    return min(found, default=None)

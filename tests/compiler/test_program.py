@@ -13,6 +13,8 @@ from torch import nn
 
 import tpplan
 from tests.compiler.toys import ATTENTION, Attention, Block, compiled, plan_of
+from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Collective
+from tpplan.compiler.program import ModuleProgram, Program, Reshard
 
 RULES = {f"*.body.{name}": style for name, style in ATTENTION.items()}
 
@@ -52,6 +54,16 @@ def test_whatever_changes_the_program_changes_the_digest() -> None:
     assert one.digest != compiled(nn.Sequential(Block(Attention()), Block(Attention())), RULES).digest
     assert one.digest != replace(one, size=4).digest
     assert one.digest == replace(one, diagnostics=()).digest
+
+
+def test_the_same_collective_each_way_counts_twice_a_call() -> None:
+    reshard = Reshard(
+        (), PARTIAL, REPLICATED_PARTIAL, Collective.ALL_REDUCE, Collective.ALL_REDUCE, (2, 4), "float32", 32, True, "x"
+    )
+    module = ModuleProgram("down", "Linear", "rowwise", "x", calls=2, exits=(reshard,))
+    one = Program("p", "M", "tp", 2, True, (), (), (module,))
+    assert one.count_collectives() == {"all-reduce": 4}
+    assert one.count_collectives(backward=False) == {"all-reduce": 2}
 
 
 def test_another_version_is_not_read() -> None:

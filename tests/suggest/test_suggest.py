@@ -28,6 +28,24 @@ class Attention(nn.Module):
         return x + self.q_proj(mixed)
 
 
+class Biased(nn.Module):
+    """Scores with a bias for each head and distance, from a table that is looked up without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.distances = nn.Embedding(16, HEADS)
+        self.heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        q, k, v = (m(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        places = torch.arange(length, device=x.device)
+        bias = self.distances((places[:, None] - places[None, :]).abs()).permute(2, 0, 1)
+        mixed = F.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
 class Gated(nn.Module):
     """Both halves of a gated layer in one projection; between up and down stands a norm where `normed`."""
 
@@ -89,6 +107,14 @@ def test_a_whole_model_in_patterns() -> None:
     head = next(rule for rule in plan.rules if rule.pattern.text == "head")
     both = next(rule for rule in plan.rules if rule.packed)
     assert head.output == "replicate" and [pack.name for pack in both.packed or ()] == ["gate", "up"]
+
+
+def test_a_table_of_biases_by_head_goes_with_the_heads() -> None:
+    plan = tpplan.suggest_plan(Biased(), tp=2, inputs=STREAM)
+    assert styles(plan) == {"{q,k,v}": "colwise", "o": "rowwise", "distances": "replicate"}
+    assert next(rule for rule in plan.rules if rule.pattern.text == "distances").output == "shard"
+    report = tpplan.verify(Biased(), plan, tp=2, inputs=STREAM)
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -106,7 +106,8 @@ def _transformers_model(config: Any, fields: dict[str, Any], overrides: dict[str
     except Exception as error:
         raise _problem(f"`{reference}` can't be built: {_first_line(error)}", "check the values of --set") from None
     named: Any = getattr(transformers, str((changed.architectures or [""])[0]), None)
-    makers = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM]
+    kinds = ("Seq2SeqLM", "SpeechSeq2Seq", "MaskedLM", "CausalLM")
+    makers = [getattr(transformers, f"AutoModelFor{kind}") for kind in kinds]
     try:
         with torch.device("meta"):
             if named is not None:

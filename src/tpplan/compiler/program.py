@@ -220,7 +220,9 @@ class Program:
         counted: Counter[str] = Counter()
         for module, reshard in self.reshards():
             ways = [reshard.forward] + ([reshard.backward] if backward and reshard.differentiable else [])
-            counted.update({str(way): module.calls for way in ways if way.communicates})
+            for way in ways:  # the same collective each way counts twice
+                if way.communicates:
+                    counted[str(way)] += module.calls
         if backward:
             dtypes = {p.dtype for p in self.parameters if p.summed and p.trainable}
             if dtypes:

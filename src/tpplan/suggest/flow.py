@@ -35,9 +35,8 @@ class Flow:
         rows: modules that contract split features, with the columns that these come from.
         row_packs: the packs of a row's input features, where they are several.
         refused: columns that ran into an operation that needs all features, with the reason.
+        read: columns whose result reaches a linear layer, in whatever way.
         leaving: columns whose split result leaves the model.
-        tables: embedding tables that are indexed without data and have to be split by features, with the columns
-            beside which they stand.
         mixed: modules that take split features in one call and whole ones in another.
         starved: linear layers that would read what becomes of refused columns, with these.
     """
@@ -46,8 +45,8 @@ class Flow:
     rows: dict[str, set[str]] = field(default_factory=lambda: defaultdict[str, set[str]](set))
     row_packs: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     refused: dict[str, str] = field(default_factory=dict[str, str])
+    read: set[str] = field(default_factory=set[str])
     leaving: set[str] = field(default_factory=set[str])
-    tables: dict[str, set[str]] = field(default_factory=lambda: defaultdict[str, set[str]](set))
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
     mixed: set[str] = field(default_factory=set[str])
 
@@ -82,7 +81,6 @@ class _Walk:
         self.layouts: dict[int, Layout] = {}  # of sharded values; all others are replicated
         self.sources: dict[int, Names] = {}
         self.dynamic: set[int] = set(subject.trace.inputs)  # values that depend on the call's data
-        self.lookups: dict[int, Names] = {}  # the tables behind values that don't
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
         self.whole_inputs: set[str] = set()
 
@@ -101,11 +99,11 @@ class _Walk:
                 self.frame(next(children))
         for crossing in frame.exits:
             self._copy(crossing.source, crossing.target)
-            if frame.module in self.subject.tables and crossing.target not in self.dynamic:
-                self.lookups[crossing.target] = frozenset((frame.module,))
+        if frame.module in self.subject.tables and frame.exits[0].target not in self.dynamic:
+            self._column(frame.module, frame.exits[0].target)
 
     def _copy(self, source: int, target: int) -> None:
-        for held in (self.layouts, self.sources, self.lookups):
+        for held in (self.layouts, self.sources):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
         for marked in (self.dynamic, self.poisoned):
@@ -126,17 +124,22 @@ class _Walk:
             return False
         if given in self.poisoned:
             self.found.starved[name] = self.sources.get(given, _NONE)
+            self.found.read |= self.found.starved[name]
             return True
         if name in self.found.rows:
             self.found.mixed.add(name)
         self.whole_inputs.add(name)
-        column = self.columns.get(name)
-        if column is not None:
-            self.found.columns.add(name)
-            rank = len(self.subject.trace.values[made].shape)
-            self.layouts[made] = packed(rank - 1, column.stretches) if column.stretches else sharded(rank - 1)
-            self.sources[made] = frozenset((name,))
+        self._column(name, made)
         return True
+
+    def _column(self, name: str, made: int) -> None:
+        column = self.columns.get(name)
+        if column is None:
+            return
+        self.found.columns.add(name)
+        last = len(self.subject.trace.values[made].shape) - 1
+        self.layouts[made] = packed(last, column.stretches) if column.stretches else sharded(last)
+        self.sources[made] = frozenset((name,))
 
     def _row(self, name: str, held: Layout, sources: Names) -> None:
         packs = tuple(p.size for p in held.packs)
@@ -146,6 +149,7 @@ class _Walk:
         if packs:
             self.found.row_packs[name] = packs
         self.found.rows[name] |= sources
+        self.found.read |= sources
 
     # -- operations ---------------------------------------------------------------------------------------------------
     def _operation(self, instance: Instance, node: OperationNode) -> None:
@@ -154,9 +158,6 @@ class _Walk:
         outputs = [outer[o] for o in node.outputs if o is not None]
         if any(i in self.dynamic for i in inputs):
             self.dynamic.update(outputs)
-        else:
-            lookups = frozenset[str]().union(*(self.lookups.get(i, _NONE) for i in inputs))
-            self.lookups.update(dict.fromkeys(outputs, lookups) if lookups else {})
         sources = frozenset[str]().union(*(self.sources.get(i, _NONE) for i in inputs))
         if any(i in self.poisoned for i in inputs):
             self._poison(outputs, sources)
@@ -211,13 +212,7 @@ class _Walk:
                 if free or values[i].stride[dim] == 0:
                     instead[i] = replace(held, dim=dim)
         answer = self._ask(instance, node, instead) if instead else None
-        if answer is None or isinstance(answer, Refusal):
-            return None
-        beside = frozenset[str]().union(*(self.sources.get(instance.values[j], _NONE) for j, _ in split))
-        for i in instead:
-            for table in self.lookups.get(instance.values[i], _NONE):
-                self.found.tables[table] |= beside
-        return answer
+        return None if isinstance(answer, Refusal) else answer
 
     def _refuse(self, instance: Instance, node: OperationNode, sources: Names, reason: str) -> None:
         place = f" ({node.location.short})" if node.location is not None else ""
@@ -239,5 +234,5 @@ class _Walk:
         return min(fitting, key=lambda names: (sum(map(self._weight, names)), sorted(names)), default=_NONE)
 
     def _weight(self, name: str) -> int:
-        form = self.subject.linears[name]
-        return form.inputs * form.outputs
+        form = self.subject.linears.get(name)
+        return form.inputs * form.outputs if form is not None else 0

@@ -22,25 +22,19 @@ _MEANS = ("aten.mean.dim", "aten.sum.dim_IntList", "aten.linalg_vector_norm.defa
 
 def find_norms(subject: Subject, settled: Collection[str]) -> tuple[Group, ...]:
     """A group for every kind of norm that lies in the stream, in the model's order."""
-    length = _sequence_length(subject)
-    if length is None or length % subject.size:
-        return ()
+    lengths = _sequence_lengths(subject)
     kinds: dict[str, dict[str, Setting]] = {}
     for frame in subject.trace.root.walk():
-        if frame.module and frame.module not in settled and _normalises(frame, subject, length):
+        if frame.module and frame.module not in settled and _normalises(frame, subject, lengths):
             kinds.setdefault(shape_of(frame.module), {})[frame.module] = Setting(Style.SEQUENCE)
     title = "norms of the residual stream, each rank a part of the sequence"
     return tuple(Group(title, settings, 0) for settings in kinds.values())
 
 
-def _sequence_length(subject: Subject) -> int | None:
-    """The length of the stream: dim 1 of what most norms see."""
-    counts: dict[int, int] = {}
-    for frame in subject.trace.root.walk():
-        shape = _stream_shape(frame, subject)
-        if shape is not None and len(shape) == 3:
-            counts[shape[1]] = counts.get(shape[1], 0) + 1
-    return max(counts, key=lambda n: (counts[n], -n), default=None)
+def _sequence_lengths(subject: Subject) -> frozenset[int]:
+    """The lengths of the streams that divide evenly: an encoder's may differ from a decoder's."""
+    shapes = [_stream_shape(frame, subject) for frame in subject.trace.root.walk()]
+    return frozenset(s[1] for s in shapes if s is not None and len(s) == 3 and s[1] % subject.size == 0)
 
 
 def _stream_shape(frame: Frame, subject: Subject) -> tuple[int, ...] | None:
@@ -55,12 +49,12 @@ def _stream_shape(frame: Frame, subject: Subject) -> tuple[int, ...] | None:
     return given.shape if held else None
 
 
-def _normalises(frame: Frame, subject: Subject, length: int) -> bool:
+def _normalises(frame: Frame, subject: Subject, lengths: Collection[int]) -> bool:
     shape = _stream_shape(frame, subject)
     if shape is None or len(shape) == 3:
-        return shape is not None and shape[1] == length
+        return shape is not None and shape[1] in lengths
     batch = subject.trace.values[subject.trace.inputs[0]].shape[0]
-    return shape[0] == batch * length
+    return shape[0] in {batch * length for length in lengths}
 
 
 def _reduces(node: Operation, last: int, subject: Subject) -> bool:

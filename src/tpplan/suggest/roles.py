@@ -65,18 +65,16 @@ class Roles:
 def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles:
     """Give every linear layer its role; see `flow` for `lenient`."""
     reasons = dict(subject.unsplittable)
-    heads = _heads(subject)
-    columns = {
-        name: ways[0]
-        for name, ways in subject.columns.items()
-        if name not in heads and (lenient or not ways[0].is_whole(subject.size))
-    }
+    columns = {name: ways[0] for name, ways in subject.columns.items() if lenient or not ways[0].is_whole(subject.size)}
     reasons |= {n: "it makes a single head, which every rank needs" for n in subject.columns if n not in columns}
+    read: set[str] = set()
     starved: dict[str, str] = {}
     while True:
         found = flow(subject, propagator, columns, lenient)
+        read |= found.read
         for name, sources in found.starved.items():
-            starved.setdefault(name, _starved(sources))
+            if not sources & starved.keys():
+                starved.setdefault(name, _starved(sources))
         fed = {name for sources in found.rows.values() for name in sources}
         news = found.refused or {name: _unread(name, found) for name in sorted(found.columns - fed)}
         if not news:
@@ -90,7 +88,7 @@ def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles
                 reasons[name] = starved.get(name, reason)
     for name in found.rows:
         reasons.pop(name, None)
-        heads.pop(name, None)
+    heads = {name: held for name, held in _heads(subject).items() if name not in read and name in reasons}
     return Roles(_groups(subject, found, columns), heads, {n: r for n, r in reasons.items() if n not in heads})
 
 
@@ -107,7 +105,7 @@ def _starved(sources: Iterable[str]) -> str:
 
 
 def _heads(subject: Subject) -> dict[str, Setting]:
-    """Linear layers outside the repeated blocks that widen: their result is worth gathering."""
+    """Linear layers outside the repeated blocks that widen: if no other reads their result, it is worth gathering."""
     return {
         name: Setting(Style.COLWISE, output=Pin.REPLICATE)
         for name, form in subject.linears.items()
@@ -125,20 +123,20 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
         packs = found.row_packs.get(row)
         settings[row] = Setting(Style.ROWWISE, packed=pack_names(packs) if packs else None)
         for name in sorted(sources):
-            settings[name] = Setting(Style.COLWISE, packed=columns[name].packed)
+            settings[name] = _split(subject, name, columns[name])
             families.join(_key(row, settings), _key(name, settings))
-    for table, beside in found.tables.items():
-        known = sorted(beside & settings.keys())
-        if known:
-            settings[table] = Setting(Style.REPLICATE, output=Pin.SHARD)
-            for name in known:
-                families.join(_key(name, settings), _key(table, settings))
     order = [name for name in (*subject.tables, *subject.linears) if name in settings]
     members: defaultdict[object, list[str]] = defaultdict(list)
     for name in order:
         members[families.of(_key(name, settings))].append(name)
     groups = [_group(subject, names, settings) for names in members.values()]
     return tuple(sorted(groups, key=lambda group: (-group.weight, next(iter(group.settings)))))
+
+
+def _split(subject: Subject, name: str, column: Column) -> Setting:
+    if name in subject.tables:  # of biases by head: each rank takes those of its heads
+        return Setting(Style.REPLICATE, output=Pin.SHARD)
+    return Setting(Style.COLWISE, packed=column.packed)
 
 
 def _group(subject: Subject, names: Iterable[str], settings: Mapping[str, Setting]) -> Group:

@@ -61,7 +61,8 @@ class Subject:
         trace: one run of it.
         root: its calls, over shared regions.
         linears: the linear layers that are called, by name.
-        columns: the ways to split the output features of those where they can be split, the simplest first.
+        columns: the ways to split the output features of those where they can be split, the simplest first; and those
+            of tables.
         unsplittable: why the others' can't.
         tables: the embedding tables that are called, by name.
     """
@@ -97,6 +98,8 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     }
     tables = {name: module for name, module in called if isinstance(module, nn.Embedding)}
     columns, unsplittable = _columns(model, trace, frames, linears, size)
+    wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
+    columns |= {name: (Column(None, ()),) for name in wide}
     root = build_regions(trace, bind(model, Plan(), size)[0])
     return Subject(model, size, arguments, keywords, trace, root, linears, columns, unsplittable, tables)
 

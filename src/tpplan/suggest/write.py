@@ -20,7 +20,7 @@ from tpplan.suggest.search import Suggestion
 from tpplan.suggest.share import Whole, block_share, left_whole, model_share
 
 _WIDTH = 110
-_NO_LINEAR = "no rule of the plan language splits it: it is neither a linear layer nor a table of embeddings"
+_NO_LINEAR = "its parameters aren't those of a linear layer or of a table that the model calls"
 _SMALLEST = 0.001  # of the model; what is smaller needs no word of its own
 
 
@@ -67,6 +67,8 @@ def reason_for(suggestion: Suggestion, whole: Whole) -> str:
     setting = suggestion.settings.get(whole.example)
     if setting is not None and setting.style is Style.COLWISE:
         return "it makes a single head, which every rank needs"
+    if setting is not None and setting.style is Style.REPLICATE:
+        return "each rank takes its part of the result"
     found = reasons.get(whole.example)
     alike = (reason for name, reason in reasons.items() if shape_of(name) == whole.pattern)
     return found or next(alike, None) or _NO_LINEAR
