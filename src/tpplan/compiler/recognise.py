@@ -28,6 +28,7 @@ from tpplan.compiler.trace import Reference
 
 _AGREE = 1e-9
 _LARGEST = 1 << 22
+_ROWS = 4
 _HOST = torch.device("cpu")
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -76,10 +77,14 @@ def recognise(region: Region) -> Norm | Activation | None:
         return None
     if any(_RANDOM in node.target.tags or node.overwritten for node in nodes):
         return None
-    try:
-        return _norm(region, nodes, parameters) if _reduces(nodes) else _activation(region, nodes, parameters)
-    except (RuntimeError, TypeError, NotImplementedError):  # an operator that float64 or other numbers don't suit
-        return None
+    find = _norm if _reduces(nodes) else _activation
+    # A few rows tell as much as all, unless the body has the number of rows written into it.
+    for shape in dict.fromkeys((tuple(min(n, _ROWS) for n in entry.shape[:-1]) + entry.shape[-1:], entry.shape)):
+        try:
+            return find(region, nodes, parameters, shape)
+        except (RuntimeError, TypeError, NotImplementedError):  # also: an operator that float64 doesn't suit
+            continue
+    return None
 
 
 def _reduces(nodes: list[OperationNode]) -> bool:
@@ -87,10 +92,11 @@ def _reduces(nodes: list[OperationNode]) -> bool:
     return any(node.name.startswith(names) for node in nodes)
 
 
-def _activation(region: Region, nodes: list[OperationNode], parameters: list[int]) -> Activation | None:
+def _activation(
+    region: Region, nodes: list[OperationNode], parameters: list[int], shape: tuple[int, ...]
+) -> Activation | None:
     if parameters:
         return None
-    shape = region.values[region.entries[0].target].shape
     generator = _generator()
     x = torch.empty(shape, dtype=torch.float64).uniform_(-9, 9, generator=generator)
     # Far out a clipped activation shows.
@@ -104,14 +110,15 @@ def _activation(region: Region, nodes: list[OperationNode], parameters: list[int
     return None
 
 
-def _norm(region: Region, nodes: list[OperationNode], parameters: list[int]) -> Norm | None:
+def _norm(region: Region, nodes: list[OperationNode], parameters: list[int], shape: tuple[int, ...]) -> Norm | None:
     shapes = {region.values[i].shape for i in parameters}
-    shape = region.values[region.entries[0].target].shape
+    whole = region.values[region.entries[0].target].shape
     dims = len(next(iter(shapes))) if shapes else 1
-    if len(shapes) > 1 or any(held != shape[len(shape) - dims :] for held in shapes):
+    if len(shapes) > 1 or any(held != whole[len(whole) - dims :] for held in shapes):
         return None
+    shape = (*shape[: len(shape) - dims], *whole[len(whole) - dims :])
     for candidate in _norms(region, nodes, parameters, dims):
-        if all(_computes(region, nodes, parameters, candidate, scale) for scale in (1.0, math.sqrt(candidate.eps))):
+        if all(_computes(region, nodes, shape, parameters, candidate, s) for s in (1.0, math.sqrt(candidate.eps))):
             return candidate
     return None
 
@@ -147,9 +154,15 @@ def _cast(region: Region, nodes: list[OperationNode], weight: int | None) -> Lit
     return "after"
 
 
-def _computes(region: Region, nodes: list[OperationNode], parameters: list[int], norm: Norm, scale: float) -> bool:
+def _computes(
+    region: Region,
+    nodes: list[OperationNode],
+    shape: tuple[int, ...],
+    parameters: list[int],
+    norm: Norm,
+    scale: float,
+) -> bool:
     generator = _generator()
-    shape = region.values[region.entries[0].target].shape
     x = scale * (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5)
     held = {i: torch.randn(region.values[i].shape, generator=generator, dtype=torch.float64) for i in parameters}
     over = tuple(range(len(shape) - norm.dims, len(shape)))

@@ -136,6 +136,8 @@ def _gated(instance: Instance, gated: Gated, given: _Given) -> KernelUse:
 
 def _biased(instance: Instance, given: _Given) -> Iterator[tuple[str, KernelUse]]:
     """The GeLUs in a body whose only operand is the result of a linear layer with a bias."""
+    if not any(isinstance(given.body_of(child.region), Activation) for child in instance.children):
+        return
     region = instance.region
     calls = [node for node in region.nodes if isinstance(node, CallNode)]
     read = Counter(i for node in region.nodes for i in node.inputs) + Counter(b.source for b in region.exits)
