@@ -1,7 +1,7 @@
 # Everything runs in a virtual environment, made on first use and brought up to date when pyproject.toml changes.
 #
 #   make test TORCH=torch==2.11.0 VENV=.venv-2.11    another torch, in an environment of its own
-#   make test ARGS="-n 2 -k lower"                   more arguments for pytest
+#   make test WORKERS=4 ARGS="-k lower"              more workers, and more arguments for pytest
 #
 # TORCH is installed first and alone: left to choose, pip takes the newest CUDA build, several GB.
 
@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 ARGS   ?=
+# Each starts processes of its own: two keep two cores busy.
+WORKERS ?= 2
 
 BIN     = $(abspath $(VENV))/bin
 PIP     = $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -45,10 +47,10 @@ $(VENV)/.extra-%: pyproject.toml $(TORCH_STAMP)
 setup: $(VENV)/.extra-dev
 
 test: $(VENV)/.extra-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.extra-dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
 
 zoo: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.zoo.page $(ARGS)
