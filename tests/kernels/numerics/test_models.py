@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import tpplan
 from tests.models.tiny import tiny_model
 from tpplan import kernels
+from tpplan.compat import fake_process_group
 
 # Both sides compute in float32. The kernels round other intermediate results than torch does, so that the difference
 # is a few roundings of what a sum of that many terms may lose: the tolerance that `verify` derives.
@@ -47,3 +49,35 @@ def test_a_model_with_kernels_computes_what_the_stock_model_computes(
     report = tpplan.verify(model.float(), plan, tp, keywords, dtype=torch.float32)
     assert report.ok, report
     assert set(calls) == MODELS[name] and all(count % tp == 0 for count in calls.values())
+
+
+class Mlp(torch.nn.Module):
+    """A norm, and a linear layer whose bias a kernel adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = torch.nn.LayerNorm(16), torch.nn.Linear(16, 32), torch.nn.GELU()
+        self.down = torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(self.norm(x))))
+
+
+def parallelized(stock: torch.nn.Module) -> torch.nn.Module:
+    plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+    with fake_process_group(1):
+        return tpplan.parallelize(copy.deepcopy(stock), plan, inputs=(torch.zeros(3, 4, 16),))
+
+
+def test_print_shows_the_kernels() -> None:
+    text = str(parallelized(Mlp()))
+    assert "kernel=layer_norm" in text and "kernel=bias_gelu" in text
+
+
+def test_another_dtype_takes_the_models_own_forward_and_loses_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch)
+    stock = Mlp()
+    model = parallelized(stock).double()
+    x = torch.randn(3, 4, 16, dtype=torch.float64)
+    torch.testing.assert_close(model(x), stock.double()(x), rtol=1e-12, atol=1e-12)
+    assert calls["layer_norm"] == 0
