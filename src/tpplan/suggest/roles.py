@@ -73,8 +73,9 @@ def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles
         found = flow(subject, propagator, columns, lenient)
         read |= found.read
         for name, sources in found.starved.items():
-            if not sources & starved.keys():
-                starved.setdefault(name, _starved(sources))
+            layers = sources & subject.linears.keys()  # what follows a table is the stream itself
+            if layers and not sources & starved.keys():
+                starved.setdefault(name, _starved(layers))
         fed = {name for sources in found.rows.values() for name in sources}
         news = found.refused or {name: _unread(name, found) for name in sorted(found.columns - fed)}
         if not news:

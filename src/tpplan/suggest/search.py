@@ -17,7 +17,7 @@ from torch import nn
 
 from tpplan.compiler.program import Program
 from tpplan.compiler.propagate import Propagator
-from tpplan.plan import CompileError, Diagnostic
+from tpplan.plan import CompileError, Diagnostic, Style
 from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms
 from tpplan.suggest.roles import Group, Roles, Setting, find_roles
@@ -122,6 +122,8 @@ def _careful(subject: Subject, propagator: Propagator, failed: Sequence[Group], 
 
 def _add_norms(subject: Subject, found: _Search) -> str:
     """Accept the norms that can work on a part of the sequence; returns why none can."""
+    if not any(setting.style is Style.ROWWISE for setting in _merged(found.accepted).values()):
+        return "no pair of linear layers is split, between which the stream could be"
     norms = find_norms(subject, _merged(found.accepted))
     if not norms:
         return "no norm sees a (batch, sequence, hidden) stream whose sequence divides evenly"

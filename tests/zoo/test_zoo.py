@@ -1,0 +1,48 @@
+"""Plans that write themselves are right for every architecture of the zoo, and shard what docs/coverage.md says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.page import PAGE, row
+from tests.zoo.sweep import Outcome, run
+
+QUICK = ("llama", "gpt2", "t5")
+_SHARE = re.compile(r"^\| (?P<name>[\w-]+) \| (?P<two>[\d.]+)%.*? \| (?P<four>[\d.]+)%", re.MULTILINE)
+
+
+def documented() -> dict[str, float]:
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    return {found["name"]: float(found["four"]) for found in _SHARE.finditer(text)}
+
+
+def check(outcome: Outcome) -> None:
+    assert outcome.ok, str(outcome)
+    promised = documented().get(outcome.name)
+    if promised is not None and outcome.size == 4:
+        assert outcome.blocks is not None and outcome.blocks.percent >= promised - 0.05, str(outcome)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_plan_writes_itself(name: str) -> None:
+    check(run(name, 4, sequence=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_right_or_refused(name: str) -> None:
+    check(run(name, 2, sequence=False))
+    check(run(name, 4, sequence=True))
+
+
+def test_the_page_has_a_row_for_every_architecture() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert [name for name in ARCHITECTURES if f"\n| {name} |" not in text] == []
+
+
+def test_a_refusal_is_a_row_too() -> None:
+    refused = [Outcome("x", size, sequence, refused=("no",)) for size in (2, 4) for sequence in (False, True)]
+    assert row(refused) == "| x | refused | refused | – | – | – |"
