@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -73,6 +73,7 @@ class _Work:
     excused: frozenset[str] = frozenset()
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
     learned_from: Diagnostic | None = None
+    learned: list[Diagnostic] = field(default_factory=list[Diagnostic])
     regions: tuple[frozenset[str], Instance] | None = None
 
 
@@ -120,7 +121,7 @@ def compile_program(
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
-    work.findings += warnings_for(trace, binding, assignment, size)
+    work.findings += [_with_reason(d, work.learned) for d in warnings_for(trace, binding, assignment, size)]
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
@@ -128,6 +129,14 @@ def compile_program(
     program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings), kernels)
     dump.program(program)
     return program
+
+
+def _with_reason(warning: Diagnostic, learned: Sequence[Diagnostic]) -> Diagnostic:
+    """A warning of a gather, with what the body does that keeps it from working on a shard."""
+    for finding in learned if warning.code == "TP104" else ():
+        if finding.span == warning.span:
+            return replace(warning, notes=(finding.message, *finding.notes, *warning.notes))
+    return warning
 
 
 def _batch(trace: Trace) -> int:
@@ -281,6 +290,7 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     if learned:
         work.constraints.unsharded |= learned
         work.learned_from = finding
+        work.learned.append(finding)
         return
     work.findings.append(finding)
     if mismatch.frame.module == "" or mismatch.frame.module in work.excused:

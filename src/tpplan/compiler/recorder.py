@@ -177,6 +177,8 @@ class Recorder(RecordingMode):
     def _run(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool) -> Any:
         if not memoise:
             return func(*args, **keywords)
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(args, keywords)
         key = (func, *map(_geometry, args), *((name, _geometry(a)) for name, a in keywords.items()))
         try:
             known = self._memo.get(key)
@@ -251,6 +253,13 @@ def _location_at(file: str, line: int) -> Location:
 
 def _written_tensors(positions: Iterable[int], args: tuple[Any, ...]) -> list[Tensor]:
     return _tensors(args[position] for position in positions if position < len(args))
+
+
+def _grouped_product(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    """The product of grouped rows. On meta tensors torch takes bfloat16 alone, elsewhere float32 as well."""
+    coarse = tuple(a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    made = torch.ops.aten._grouped_mm.default(*coarse, **keywords)
+    return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype, device="meta")
 
 
 @functools.cache
