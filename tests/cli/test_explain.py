@@ -51,7 +51,8 @@ def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 def test_a_block_of_llama_costs_two_all_reduces_each_way(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, chatter = explain(capsys, "tiny.yaml", *MODEL, "--batch", "2", "--sequence", "16")
-    assert (code, chatter) == (0, "")
+    # On a machine without a GPU a word on the kernels, and otherwise nothing.
+    assert code == 0 and chatter in ("", "Here every module keeps its own operations: no GPU.\n")
     assert text.startswith("LlamaForCausalLM with plan tiny on 4 ranks")
     assert "input_ids (2, 16) int64" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]

@@ -38,8 +38,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("suffix", ["", "-sequence"])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", ["llama", "bert", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_a_model_with_kernels_computes_what_the_stock_model_computes(
     name: str, tp: int, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
