@@ -10,7 +10,7 @@ from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.page import PAGE, row
 from tests.zoo.sweep import Outcome, run
 
-QUICK = ("llama", "gpt2", "t5")
+QUICK = ("llama", "gpt2", "falcon_alibi")
 _SHARE = re.compile(r"^\| (?P<name>[\w-]+) \| (?P<two>[\d.]+)%.*? \| (?P<four>[\d.]+)%", re.MULTILINE)
 
 
