@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import tpplan
 from tests.parity.subjects import subject, with_module, with_parameter
 from tpplan.compiler.layout import Collective
 from tpplan.parity import ParityReport, verify_program
@@ -157,3 +158,13 @@ def test_half_precision_is_coarse_but_still_tells_a_lost_reduction():
     assert verify_program(model, program, example, dtype=torch.bfloat16).ok
     bad = with_module(program, "blocks.0.mlp.down", lambda module: replace(module, exits=()))
     assert not verify_program(model, bad, example, dtype=torch.bfloat16).ok
+
+
+def test_a_model_that_gives_no_numbers_shows_nothing():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    plan = {"version": 1, "modules": {"0": "colwise", "1": "rowwise"}}
+    report = tpplan.verify(model, plan, 2, (torch.randn(3, 8),))
+    assert not report.ok
+    assert report.problems[0].startswith("the unsharded model itself gives NaN for ")

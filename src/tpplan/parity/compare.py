@@ -62,7 +62,7 @@ def compare(program: Program, reference: Reference, ranks: Sequence[RankResult],
         modules_compared=sum(call.error is not None for call in calls),
         collectives=dict(ranks[0].counts),
         predicted=predicted,
-        problems=(*wrong, *_miscounts(ranks, predicted)),
+        problems=(*_undefined(reference), *wrong, *_miscounts(ranks, predicted)),
     )
 
 
@@ -120,6 +120,15 @@ def _input_gradients(reference: Reference, ranks: Sequence[RankResult], toleranc
         parts = [rank.seen.input_gradients.get(name) for rank in ranks]
         errors = [relative_error(whole, torch.zeros_like(whole) if part is None else part) for part in parts]
         yield TensorParity(f"inputs.{name}", max(errors), tolerance)
+
+
+def _undefined(reference: Reference) -> Iterable[str]:
+    """Results of the unsharded model that are no numbers: there any program would seem to agree."""
+    seen = reference.seen
+    found = [name for name, held in (*seen.outputs.items(), *seen.gradients.items()) if bool(held.isnan().any())]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield f"the unsharded model itself gives NaN for `{found[0]}`{more}, where nothing can be compared"
 
 
 def _disagreements(compared: Sequence[TensorParity], what: str) -> Iterable[str]:
