@@ -136,3 +136,22 @@ def test_the_report_is_shown_within_its_width():
     assert "all-reduce" in text
     assert "\x1b" not in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+class TiedHead(nn.Module):
+    """Reads a bias of its own through the layer that shares it, as heads of masked language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.bias = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+        self.decoder.bias = self.bias
+
+    def forward(self, x):
+        return x @ self.decoder.weight.t() + self.decoder.bias
+
+
+def test_a_tied_parameter_may_be_read_by_either_name():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16), TiedHead())
+    plan = {"version": 1, "modules": {"0": "colwise", "1": "rowwise"}}
+    report = tpplan.verify(model, plan, 2, (torch.randn(3, 4, 16),))
+    assert report.ok, report

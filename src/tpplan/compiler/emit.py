@@ -154,11 +154,16 @@ def _reads(trace: Trace) -> dict[str, dict[tuple[str, ...], None]]:
 
 
 def _in_order(module: nn.Module, name: str, read: dict[tuple[str, ...], None]) -> tuple[str, ...]:
-    """Names to show locally in a body: the module's own, in its order, then every name of the others."""
+    """Names to show locally in a body: the module's own, in its order, then every name by which it may read others.
+
+    A tied parameter of its own may be read through a module inside it as well, as in `self.decoder.bias`.
+    """
     prefix = f"{name}." if name else ""
     own = {n for names in read for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]}
     ordered = [f"{prefix}{leaf}" for leaf in own_parameters(module) if f"{prefix}{leaf}" in own]
-    foreign = [n for names in read if not own.intersection(names) for n in names]
+    foreign = [
+        n for names in read for n in names if n not in own and (not own.intersection(names) or n.startswith(prefix))
+    ]
     return (*ordered, *foreign)
 
 
