@@ -35,6 +35,7 @@ reduce_scatter_single: Callable[..., object] = getattr(
 )
 
 __all__ = [
+    "GATHERS_STRIDED_SHARDS",
     "OpOverload",
     "OperatorMeta",
     "RecordingMode",
@@ -59,6 +60,10 @@ __all__ = [
     "schema_returns_view",
     "transient_buffers",
 ]
+
+
+GATHERS_STRIDED_SHARDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether a DTensor's strided shard can be made whole; 2.11 refuses to redistribute it."""
 
 
 def interleaved_shard(dim: int, factor: int) -> Placement:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import interleaved_shard, interleaving
+from tpplan.compat import GATHERS_STRIDED_SHARDS, interleaved_shard, interleaving
 
 
 class Collective(StrEnum):
@@ -131,14 +131,18 @@ class Layout:
         assert self.dim is not None
         if self.interleave != 1:
             return interleaved_shard(self.dim, self.interleave)
-        if self.packs and not self.is_uneven:
+        if self.packs and not self.is_in_rank_order:
             return interleaved_shard(self.dim, len(self.packs))
         return Shard(self.dim)
 
     @property
-    def is_uneven(self) -> bool:
-        """Whether it packs stretches of different sizes."""
-        return len({pack.size for pack in self.packs}) > 1
+    def is_in_rank_order(self) -> bool:
+        """Whether a DTensor of this layout, made whole, has the ranks' parts one after the other, and not the packs.
+
+        So it is where DTensor has no placement for the packs, or can't make that placement whole.
+        """
+        uneven = len({pack.size for pack in self.packs}) > 1
+        return bool(self.packs) and not self.has_replicas and (uneven or not GATHERS_STRIDED_SHARDS)
 
     @property
     def bare(self) -> Layout:

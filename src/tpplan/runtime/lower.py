@@ -145,7 +145,7 @@ def _module_changes(
             packs=_packs(module, spec.name, placements),
         )
         changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
-        if any(layout.is_uneven and not layout.has_replicas for layout in runtime.packs.values()):
+        if any(layout.is_in_rank_order for layout in runtime.packs.values()):
             changes.append(_keep_stock_order(module, runtime.packs, distributor.axis))
         if spec.local_attributes:
             changes.append(_swap_attributes(module, spec.local_attributes))

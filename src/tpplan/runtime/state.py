@@ -1,4 +1,4 @@
-"""State: parameters whose packs differ in size, in a state_dict as the stock model has them.
+"""State: parameters whose packs DTensor can't tell of, in a state_dict as the stock model has them.
 
 Their DTensor knows only a plain shard, whose concatenation is in the ranks' order. A state_dict therefore holds them
 whole, replicated and in the stock order, and takes them from there again. Making it is a collective: every rank must.
@@ -26,7 +26,7 @@ def whole_of(tensor: Tensor, layout: Layout | None) -> Tensor:
     detached = tensor.detach()
     assert isinstance(detached, DTensor)
     whole = detached.full_tensor()
-    if layout is None or layout.dim is None or layout.has_replicas or not layout.is_uneven:
+    if layout is None or layout.dim is None or not layout.is_in_rank_order:
         return whole
     return in_packs(whole, layout.dim, layout.packs, tensor.device_mesh.size())
 
@@ -37,7 +37,7 @@ def to_stock_order(
     """A hook on `state_dict`: whole tensors in the stock order, as replicated DTensors."""
     for leaf, layout in packs.items():
         held = state.get(prefix + leaf)
-        if layout.is_uneven and not layout.has_replicas and isinstance(held, DTensor) and not held.is_meta:
+        if layout.is_in_rank_order and isinstance(held, DTensor) and not held.is_meta:
             with torch.no_grad():
                 whole = whole_of(held, layout)
             state[prefix + leaf] = DTensor.from_local(whole, held.device_mesh, [Replicate()], run_check=False)
@@ -49,7 +49,7 @@ def from_stock_order(
     """A hook on `load_state_dict`: this rank's part of what `to_stock_order` wrote."""
     for leaf, layout in packs.items():
         held, parameter = state.get(prefix + leaf), getattr(module, leaf)
-        if not layout.is_uneven or layout.has_replicas or held is None or layout.dim is None:
+        if not layout.is_in_rank_order or held is None or layout.dim is None:
             continue
         replicated = not isinstance(held, DTensor) or all(p.is_replicate() for p in held.placements)
         if replicated and isinstance(parameter, DTensor) and held.shape == parameter.shape:
