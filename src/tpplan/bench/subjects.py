@@ -86,10 +86,12 @@ class Architecture:
 _GROUPED = {"num_key_value_heads": 4}
 SHIPPED: dict[str, Architecture] = {
     "bert": Architecture("bert", headed=False),
+    "gpt2": Architecture("gpt2", settings={"n_inner": 128}),
     "gpt_neox": Architecture("gpt_neox"),
     "llama": Architecture("llama", settings=_GROUPED),
     "mistral": Architecture("mistral", settings=_GROUPED),
     "opt": Architecture("opt", settings={"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "phi3": Architecture("phi3", settings=_GROUPED | {"pad_token_id": 0}),
     "qwen2": Architecture("qwen2", settings=_GROUPED),
     "qwen3": Architecture("qwen3", settings=_GROUPED | {"head_dim": 8}),
     "roberta": Architecture("roberta", headed=False),

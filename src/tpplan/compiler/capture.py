@@ -12,7 +12,8 @@ import functools
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -84,6 +85,18 @@ def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str,
     return record(skeleton, arguments, keywords, training, Capture(Recorder()))
 
 
+@contextmanager
+def without_collection() -> Generator[None]:
+    """Spare Python the search for garbage in a block whose objects live as long as its result, or are few."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def record(
     skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool, state: Capture
 ) -> Trace:
@@ -102,10 +115,8 @@ def record(
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
-    collecting = gc.isenabled()
-    gc.disable()  # a capture only makes objects that live as long as the trace
     try:
-        with recorder, ConstantWatcher(recorder), torch.enable_grad(), warnings.catch_warnings():
+        with without_collection(), recorder, ConstantWatcher(recorder), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             skeleton.model(*example[0], **example[1])
     except Exception as error:
@@ -113,9 +124,6 @@ def record(
             raise
         (root,) = (node for node in outer.body if isinstance(node, Frame))
         raise BodyError(root, state.failed) from error
-    finally:
-        if collecting:
-            gc.enable()
     (root,) = (node for node in outer.body if isinstance(node, Frame))
     kept = {
         value: name

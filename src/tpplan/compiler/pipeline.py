@@ -20,7 +20,7 @@ from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
 from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.bind import Binding, bind
-from tpplan.compiler.capture import BodyError, Capture, record
+from tpplan.compiler.capture import BodyError, Capture, record, without_collection
 from tpplan.compiler.check import CheckInput, Mismatch, check
 from tpplan.compiler.conflicts import (
     conflicting_modules,
@@ -101,6 +101,18 @@ def compile_program(
     unfit = unfit_findings(model)
     if unfit:
         raise CompileError(unfit)
+    with without_collection():
+        return _compile(model, plan, size, arguments, keywords, training)
+
+
+def _compile(
+    model: nn.Module,
+    plan: Plan,
+    size: int,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    training: bool | None,
+) -> Program:
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
     dump.binding(binding)
