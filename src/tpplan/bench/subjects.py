@@ -91,7 +91,6 @@ SHIPPED: dict[str, Architecture] = {
     "llama": Architecture("llama", settings=_GROUPED),
     "mistral": Architecture("mistral", settings=_GROUPED),
     "opt": Architecture("opt", settings={"ffn_dim": 128, "word_embed_proj_dim": 64}),
-    "phi3": Architecture("phi3", settings=_GROUPED | {"pad_token_id": 0}),
     "qwen2": Architecture("qwen2", settings=_GROUPED),
     "qwen3": Architecture("qwen3", settings=_GROUPED | {"head_dim": 8}),
     "roberta": Architecture("roberta", headed=False),
