@@ -163,4 +163,4 @@ def _uneven(bound: Bound, index: int, held: Pack, size: int) -> Diagnostic:
     )
 
 
-__all__ = ["Taken", "pack", "packed_option"]
+__all__ = ["Packed", "pack", "packed_option"]

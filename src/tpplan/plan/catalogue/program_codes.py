@@ -137,8 +137,8 @@ model(inputs_embeds=embeddings)
         summary="A call's sequence can't be split evenly over the axis.",
         explanation="""
 Under sequence parallelism each rank holds an equal part of the sequence between the blocks. Pad the sequence to a
-multiple of the axis's size. Decoding, whose sequence has a length of 1, runs a variant of the program without
-sequence parallelism where one was compiled.
+multiple of the axis's size. For decoding, whose sequence has a length of 1, parallelize with a plan without
+`sequence` styles.
 """,
     ),
     Entry(
