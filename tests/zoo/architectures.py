@@ -87,7 +87,7 @@ _GPT2: dict[str, Any] = {
     "n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "n_inner": FEED, "n_positions": 64, "vocab_size": VOCABULARY,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 2, "eos_token_id": 3,
 }  # fmt: skip
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROWS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 _BART: dict[str, Any] = {
     "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,

@@ -1,4 +1,4 @@
-"""Bind: what the plan says of each module, and what follows for its parameters.
+"""Bind: what the plan says of each module or bare parameter, and what follows for the parameters.
 
 in:  a plan and the model's modules and parameters
 out: `Binding`: a style and a rule for modules, a layout for every parameter; and diagnostics
@@ -13,34 +13,39 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler.layout import REPLICATED, Layout, Pack, packed, sharded
-from tpplan.compiler.linear import LinearForm, linear_form
+from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
+from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
 from tpplan.plan import Diagnostic, Plan, Rule, Style
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A module with a rule.
+    """A module, or a parameter that a body reads by itself, with a rule.
 
     Attributes:
-        name, style, rule: the module's name, and what the plan says of it.
-        form: what linear layer it is, for `colwise` and `rowwise`.
+        name, style, rule: the name, and what the plan says of it.
+        form: what linear layer it is, or what is done with the parameter, for `colwise` and `rowwise`.
         packs: the stretches of the split features, if they are several or have several holders.
+        is_parameter: whether it is a parameter.
     """
 
     name: str
     style: Style
     rule: Rule
-    form: LinearForm | None = None
+    form: LinearForm | Product | Addend | None = None
     packs: tuple[Pack, ...] = ()
+    is_parameter: bool = False
 
     def layout_of(self, leaf: str) -> Layout | None:
-        """What the style makes of a parameter of the module; None if it leaves it whole."""
+        """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
         if self.style is Style.VOCAB:
             return sharded(0)
         if self.form is None or self.style not in (Style.COLWISE, Style.ROWWISE):
             return None
         columns = self.style is Style.COLWISE
+        if isinstance(self.form, Addend):
+            # What is added to a partial product is added on one rank.
+            return packed(self.form.output_dim, self.packs) if columns else PARTIAL
         if leaf == "bias":
             return packed(0, self.packs) if columns else None
         return packed(self.form.output_dim if columns else self.form.input_dim, self.packs)
@@ -51,7 +56,7 @@ class Binding:
     """What the plan says.
 
     Attributes:
-        modules: by qualified name; modules without a rule, or with style `none`, are absent.
+        modules: by qualified name, of modules and of parameters; those without a rule, or with style `none`, are absent.
         parameters: the layout of every parameter, by each of its names.
         owners: the rule that sharded a parameter, by each of its names.
     """
@@ -71,11 +76,18 @@ class Binding:
 def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
     """Match the plan's rules to `model` for an axis of `size` ranks."""
     modules = dict(named_modules(model, remove_duplicate=False))
-    matched = plan.match(name for name in modules if name)
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    matched = plan.match((name for name in modules if name), parameters)
     diagnostics = list(matched.diagnostics)
     bound: dict[str, Bound] = {}
     for name, rule in matched.rules.items():
         if rule.style is Style.NONE:
+            continue
+        if name not in modules:
+            if rule.style in (Style.COLWISE, Style.ROWWISE, Style.REPLICATE):
+                bound[name] = Bound(name, rule.style, rule, is_parameter=True)
+            else:
+                diagnostics.append(_not_for_parameters(name, rule))
             continue
         problem = _misfit(modules[name], name, rule, size)
         if problem is None:
@@ -95,7 +107,7 @@ def bind_parameters(model: nn.Module, bound: dict[str, Bound]) -> tuple[Binding,
 def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, Bound]:
     """A module reachable by several names is traced under its first."""
     first: dict[int, str] = {}
-    named: dict[str, Bound] = {}
+    named = {name: held for name, held in bound.items() if held.is_parameter}
     for name, module in named_modules(model, remove_duplicate=False):
         first.setdefault(id(module), name)
         if name in bound:
@@ -125,6 +137,17 @@ def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic |
         count = module.num_embeddings
         return uneven_finding(name, rule, count, "num_embeddings", size) if count % size else None
     return None
+
+
+def _not_for_parameters(name: str, rule: Rule) -> Diagnostic:
+    return Diagnostic(
+        code="TP101",
+        message=f"`{rule.style}` is for modules, but `{name}` is a parameter",
+        span=rule.style_span,
+        label=f"`{name}` is a parameter",
+        help="a parameter can be `colwise`, `rowwise` or `replicate`",
+        subject=name,
+    )
 
 
 def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
@@ -182,9 +205,10 @@ def _parameter_layouts(
         wanted: dict[str, tuple[Layout, Bound]] = {}
         for name in names:
             module, _, leaf = name.rpartition(".")
-            layout = bound[module].layout_of(leaf) if module in bound else None
-            if layout is not None:
-                wanted[name] = (layout, bound[module])
+            holder = bound.get(name) or bound.get(module)
+            layout = holder.layout_of(leaf) if holder is not None else None
+            if holder is not None and layout is not None:
+                wanted[name] = (layout, holder)
         choices = {layout for layout, _ in wanted.values()}
         if len(choices) > 1:
             (first, (_, one)), (second, (_, other)), *_ = wanted.items()

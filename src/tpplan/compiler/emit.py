@@ -15,6 +15,7 @@ from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding
 from tpplan.compiler.layout import REPLICATED, Collective, reshard_between
+from tpplan.compiler.linear import LinearForm
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.program import (
     InputRecord,
@@ -132,7 +133,7 @@ def _modules(
                 reads=own,
                 random=random,
                 local_attributes=attributes.get(name, ()),
-                transposed=bound is not None and bound.form is not None and bound.form.transposed,
+                transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
         )
     return tuple(found)

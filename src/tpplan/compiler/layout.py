@@ -136,6 +136,11 @@ class Layout:
         return Shard(self.dim)
 
     @property
+    def stored(self) -> Placement:
+        """The DTensor placement of a parameter of this layout; one that is added on a single rank is whole on each."""
+        return self.placement if self.is_sharded else Replicate()
+
+    @property
     def is_in_rank_order(self) -> bool:
         """Whether a DTensor of this layout, made whole, has the ranks' parts one after the other, and not the packs.
 

@@ -56,6 +56,41 @@ class LinearForm:
         return 0 if self.transposed else 1
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How a body multiplies by a parameter.
+
+    Attributes:
+        outputs, inputs: the number of features that it makes and contracts.
+        output_dim, input_dim: the parameter's dims that count these.
+        made: the product's value; `made_dim` is its dim that counts the outputs.
+        given: the other factor.
+    """
+
+    outputs: int
+    inputs: int
+    output_dim: int
+    input_dim: int
+    made: int
+    made_dim: int
+    given: int
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """A parameter that is added to a product, such as a bias.
+
+    Attributes:
+        outputs, output_dim: the number of features, and the parameter's dim that counts them.
+        made, made_dim: the sum, and its dim that counts the features.
+    """
+
+    outputs: int
+    output_dim: int
+    made: int
+    made_dim: int
+
+
 def linear_form(module: nn.Module) -> LinearForm | None:
     """What linear layer `module` is: `weight`, perhaps `bias`, and nothing but their product; None if it is none."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
@@ -118,4 +153,4 @@ def _is_product(module: nn.Module, form: LinearForm) -> bool:
     return right and not mode.other and mode.sides == [form.transposed]
 
 
-__all__ = ["LinearForm", "linear_form"]
+__all__ = ["Addend", "LinearForm", "Product", "linear_form"]

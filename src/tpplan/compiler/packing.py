@@ -6,18 +6,22 @@ out: the binding, its modules with their packs; findings for packs that don't fi
     {style: colwise, packed: [q, k, v]}, the result split as 32|16|16   ->  packs 32|16|16
     k_proj: colwise, its result viewed as 2 heads, on 4 ranks           ->  one pack with 2 replicas
     k_proj: colwise, its result viewed as 1 head                        ->  replicate
+    experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
+
+A rule on a linear layer that is never called, whose parameters another body reads, is a rule on these parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from tpplan.compiler.bind import Binding, Bound, bind_parameters, once, uneven_finding
 from tpplan.compiler.layout import Pack
-from tpplan.compiler.linear import LinearForm
+from tpplan.compiler.linear import Addend, LinearForm, Product
+from tpplan.compiler.products import find_use
 from tpplan.compiler.readers import Readers, Taken
 from tpplan.compiler.trace import Frame, Trace
 from tpplan.plan import Diagnostic, Style
@@ -60,18 +64,17 @@ def pack(model: nn.Module, trace: Trace, binding: Binding, size: int) -> Packed:
         frames.setdefault(frame.module, frame)
     readers = Readers(trace)
     findings: list[Diagnostic] = []
-    modules = dict(binding.modules)
-    taken = {
-        name: readers.taken_apart(frames[name].exits[0].target)
-        for name, bound in modules.items()
-        if bound.style is Style.COLWISE and name in frames and frames[name].exits
-    }
-    counts = {n for t in taken.values() if t is not None for n in (*t.heads, len(t.stretches)) if n is not None}
+    modules = _with_parameters(binding, readers, frames, findings)
+    uses: dict[str, _Use] = {}
+    for name, bound in modules.items():
+        if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
+            found = _use(bound, bound.form, frames.get(name), readers)
+            if found is not None:
+                uses[name] = found
+    counts = {n for u in uses.values() if (t := u.taken) is not None for n in (*t.heads, len(t.stretches)) if n}
     heads = frozenset(n for n in counts if n % size == 0)
-    for name, bound in binding.modules.items():
-        if bound.form is None or name not in frames or bound.style not in (Style.COLWISE, Style.ROWWISE):
-            continue
-        held = _refined(bound, bound.form, frames[name], taken.get(name), readers, _Axis(size, heads))
+    for name, use in uses.items():
+        held = _refined(modules[name], use, _Axis(size, heads))
         if isinstance(held, Diagnostic):
             findings.append(held)
         else:
@@ -81,15 +84,77 @@ def pack(model: nn.Module, trace: Trace, binding: Binding, size: int) -> Packed:
     return Packed(binding, once(findings), heads)
 
 
-def _refined(
-    bound: Bound, form: LinearForm, frame: Frame, taken: Taken | None, readers: Readers, axis: _Axis
-) -> Bound | Diagnostic:
-    size = axis.size
+def _with_parameters(
+    binding: Binding, readers: Readers, frames: Mapping[str, Frame], findings: list[Diagnostic]
+) -> dict[str, Bound]:
+    """The binding's modules, and bare parameters with what is done with them."""
+    values = {name: value for value, names in readers.trace.parameters.items() for name in names}
+    modules: dict[str, Bound] = {}
+    for name, bound in binding.modules.items():
+        read = [f"{name}.{leaf}" for leaf in ("weight", "bias") if f"{name}.{leaf}" in values]
+        if bound.form is not None and name not in frames and read:
+            modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
+        else:
+            modules[name] = bound
+    for name, bound in modules.items():
+        if bound.is_parameter and bound.style is not Style.REPLICATE:
+            form = find_use(readers, values[name]) if name in values else None
+            if form is None:
+                findings.append(_no_product(bound))
+            modules[name] = replace(bound, form=form)
+    return modules
+
+
+def _no_product(bound: Bound) -> Diagnostic:
+    return Diagnostic(
+        code="TP101",
+        message=f"`{bound.style}` splits what a product makes or contracts, but no body of the model multiplies by "
+        f"`{bound.name}` or adds it",
+        span=bound.rule.style_span,
+        help="remove the rule, so that the parameter stays replicated",
+        subject=bound.name,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """How features are split, and what the trace does with them.
+
+    Attributes:
+        features: how many there are.
+        taken: how they are taken apart further on, of those that are made.
+        joined: what they were concatenated from, of those that are contracted.
+    """
+
+    features: int
+    taken: Taken | None = None
+    joined: tuple[int, ...] = ()
+
+
+def _use(
+    bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers
+) -> _Use | None:
     columns = bound.style is Style.COLWISE
-    whole = form.outputs if columns else form.inputs
+    if isinstance(form, Addend):
+        return _Use(form.outputs, readers.taken_apart(form.made, form.made_dim)) if columns else None
+    features = form.outputs if columns else form.inputs
+    if isinstance(form, Product):
+        if columns:
+            return _Use(features, readers.taken_apart(form.made, form.made_dim))
+        return _Use(features, joined=readers.joined(form.given))
+    if frame is None:
+        return None
+    if columns:
+        return _Use(features, readers.taken_apart(frame.exits[0].target) if frame.exits else None)
+    return _Use(features, joined=readers.joined(frame.entries[0].source))
+
+
+def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
+    size, whole, taken = axis.size, use.features, use.taken
+    columns = bound.style is Style.COLWISE
     sizes: Sequence[int] = (whole,)
     if bound.rule.packed is not None:
-        seen = taken.stretches if taken is not None else readers.joined(frame.entries[0].source)
+        seen = taken.stretches if taken is not None else use.joined
         found = _sizes(bound, whole, () if columns and taken is None else seen)
         if isinstance(found, Diagnostic):
             return found

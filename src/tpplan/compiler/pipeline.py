@@ -162,7 +162,7 @@ def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
     modules = dict(named_modules(work.model))
     found: dict[str, tuple[LocalAttribute, ...]] = {}
     for name, bound in work.binding.modules.items():
-        counts = dict(integer_attributes(modules[name]))
+        counts = {} if bound.is_parameter else dict(integer_attributes(modules[name]))
         held: list[LocalAttribute] = []
         for attribute in bound.rule.local:
             if attribute in counts and counts[attribute] % work.size == 0:

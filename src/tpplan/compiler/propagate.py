@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from tpplan.compat import NoRule, OperatorMeta, propagate
 from tpplan.compiler import packed
@@ -26,7 +26,9 @@ from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
 
 _REPEATS = frozenset(("aten.expand.default",))
-_FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full"))
+_COPY = "aten.copy_.default"
+NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
+_FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,14 @@ class Propagator:
         """The ways in which `node` can run, given its operands' layouts by local number."""
         node_inputs = _meaningful_inputs(node, values)
         operands = tuple((i, layout(i)) for i in dict.fromkeys((*node_inputs, *node.overwritten)))
+        if node.name in NEW:
+            return self._new(node, values, operands)
         if all(held.is_replicated for _, held in operands):
             found = self._replicated(node, values, operands)
             return found if isinstance(found, Refusal) else found + self._by_heads(node, values, operands)
         if node.overwritten:
+            if node.name == _COPY and len({held for _, held in operands}) == 1 and operands[0][1].is_plain:
+                return [Outcome((operands[0][1],))]  # each rank fills its part of the tensor from its part of the other
             return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
         forward = self._forward(node, values, dict(operands))
         if isinstance(forward, Refusal):
@@ -100,6 +106,15 @@ class Propagator:
                 return Refusal("reduction", "makes a replicated value from a sharded one", operands)
             outputs.append(held)
         return [Outcome(tuple(outputs), frozenset(partial))]
+
+    def _new(
+        self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
+    ) -> list[Outcome]:
+        """A tensor made anew beside another, of which it takes the dtype alone; if it has its shape, also its layout."""
+        (output,) = (o for o in node.outputs if o is not None)
+        like, held = operands[0]
+        same = values[like].shape == values[output].shape and held.is_sharded
+        return [Outcome((held if same else REPLICATED,)), *self._by_heads(node, values, ())]
 
     def _replicated(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
@@ -199,8 +214,14 @@ class Propagator:
     def _ask(
         self, node: OperationNode, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
     ) -> tuple[Layout | None, ...] | str:
+        target = node.target
+        if target is torch.ops.aten._grouped_mm.default:
+            grouped = _one_group(arguments)
+            if grouped is None:
+                return "communication:needs rows that other ranks hold, to know which group they are of"
+            target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
         try:
-            placements = propagate(node.target, arguments, dict(keywords), self.size)
+            placements = propagate(target, arguments, dict(keywords), self.size)
         except NoRule as error:
             return f"no-rule:{error}"
         if placements is None:
@@ -210,6 +231,20 @@ class Propagator:
         if len(placements) != len(node.outputs):
             return "no-rule:DTensor's rule doesn't tell the placement of every result"
         return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
+
+
+def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] | None:
+    """The product of one group of rows with its matrix, whose rule all groups share: the offsets are alike on all ranks.
+
+    None for rows that are split, or matrices that are shared out whole.
+    """
+    rows, matrices = arguments[:2]
+    if len(rows.shape) != 2 or len(matrices.shape) != 3 or rows.placement.is_shard(0) or matrices.placement.is_shard(0):
+        return None
+    split: Placement = matrices.placement
+    if isinstance(split, Shard):
+        split = Shard(split.dim - 1)
+    return rows, OperatorMeta(matrices.shape[1:], matrices.stride[1:], matrices.dtype, split)
 
 
 def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
@@ -233,4 +268,4 @@ def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> t
     return (kept or tensors, *rest)
 
 
-__all__ = ["PARTIAL", "Outcome", "Propagator", "Refusal"]
+__all__ = ["NEW", "PARTIAL", "Outcome", "Propagator", "Refusal"]

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from tpplan.compiler.packed import SPLITS, VIEWS
 from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
 
+_PICKS = 4  # operations between a bias and where it is added
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -82,10 +84,10 @@ class Readers:
         whole = self.trace.values[value].shape
         return tuple(s[-1] for s in shapes) if dim % len(whole) == len(whole) - 1 else ()
 
-    def taken_apart(self, value: int) -> Taken | None:
-        """How the last dim of `value` is taken apart, if that is what is done with it."""
+    def taken_apart(self, value: int, dim: int = -1) -> Taken | None:
+        """How a dim of `value`, the last if none is named, is taken apart, if that is what is done with it."""
         shape = self.trace.values[value].shape
-        return self._follow(_Dim(value, len(shape) - 1, 1), shape[-1], 0) if shape else None
+        return self._follow(_Dim(value, dim % len(shape), 1), shape[dim], 0) if shape else None
 
     def _follow(self, at: _Dim, whole: int, depth: int) -> Taken | None:
         shape = self.trace.values[at.value].shape
@@ -158,7 +160,20 @@ class Readers:
             else:
                 order = [d % len(before) for d in operation.arguments[1]]
             return [_Dim(outputs[0], order.index(at.dim), at.unit)]
-        return [_Dim(outputs[0], at.dim, at.unit)] if after == before and len(set(operation.inputs)) == 1 else []
+        alone = all(i == at.value or self._from_parameter(i) for i in operation.inputs)
+        return [_Dim(outputs[0], at.dim, at.unit)] if after == before and alone else []
+
+    def _from_parameter(self, value: int) -> bool:
+        """Whether it is a parameter, or picked from one, such as a bias for each token's expert."""
+        for _ in range(_PICKS):
+            value = self._from.get(value, value)
+            if value in self.trace.parameters:
+                return True
+            made = self._made.get(value)
+            if made is None or not made.inputs:
+                return False
+            value = made.inputs[0]
+        return False
 
 
 def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:

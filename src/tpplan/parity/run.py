@@ -50,7 +50,7 @@ def verify(
         inputs: an example call; see `compile_plan`. Tensors without numbers are given random ones.
         processes: run a process for each rank, with gloo, instead of a thread.
         dtype: of weights and activations. By default float64 for models whose parameters take up to 2 GiB that way,
-            float32 for larger ones.
+            float32 for larger ones and for those that don't run in float64.
         seed: of everything that is made up.
         timeout: seconds after which a rank that keeps the others waiting is given up on; with `processes`, seconds for
             the whole of the sharded run.
@@ -98,16 +98,35 @@ def verify_program(
         progress: see `verify`.
     """
     chosen = dtype or choose_dtype(program)
-    refuse_too_large(model, program, chosen)
-    whole = copy_with_numbers(model, chosen, seed)
-    call = call_with_numbers(model, *example, chosen, seed)
-    _tell(progress, f"running the unsharded model in {str(chosen).removeprefix('torch.')}")
-    reference = run_reference(whole, call, seed)
+    try:
+        prepared = _prepare(model, program, example, chosen, seed, progress)
+    except UnshardedError:
+        if dtype is not None or chosen is not torch.float64:
+            raise
+        chosen = torch.float32  # some operators, such as the product of grouped rows, know no float64
+        prepared = _prepare(model, program, example, chosen, seed, progress)
+    whole, call, reference = prepared
     kind = "processes" if processes else "simulated"
     _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
     run = run_in_processes if processes else run_simulated
     ranks = run(whole, program, call, reference.cotangents, timeout)
     return compare(program, reference, ranks, Setting(chosen, kind, seed))
+
+
+def _prepare(
+    model: nn.Module,
+    program: Program,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]],
+    dtype: torch.dtype,
+    seed: int,
+    progress: Progress | None,
+) -> tuple[nn.Module, Call, Reference]:
+    """The model and the call in `dtype`, with numbers, and what the unsharded model makes of them."""
+    refuse_too_large(model, program, dtype)
+    whole = copy_with_numbers(model, dtype, seed)
+    call = call_with_numbers(model, *example, dtype, seed)
+    _tell(progress, f"running the unsharded model in {str(dtype).removeprefix('torch.')}")
+    return whole, call, run_reference(whole, call, seed)
 
 
 def _tell(progress: Progress | None, stage: str) -> None:

@@ -1,6 +1,7 @@
-"""Binding rules to modules.
+"""Binding rules to modules, and to parameters that no module of their own holds.
 
-In: rules, and the names of a model's modules. Out: the rule that wins on each module, and what's wrong.
+In: rules, and the names of a model's modules and parameters. Out: the rule that wins on each, and what's wrong.
+A pattern that matches no module is held against the parameters: `experts.down_proj` may be either.
 
     `model.layers.*.mlp.up_proj: colwise`  +  `model.layers.0.mlp.up_proj`, `model.norm`
     →  {"model.layers.0.mlp.up_proj": <that rule>}
@@ -24,7 +25,8 @@ class Matched:
     """What matching yields.
 
     Attributes:
-        rules: the winning rule by module name, in the order of the modules; a module on which `none` wins isn't in it.
+        rules: the winning rule by module name, in the order of the modules, then by parameter name; those on which
+            `none` wins aren't in it.
         diagnostics: patterns that match nothing, contradictions, and rules without effect.
     """
 
@@ -69,16 +71,22 @@ class _Contest:
         return winner
 
 
-def match_rules(rules: Sequence[Rule], kernels: Sequence[KernelRule], module_names: Iterable[str]) -> Matched:
-    """Bind rules to modules, the most specific one winning."""
-    names = list(module_names)
-    index = _NameIndex(names)
+def match_rules(
+    rules: Sequence[Rule],
+    kernels: Sequence[KernelRule],
+    module_names: Iterable[str],
+    parameter_names: Iterable[str] = (),
+) -> Matched:
+    """Bind rules to modules, and those that match none to parameters; the most specific one wins."""
+    names, parameters = list(module_names), list(parameter_names)
+    index, parameter_index = _NameIndex(names), _NameIndex(parameters)
     candidates: dict[str, list[tuple[Specificity, int]]] = {}
     for number, rule in enumerate(rules):
-        for name, specificity in index.find(rule.pattern).items():
+        found = index.find(rule.pattern) or parameter_index.find(rule.pattern)
+        for name, specificity in found.items():
             candidates.setdefault(name, []).append((specificity, number))
     contest = _Contest(rules)
-    won = {name: contest.decide(name, candidates[name]) for name in names if name in candidates}
+    won = {name: contest.decide(name, candidates[name]) for name in (*names, *parameters) if name in candidates}
     suggestions = Suggestions(names)
     diagnostics = [
         *_unmatched(rules, contest.tallies, suggestions),

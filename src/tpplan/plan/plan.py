@@ -31,9 +31,9 @@ class Plan:
     kernels: tuple[KernelRule, ...] = ()
     sources: tuple[str, ...] = field(default=(), compare=False)
 
-    def match(self, module_names: Iterable[str]) -> Matched:
-        """Bind the rules to modules; the most specific one wins on each."""
-        return match_rules(self.rules, self.kernels, module_names)
+    def match(self, module_names: Iterable[str], parameter_names: Iterable[str] = ()) -> Matched:
+        """Bind the rules to modules, and those that match none to parameters; the most specific one wins on each."""
+        return match_rules(self.rules, self.kernels, module_names, parameter_names)
 
     def kernel_choice(self, kind: KernelKind | str, module_name: str = "") -> KernelChoice:
         """The choice for `kind` in a module: that of the nearest module around it that a pattern names.

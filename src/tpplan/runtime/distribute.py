@@ -35,7 +35,7 @@ class MeshDistributor:
         distributed = DTensor.from_local(
             local,
             self.mesh,
-            [placement.layout.placement],
+            [placement.layout.stored],
             run_check=False,
             shape=torch.Size(placement.shape),
             stride=_contiguous_stride(placement.shape),

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import argument_names
-from tpplan.compiler.layout import Layout
+from tpplan.compiler.layout import PARTIAL, Layout
 from tpplan.compiler.program import KernelUse, LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.kernels import active_uses, body_of, without_bias
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
-from tpplan.runtime.parameters import BlockReader, HandedOut, PartReader, SummedReader
+from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, make_reshard
 from tpplan.runtime.state import from_stock_order, to_stock_order
@@ -245,6 +245,8 @@ def _readers(
         read = summed if placement.summed else blocks[_block(modules, placement.name)]
         if placement.layout.has_replicas:
             read = PartReader(summed, placement.layout, placement.shape, handed_out.axis)
+        if placement.layout == PARTIAL:
+            read = OnceReader(read, handed_out.axis)
         found |= dict.fromkeys(placement.names, read)
     return found
 

@@ -154,6 +154,34 @@ class PartReader:
         return taken(self._summed(parameter), self._dim, self._intervals)
 
 
+class _CountedOnce(torch.autograd.Function):
+    """A tensor on rank 0, zeros elsewhere: a term of a sum over the ranks. Its gradient is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rank: int) -> Tensor:
+        return tensor.view_as(tensor) if rank == 0 else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+_apply_counted_once = native_apply(_CountedOnce)
+
+
+class OnceReader:
+    """Reads a parameter that is added to partial values, so that their sum over the ranks has it once."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor], axis: Communicator) -> None:
+        """Read with `read` what is counted on rank 0 of `axis`."""
+        self._read = read
+        self._rank = axis.rank
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """The parameter on rank 0, zeros elsewhere."""
+        return _apply_counted_once(self._read(parameter), self._rank)
+
+
 class BlockReader:
     """Reads parameters of one block whose gradients need no sum."""
 

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, packed, sharded
-from tpplan.compiler.propagate import Outcome, Propagator, Refusal
+from tpplan.compiler.linear import Product
+from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
 from tpplan.compiler.region import Instance, OperationNode
 from tpplan.compiler.trace import Frame, quoted
 from tpplan.suggest.subject import Column, Subject
@@ -38,6 +39,7 @@ class Flow:
         read: columns whose result reaches a linear layer, in whatever way.
         leaving: columns whose split result leaves the model.
         mixed: modules that take split features in one call and whole ones in another.
+        addends: parameters that are added to what a column or a row makes, with that column's or row's name.
         starved: linear layers that would read what becomes of refused columns, with these.
     """
 
@@ -47,6 +49,7 @@ class Flow:
     refused: dict[str, str] = field(default_factory=dict[str, str])
     read: set[str] = field(default_factory=set[str])
     leaving: set[str] = field(default_factory=set[str])
+    addends: dict[str, str] = field(default_factory=dict[str, str])
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
     mixed: set[str] = field(default_factory=set[str])
 
@@ -83,6 +86,9 @@ class _Walk:
         self.dynamic: set[int] = set(subject.trace.inputs)  # values that depend on the call's data
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
         self.whole_inputs: set[str] = set()
+        self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
+        self.products = {product.made: (name, product) for name, product in subject.products.items()}
+        self.addends = {addend.made: name for name, addend in subject.addends.items()}
 
     def frame(self, instance: Instance) -> None:
         """Walk a call: cross into it, through its body, and out."""
@@ -100,7 +106,8 @@ class _Walk:
         for crossing in frame.exits:
             self._copy(crossing.source, crossing.target)
         if frame.module in self.subject.tables and frame.exits[0].target not in self.dynamic:
-            self._column(frame.module, frame.exits[0].target)
+            made = frame.exits[0].target
+            self._column(frame.module, made, len(self.subject.trace.values[made].shape) - 1)
 
     def _copy(self, source: int, target: int) -> None:
         for held in (self.layouts, self.sources):
@@ -110,14 +117,41 @@ class _Walk:
             if source in marked:
                 marked.add(target)
 
+    # -- products in bodies -------------------------------------------------------------------------------------------
+    def _product(self, inputs: list[int], made: int) -> bool:
+        """A product with a bare parameter, or what is added to one. False for any other operation."""
+        if made in self.products:
+            name, product = self.products[made]
+            self.makers[made] = name
+            if made in self.addends:
+                self.found.addends[self.addends[made]] = name
+            return self._contract(name, product.given, made, product.made_dim, self._factor_dim(product))
+        if made not in self.addends:
+            return False
+        before = next((i for i in inputs if i in self.makers), None)
+        if before is None:
+            return False
+        self.found.addends[self.addends[made]] = self.makers[made] = self.makers[before]
+        self._copy(before, made)
+        return True
+
+    def _factor_dim(self, product: Product) -> int:
+        """The dim of the other factor that the product contracts: the last, or the one before where that stands right."""
+        last = len(self.subject.trace.values[product.given].shape) - 1
+        made_last = len(self.subject.trace.values[product.made].shape) - 1
+        return last if product.made_dim == made_last else last - 1
+
     # -- linear layers ------------------------------------------------------------------------------------------------
     def _linear(self, frame: Frame) -> bool:
         """A linear layer: a row, a column or whole. False if its body has to be walked."""
-        name, given, made = frame.module, frame.entries[0].target, frame.exits[0].target
+        given, made = frame.entries[0].target, frame.exits[0].target
+        values = self.subject.trace.values
+        return self._contract(frame.module, given, made, len(values[made].shape) - 1, len(values[given].shape) - 1)
+
+    def _contract(self, name: str, given: int, made: int, made_dim: int, given_dim: int) -> bool:
         self.dynamic |= {made} if given in self.dynamic else set()
         held = self.layouts.get(given)
-        last = len(self.subject.trace.values[given].shape) - 1
-        if held is not None and held.dim == last:
+        if held is not None and held.dim == given_dim:
             self._row(name, held, self.sources[given])
             return True
         if held is not None:
@@ -129,16 +163,15 @@ class _Walk:
         if name in self.found.rows:
             self.found.mixed.add(name)
         self.whole_inputs.add(name)
-        self._column(name, made)
+        self._column(name, made, made_dim)
         return True
 
-    def _column(self, name: str, made: int) -> None:
+    def _column(self, name: str, made: int, dim: int) -> None:
         column = self.columns.get(name)
         if column is None:
             return
         self.found.columns.add(name)
-        last = len(self.subject.trace.values[made].shape) - 1
-        self.layouts[made] = packed(last, column.stretches) if column.stretches else sharded(last)
+        self.layouts[made] = packed(dim, column.stretches) if column.stretches else sharded(dim)
         self.sources[made] = frozenset((name,))
 
     def _row(self, name: str, held: Layout, sources: Names) -> None:
@@ -156,8 +189,12 @@ class _Walk:
         outer = instance.values
         inputs = [outer[i] for i in dict.fromkeys((*node.inputs, *node.overwritten))]
         outputs = [outer[o] for o in node.outputs if o is not None]
+        if node.name in NEW:
+            return
         if any(i in self.dynamic for i in inputs):
             self.dynamic.update(outputs)
+        if len(outputs) == 1 and self._product(inputs, outputs[0]):
+            return
         sources = frozenset[str]().union(*(self.sources.get(i, _NONE) for i in inputs))
         if any(i in self.poisoned for i in inputs):
             self._poison(outputs, sources)
@@ -174,8 +211,9 @@ class _Walk:
             return
         for output, held in zip(node.outputs, answer.outputs, strict=True):
             if output is not None and held.is_sharded:
-                self.layouts[outer[output]] = held
-                self.sources[outer[output]] = sources
+                for value in (outer[output], *(outer[i] for i in node.overwritten)):
+                    self.layouts[value] = held
+                    self.sources[value] = sources
 
     def _poison(self, outputs: list[int], sources: Names) -> None:
         self.poisoned.update(outputs)
@@ -199,7 +237,7 @@ class _Walk:
         values = instance.region.values
         split = [(i, held) for i in node.inputs if (held := self.layouts.get(instance.values[i])) is not None]
         instead: dict[int, Layout] = {}
-        for i in node.inputs:
+        for i in (*node.inputs, *node.overwritten):
             outer = instance.values[i]
             if outer in self.layouts:
                 continue
@@ -234,5 +272,4 @@ class _Walk:
         return min(fitting, key=lambda names: (sum(map(self._weight, names)), sorted(names)), default=_NONE)
 
     def _weight(self, name: str) -> int:
-        form = self.subject.linears.get(name)
-        return form.inputs * form.outputs if form is not None else 0
+        return self.subject.weights.get(name, 0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import nn
+
 from tpplan.compat import named_modules
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
@@ -47,8 +49,13 @@ class Verdict:
 
 def plan_of(subject: Subject, settings: Mapping[str, Setting], name: str = "plan") -> Plan:
     """A plan that says this of these modules, and nothing of others."""
-    names = [held for held, _ in named_modules(subject.model, remove_duplicate=False)]
-    return Plan(name=name, rules=tuple(rule_of(*pair) for pair in patterns_for(settings, names)))
+    return Plan(name=name, rules=tuple(rule_of(*pair) for pair in patterns_for(settings, all_names(subject.model))))
+
+
+def all_names(model: nn.Module) -> list[str]:
+    """Of what a pattern can match: modules, then parameters."""
+    modules = [name for name, _ in named_modules(model, remove_duplicate=False)]
+    return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def rule_of(pattern: str, setting: Setting) -> Rule:

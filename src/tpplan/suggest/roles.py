@@ -73,7 +73,7 @@ def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles
         found = flow(subject, propagator, columns, lenient)
         read |= found.read
         for name, sources in found.starved.items():
-            layers = sources & subject.linears.keys()  # what follows a table is the stream itself
+            layers = sources & subject.weights.keys()  # what follows a table is the stream itself
             if layers and not sources & starved.keys():
                 starved.setdefault(name, _starved(layers))
         fed = {name for sources in found.rows.values() for name in sources}
@@ -126,7 +126,11 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
         for name in sorted(sources):
             settings[name] = _split(subject, name, columns[name])
             families.join(_key(row, settings), _key(name, settings))
-    order = [name for name in (*subject.tables, *subject.linears) if name in settings]
+    for addend, name in found.addends.items():
+        if name in settings:
+            settings[addend] = settings[name]
+            families.join(_key(name, settings), _key(addend, settings))
+    order = [name for name in (*subject.tables, *subject.weights, *subject.addends) if name in settings]
     members: defaultdict[object, list[str]] = defaultdict(list)
     for name in order:
         members[families.of(_key(name, settings))].append(name)
@@ -146,7 +150,7 @@ def _group(subject: Subject, names: Iterable[str], settings: Mapping[str, Settin
         ", ".join(dict.fromkeys(f"`{shape_of(n).rpartition('.')[2]}`" for n, s in held.items() if s.style is style))
         for style in (Style.COLWISE, Style.ROWWISE)
     )
-    weight = sum(f.inputs * f.outputs for n in held if (f := subject.linears.get(n)) is not None)
+    weight = sum(subject.weights.get(name, 0) for name in held)
     return Group(f"{columns} by columns, {rows} by rows", held, weight)
 
 

@@ -142,7 +142,7 @@ def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:
     kind = type(subject.model).__name__
     notes = tuple(f"`{name}`: {found.reasons[name]}" for name in heaviest[:3])
     message = f"nothing in `{kind}` can be sharded over {subject.size} ranks"
-    if not subject.linears:
+    if not subject.weights:
         message += ": none of its modules is a linear layer"
     return CompileError(
         [Diagnostic(code="TP123", message=message, notes=notes, help="try another number of ranks", subject=kind)]
@@ -150,8 +150,7 @@ def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:
 
 
 def _weight(subject: Subject, name: str) -> int:
-    form = subject.linears.get(name)
-    return form.inputs * form.outputs if form is not None else 0
+    return subject.weights.get(name, 0)
 
 
 def _merged(groups: Iterable[Group]) -> dict[str, Setting]:

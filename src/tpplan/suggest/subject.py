@@ -9,7 +9,7 @@ out: `Subject`: its trace, its linear layers with what a column split makes of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,10 @@ from tpplan.compiler.bind import Binding, bind
 from tpplan.compiler.capture import Capture, record
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import Pack as Stretch
-from tpplan.compiler.linear import LinearForm, linear_form
+from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.packing import pack
+from tpplan.compiler.products import find_use
 from tpplan.compiler.readers import Readers
 from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, build_regions
@@ -61,8 +62,11 @@ class Subject:
         trace: one run of it.
         root: its calls, over shared regions.
         linears: the linear layers that are called, by name.
-        columns: the ways to split the output features of those where they can be split, the simplest first; and those
-            of tables.
+        products: parameters that a body multiplies by without calling a layer for it, by name.
+        addends: parameters that a body adds to a product, by name.
+        weights: the number of entries of each layer's or product's weight, by name.
+        columns: the ways to split the output features of layers and products, where they can be split, the simplest
+            first; and those of tables.
         unsplittable: why the others' can't.
         tables: the embedding tables that are called, by name.
     """
@@ -74,6 +78,9 @@ class Subject:
     trace: Trace
     root: Instance
     linears: dict[str, LinearForm]
+    products: dict[str, Product]
+    addends: dict[str, Addend]
+    weights: dict[str, int]
     columns: dict[str, tuple[Column, ...]]
     unsplittable: dict[str, str]
     tables: dict[str, nn.Embedding]
@@ -97,11 +104,37 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
         name: form for name, module in called if (form := linear_form(module)) is not None and _is_plain(frames[name])
     }
     tables = {name: module for name, module in called if isinstance(module, nn.Embedding)}
-    columns, unsplittable = _columns(model, trace, frames, linears, size)
+    readers = Readers(trace)
+    products, addends = _bare_parameters(readers, {*linears, *tables})
+    made = {name: (frames[name].exits[0].target, -1) for name in linears}
+    made |= {name: (product.made, product.made_dim) for name, product in products.items()}
+    counts = {name: form.outputs for name, form in (*linears.items(), *products.items())}
+    columns, unsplittable = _columns(model, readers, made, counts, size)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    weights = {name: form.inputs * form.outputs for name, form in linears.items()} | {n: sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
     columns |= {name: (Column(None, ()),) for name in wide}
     root = build_regions(trace, bind(model, Plan(), size)[0])
-    return Subject(model, size, arguments, keywords, trace, root, linears, columns, unsplittable, tables)
+    return Subject(
+        model, size, arguments, keywords, trace, root, linears, products, addends, weights, columns, unsplittable, tables
+    )
+
+
+def _bare_parameters(
+    readers: Readers, called: Collection[str]
+) -> tuple[dict[str, Product], dict[str, Addend]]:
+    """What bodies do with parameters that no called layer or table holds."""
+    products: dict[str, Product] = {}
+    addends: dict[str, Addend] = {}
+    for value, (name, *others) in readers.trace.parameters.items():
+        if any(n.rpartition(".")[0] in called for n in (name, *others)):
+            continue
+        use = find_use(readers, value)
+        if isinstance(use, Product):
+            products[name] = use
+        elif isinstance(use, Addend):
+            addends[name] = use
+    return products, addends
 
 
 def _captured(model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Trace:
@@ -119,14 +152,23 @@ def _is_plain(frame: Frame) -> bool:
 
 
 def _columns(
-    model: nn.Module, trace: Trace, frames: Mapping[str, Frame], linears: Mapping[str, LinearForm], size: int
+    model: nn.Module,
+    readers: Readers,
+    made: Mapping[str, tuple[int, int]],
+    counts: Mapping[str, int],
+    size: int,
 ) -> tuple[dict[str, tuple[Column, ...]], dict[str, str]]:
-    """Let the compiler say of every linear layer by itself what a column split makes of it."""
-    readers = Readers(trace)
+    """Let the compiler say of every layer and product by itself what a column split makes of it.
+
+    Args:
+        model, readers, size: the model, how its values are read, and the number of ranks.
+        made: by name, the value that it makes and the dim that counts its features.
+        counts: by name, how many features it makes.
+    """
     plain: dict[str, tuple[Pack, ...] | None] = {}
     parted: dict[str, tuple[Pack, ...] | None] = {}
-    for name in linears:
-        taken = readers.taken_apart(frames[name].exits[0].target)
+    for name, (value, dim) in made.items():
+        taken = readers.taken_apart(value, dim)
         several = taken is not None and len(taken.stretches) > 1
         if taken is None or not several or taken.operation.name in VIEWS:
             plain[name] = None  # a view of heads may hold q, k and v of each head together
@@ -135,7 +177,7 @@ def _columns(
     columns: dict[str, tuple[Column, ...]] = {}
     reasons: dict[str, str] = {}
     for packs in (plain, parted):
-        found, problems = _split(model, trace, linears, packs, size)
+        found, problems = _split(model, readers.trace, counts, packs, size)
         reasons |= problems
         for name, column in found.items():
             columns[name] = (*columns.get(name, ()), column)
@@ -145,7 +187,7 @@ def _columns(
 def _split(
     model: nn.Module,
     trace: Trace,
-    linears: Mapping[str, LinearForm],
+    counts: Mapping[str, int],
     packs: Mapping[str, tuple[Pack, ...] | None],
     size: int,
 ) -> tuple[dict[str, Column], dict[str, str]]:
@@ -163,7 +205,7 @@ def _split(
         elif bound.style is Style.COLWISE:
             columns[name] = Column(held, bound.packs)
         else:  # a single head, held by every rank
-            columns[name] = Column(held, (Stretch(linears[name].outputs, size),))
+            columns[name] = Column(held, (Stretch(counts[name], size),))
     return columns, reasons
 
 

@@ -10,10 +10,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
-from tpplan.compat import named_modules
 from tpplan.plan import Plan, Style
 from tpplan.plan.emit import SCHEMA_COMMENT, plan_to_dict
-from tpplan.suggest.judge import rule_of
+from tpplan.suggest.judge import all_names, rule_of
 from tpplan.suggest.patterns import patterns_for, shape_of
 from tpplan.suggest.roles import Group
 from tpplan.suggest.search import Suggestion
@@ -75,7 +74,7 @@ def reason_for(suggestion: Suggestion, whole: Whole) -> str:
 
 
 def _modules(suggestion: Suggestion) -> Iterator[str]:
-    names = [name for name, _ in named_modules(suggestion.subject.model, remove_duplicate=False)]
+    names = all_names(suggestion.subject.model)
     place = {name: position for position, name in enumerate(names)}
     merged: dict[str, list[Group]] = {}
     for group in suggestion.groups:

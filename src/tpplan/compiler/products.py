@@ -1,0 +1,132 @@
+"""Products: the product that a body itself makes with a parameter, without calling a linear layer for it.
+
+in:  a trace, and a parameter's value
+out: `Product`: which of the parameter's dims the product contracts and which it makes; None if there is no product
+
+    grouped_mm(x, gate_up.transpose(1, 2))   ->  gate_up (experts, outputs, inputs): makes dim 1, contracts dim 2
+    addmm(in_proj_bias, x, in_proj.t())      ->  in_proj (outputs, inputs): makes dim 0; in_proj_bias is an addend
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tpplan.compiler.linear import Addend, Product
+from tpplan.compiler.readers import Readers
+from tpplan.compiler.trace import Operation, Reference
+
+# Where an operator has its two factors: (…, m, k) and (…, k, n).
+_FACTORS = {
+    "aten.mm.default": 0,
+    "aten.bmm.default": 0,
+    "aten._grouped_mm.default": 0,
+    "aten.addmm.default": 1,
+    "aten.baddbmm.default": 1,
+}
+_ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
+_KEEPS = frozenset(
+    f"aten.{name}"
+    for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
+)
+_DEEPEST = 12
+
+Dims = tuple[int | None, ...]
+
+
+def find_use(readers: Readers, value: int) -> Product | Addend | None:
+    """What is done with the parameter `value` first: multiplied by, or added; None for anything else."""
+    shape = readers.trace.values[value].shape
+    return next(_uses(readers, value, tuple(range(len(shape))), shape, 0), None)
+
+
+def _uses(
+    readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int
+) -> Iterator[Product | Addend]:
+    for _, operation in readers.of(value):
+        first = _FACTORS.get(operation.name)
+        if first is not None:
+            yield from _in_product(readers, operation, value, dims, shape, first)
+        elif operation.name in _ADDITIONS:
+            yield from _added(readers, operation, dims, shape)
+        elif depth < _DEEPEST:
+            after = _moved(readers, operation, value, dims)
+            made = next((o for o in operation.outputs if o is not None), None)
+            if after is not None and made is not None:
+                yield from _uses(readers, made, after, shape, depth + 1)
+
+
+def _in_product(
+    readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...], first: int
+) -> Iterator[Product | Addend]:
+    factors = operation.arguments[first : first + 2]
+    (made,) = (o for o in operation.outputs if o is not None)
+    last = len(readers.trace.values[made].shape) - 1
+    mine = Reference(value)
+    if first == 1 and operation.arguments[0] == mine:
+        yield from _added(readers, operation, dims, shape)
+    elif factors[1] == mine and factors[0] != mine:
+        yield from _made(shape, dims[-1], dims[-2], made, last, factors[0])
+    elif factors[0] == mine and factors[1] != mine:
+        yield from _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
+
+
+def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
+    (made,) = (o for o in operation.outputs if o is not None)
+    last = len(readers.trace.values[made].shape) - 1
+    if dims and dims[-1] is not None:
+        yield Addend(shape[dims[-1]], dims[-1], made, last)
+
+
+def _made(
+    shape: tuple[int, ...], output_dim: int | None, input_dim: int | None, made: int, made_dim: int, given: Reference
+) -> Iterator[Product]:
+    if output_dim is not None and input_dim is not None:
+        outputs, inputs = shape[output_dim], shape[input_dim]
+        yield Product(outputs, inputs, output_dim, input_dim, made, made_dim, given.identifier)
+
+
+def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dims | None:
+    """The parameter's dims after an operation that moves or picks entries; None for one that computes."""
+    values = readers.trace.values
+    made = next((o for o in operation.outputs if o is not None), None)
+    if made is None or not operation.inputs or operation.inputs[0] != value:
+        return None
+    before, after = values[value].shape, values[made].shape
+    arguments, rank = operation.arguments, len(dims)
+    name = operation.name
+    if name in _KEEPS:
+        return dims
+    if name == "aten.t.default":
+        return dims[::-1]
+    if name == "aten.transpose.int":
+        order = list(range(rank))
+        one, other = arguments[1] % rank, arguments[2] % rank
+        order[one], order[other] = order[other], order[one]
+        return tuple(dims[d] for d in order)
+    if name == "aten.permute.default":
+        return tuple(dims[d % rank] for d in arguments[1])
+    if name == "aten.unsqueeze.default":
+        place = arguments[1] % (rank + 1)
+        return (*dims[:place], None, *dims[place:])
+    if name == "aten.select.int":
+        place = arguments[1] % rank
+        return (*dims[:place], *dims[place + 1 :])
+    if name in ("aten.index.Tensor", "aten.index_select.default"):
+        changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
+        picked = _picked_dim(operation, rank)
+        return tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
+    if name == "aten.expand.default":
+        grown = (None,) * (len(after) - rank) + dims
+        return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
+                     for d, held in enumerate(grown))  # fmt: skip
+    return dims if before == after and len(set(operation.inputs)) == 1 and name.startswith("aten.view") else None
+
+
+def _picked_dim(operation: Operation, rank: int) -> int | None:
+    if operation.name == "aten.index_select.default":
+        return operation.arguments[1] % rank
+    picks = [d for d, index in enumerate(operation.arguments[1]) if index is not None]
+    return picks[0] if len(picks) == 1 else None
+
+
+__all__ = ["find_use"]
