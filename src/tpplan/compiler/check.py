@@ -393,7 +393,7 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
 
 def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool:
     if ours.name == "aten.slice.Tensor":
-        return _local_start(given, ours) == theirs.arguments[1:3]
+        return _local_start(given, ours) == theirs.arguments[1:3] and ours.arguments[4:] == theirs.arguments[4:]
     if ours.name == "aten.split.Tensor":
         return ours.arguments[2:] == theirs.arguments[2:]  # the results' shapes show the size
     return _scalars(ours) == _scalars(theirs)
@@ -406,6 +406,8 @@ def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
     shape = given.trace.values[operation.inputs[0]].shape
     if len(held) < 2 or not held[1] or layout.dim is None or held[0] % len(shape) != layout.dim:
         return held
+    if not layout.packs:
+        return held  # of a dim that is one stretch, a slice of every so many entries begins alike on each rank
     start, edge, local = held[1] % shape[layout.dim], 0, 0
     for stretch in layout.packs:
         if edge < start:

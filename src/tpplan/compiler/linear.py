@@ -78,16 +78,16 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Addend:
-    """A parameter that is added to a product, such as a bias.
+    """A parameter that is added to a product, such as a bias, or that stands beside one, entry by entry.
 
     Attributes:
         outputs, output_dim: the number of features, and the parameter's dim that counts them.
-        made, made_dim: the sum, and its dim that counts the features.
+        made, made_dim: the sum, and its dim that counts the features; None if it isn't added.
     """
 
     outputs: int
     output_dim: int
-    made: int
+    made: int | None
     made_dim: int
 
 

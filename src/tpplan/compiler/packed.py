@@ -69,12 +69,24 @@ def results(
     if node.name == "aten.slice.Tensor" and _along(node, shape) == held.dim:
         length = values[_output(node)].shape[held.dim]
         step = node.arguments[4] if len(node.arguments) > 4 else 1
+        if held.is_plain and every_so_many(node, values, layouts):
+            fits = held.interleave == 1 and shape[held.dim] // size % step == 0
+            return (held,) if fits else "takes every so many entries, of which the ranks hold parts"
         start = node.arguments[2] if len(node.arguments) > 2 else 0
         start = max(0, (start or 0) + (shape[held.dim] if (start or 0) < 0 else 0))
         return _taken(held, [start], [length], size) if step == 1 else "takes every so many entries of a packed dim"
     if node.name == "aten.expand.default" and _repeats(values, number, node, held):
         return (replace(held, spread=held.packs[0].replicas),)
     return _alike(node, values, dict(split), layouts, ask)
+
+
+def every_so_many(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
+    """Whether it takes every second (third, …) entry of a sharded dim, from one end to the other."""
+    if node.name != "aten.slice.Tensor" or len(node.arguments) < 5:
+        return False
+    held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
+    start, end, step = node.arguments[2] or 0, node.arguments[3], node.arguments[4]
+    return held.dim == _along(node, shape) and step > 1 and 0 <= start < step and end >= shape[held.dim]
 
 
 def _output(node: OperationNode) -> int:

@@ -99,7 +99,8 @@ def _with_parameters(
     for name, bound in modules.items():
         if bound.is_parameter and bound.style is not Style.REPLICATE:
             form = find_use(readers, values[name]) if name in values else None
-            if form is None:
+            lone = isinstance(form, Addend) and form.made is None
+            if form is None or (lone and bound.style is Style.ROWWISE):
                 findings.append(_no_product(bound))
             modules[name] = replace(bound, form=form)
     return modules
@@ -136,7 +137,8 @@ def _use(
 ) -> _Use | None:
     columns = bound.style is Style.COLWISE
     if isinstance(form, Addend):
-        return _Use(form.outputs, readers.taken_apart(form.made, form.made_dim)) if columns else None
+        taken = readers.taken_apart(form.made, form.made_dim) if form.made is not None else None
+        return _Use(form.outputs, taken) if columns else None
     features = form.outputs if columns else form.inputs
     if isinstance(form, Product):
         if columns:

@@ -34,9 +34,13 @@ Dims = tuple[int | None, ...]
 
 
 def find_use(readers: Readers, value: int) -> Product | Addend | None:
-    """What is done with the parameter `value` first: multiplied by, or added; None for anything else."""
+    """What is done with the parameter `value` first: multiplied by, or added; None for anything else.
+
+    A vector of which neither is seen is an addend too: entries for features or heads, that can be split as these are.
+    """
     shape = readers.trace.values[value].shape
-    return next(_uses(readers, value, tuple(range(len(shape))), shape, 0), None)
+    found = next(_uses(readers, value, tuple(range(len(shape))), shape, 0), None)
+    return Addend(shape[0], 0, None, 0) if found is None and len(shape) == 1 else found
 
 
 def _uses(

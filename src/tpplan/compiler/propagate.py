@@ -183,7 +183,7 @@ class Propagator:
         operands = tuple(layouts.items())
         if isinstance(known, str):
             kind, _, reason = known.partition(":")
-            if node.name in packed.VIEWS:
+            if node.name in packed.VIEWS or packed.every_so_many(node, values, layouts):
                 retried = self._packed(node, values, layouts)
                 return Refusal(kind, reason, operands) if isinstance(retried, Refusal) else retried
             return Refusal(kind, reason, operands)

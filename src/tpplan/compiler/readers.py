@@ -102,7 +102,7 @@ class Readers:
             elif operation.name == "aten.slice.Tensor" and _argument(operation, 1, 0) % len(shape) == at.dim:
                 (part,) = (o for o in operation.outputs if o is not None)
                 length = self.trace.values[part].shape[at.dim]
-                if length < shape[at.dim]:
+                if length < shape[at.dim] and _argument(operation, 4, 1) == 1:
                     start = _argument(operation, 2, 0) or 0
                     start += shape[at.dim] if start < 0 else 0
                     slices[start] = (length, self._heads(_Dim(part, at.dim, at.unit), length))
@@ -160,20 +160,20 @@ class Readers:
             else:
                 order = [d % len(before) for d in operation.arguments[1]]
             return [_Dim(outputs[0], order.index(at.dim), at.unit)]
-        alone = all(i == at.value or self._from_parameter(i) for i in operation.inputs)
+        alone = all(i == at.value or self.parameter_behind(i) is not None for i in operation.inputs)
         return [_Dim(outputs[0], at.dim, at.unit)] if after == before and alone else []
 
-    def _from_parameter(self, value: int) -> bool:
-        """Whether it is a parameter, or picked from one, such as a bias for each token's expert."""
+    def parameter_behind(self, value: int) -> int | None:
+        """The parameter that `value` is, or was picked from, such as a bias for each token's expert."""
         for _ in range(_PICKS):
             value = self._from.get(value, value)
             if value in self.trace.parameters:
-                return True
+                return value
             made = self._made.get(value)
             if made is None or not made.inputs:
-                return False
+                return None
             value = made.inputs[0]
-        return False
+        return None
 
 
 def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Binding rules to modules, and to parameters that no module of their own holds.
 
 In: rules, and the names of a model's modules and parameters. Out: the rule that wins on each, and what's wrong.
-A pattern that matches no module is held against the parameters: `experts.down_proj` may be either.
+An alternative that matches no module is held against the parameters: `experts.down_proj` may be either.
 
     `model.layers.*.mlp.up_proj: colwise`  +  `model.layers.0.mlp.up_proj`, `model.norm`
     →  {"model.layers.0.mlp.up_proj": <that rule>}
@@ -82,7 +82,9 @@ def match_rules(
     index, parameter_index = _NameIndex(names), _NameIndex(parameters)
     candidates: dict[str, list[tuple[Specificity, int]]] = {}
     for number, rule in enumerate(rules):
-        found = index.find(rule.pattern) or parameter_index.find(rule.pattern)
+        found: dict[str, Specificity] = {}
+        for alternative in rule.pattern.alternatives:
+            _closer(found, index.matched(alternative) or parameter_index.matched(alternative))
         for name, specificity in found.items():
             candidates.setdefault(name, []).append((specificity, number))
     contest = _Contest(rules)
@@ -100,6 +102,13 @@ def match_rules(
     )
 
 
+def _closer(found: dict[str, Specificity], more: dict[str, Specificity]) -> None:
+    """Add `more` to `found`, the closer of two matches of a name counting."""
+    for name, specificity in more.items():
+        if name not in found or found[name] < specificity:
+            found[name] = specificity
+
+
 class _NameIndex:
     """Module names by their last segment: a large model has thousands of names, and a dozen of those."""
 
@@ -113,11 +122,14 @@ class _NameIndex:
         """The matching names, each with the specificity of the closest alternative."""
         found: dict[str, Specificity] = {}
         for alternative in pattern.alternatives:
-            fits = alternative.expression.fullmatch
-            for name in self.candidates(alternative):
-                if fits(f"{name}." if name else "") and (name not in found or found[name] < alternative.specificity):
-                    found[name] = alternative.specificity
+            _closer(found, self.matched(alternative))
         return found
+
+    def matched(self, alternative: Alternative) -> dict[str, Specificity]:
+        """The names that one alternative matches."""
+        fits = alternative.expression.fullmatch
+        names = (name for name in self.candidates(alternative) if fits(f"{name}." if name else ""))
+        return dict.fromkeys(names, alternative.specificity)
 
     def candidates(self, alternative: Alternative) -> Iterable[str]:
         """The names that begin and end as the alternative does."""

@@ -40,6 +40,7 @@ class Flow:
         leaving: columns whose split result leaves the model.
         mixed: modules that take split features in one call and whole ones in another.
         addends: parameters that are added to what a column or a row makes, with that column's or row's name.
+        vectors: parameters of an entry for each feature or head, that stand beside what a column makes, with its name.
         starved: linear layers that would read what becomes of refused columns, with these.
     """
 
@@ -50,6 +51,7 @@ class Flow:
     read: set[str] = field(default_factory=set[str])
     leaving: set[str] = field(default_factory=set[str])
     addends: dict[str, str] = field(default_factory=dict[str, str])
+    vectors: dict[str, str] = field(default_factory=dict[str, str])
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
     mixed: set[str] = field(default_factory=set[str])
 
@@ -88,7 +90,7 @@ class _Walk:
         self.whole_inputs: set[str] = set()
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {product.made: (name, product) for name, product in subject.products.items()}
-        self.addends = {addend.made: name for name, addend in subject.addends.items()}
+        self.addends = {addend.made: name for name, addend in subject.addends.items() if addend.made is not None}
 
     def frame(self, instance: Instance) -> None:
         """Walk a call: cross into it, through its body, and out."""
@@ -250,7 +252,13 @@ class _Walk:
                 if free or values[i].stride[dim] == 0:
                     instead[i] = replace(held, dim=dim)
         answer = self._ask(instance, node, instead) if instead else None
-        return None if isinstance(answer, Refusal) else answer
+        if answer is None or isinstance(answer, Refusal):
+            return None
+        for i in instead:
+            vector = self.subject.vectors.get(instance.values[i])
+            if vector is not None:
+                self.found.vectors[vector] = min(self.sources[instance.values[split[0][0]]])
+        return answer
 
     def _refuse(self, instance: Instance, node: OperationNode, sources: Names, reason: str) -> None:
         place = f" ({node.location.short})" if node.location is not None else ""

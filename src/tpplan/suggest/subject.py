@@ -64,6 +64,7 @@ class Subject:
         linears: the linear layers that are called, by name.
         products: parameters that a body multiplies by without calling a layer for it, by name.
         addends: parameters that a body adds to a product, by name.
+        vectors: bare parameters with an entry for each feature or head, by the values that are views of them.
         weights: the number of entries of each layer's or product's weight, by name.
         columns: the ways to split the output features of layers and products, where they can be split, the simplest
             first; and those of tables.
@@ -80,6 +81,7 @@ class Subject:
     linears: dict[str, LinearForm]
     products: dict[str, Product]
     addends: dict[str, Addend]
+    vectors: dict[int, str]
     weights: dict[str, int]
     columns: dict[str, tuple[Column, ...]]
     unsplittable: dict[str, str]
@@ -116,8 +118,19 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     columns |= {name: (Column(None, ()),) for name in wide}
     root = build_regions(trace, bind(model, Plan(), size)[0])
     return Subject(
-        model, size, arguments, keywords, trace, root, linears, products, addends, weights, columns, unsplittable, tables
-    )
+        model, size, arguments, keywords, trace, root, linears, products, addends, _vectors(readers, addends), weights,
+        columns, unsplittable, tables,
+    )  # fmt: skip
+
+
+def _vectors(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, str]:
+    names = {value: held[0] for value, held in readers.trace.parameters.items() if held[0] in addends}
+    behind = ((value.identifier, readers.parameter_behind(value.identifier)) for value in readers.trace.values)
+    return {
+        value: names[parameter]
+        for value, parameter in behind
+        if parameter in names and len(readers.trace.values[parameter].shape) == 1
+    }
 
 
 def _bare_parameters(
