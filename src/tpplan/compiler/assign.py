@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout
-from tpplan.compiler.place import Called, Entered, Left, Ran, Solution
+from tpplan.compiler.place import Called, Entered, Left, Normed, Ran, Solution
+from tpplan.compiler.recognise import Norm
 from tpplan.compiler.region import CallNode, Instance
 from tpplan.compiler.trace import Frame, Path
 from tpplan.plan import Style
@@ -35,13 +36,30 @@ class PlacedReshard:
     value: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedNorm:
+    """A norm over split features.
+
+    Attributes:
+        norm: what it computes.
+        layout: how the features lie.
+        weight, bias: its parameters' values of the trace.
+    """
+
+    norm: Norm
+    layout: Layout
+    weight: int | None
+    bias: int | None
+
+
 @dataclass(slots=True)
 class FrameAssignment:
-    """What was decided for one call."""
+    """What was decided for one call; `normed` if its body is replaced by a norm over split features."""
 
     frame: Frame
     entries: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     exits: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
+    normed: PlacedNorm | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +126,10 @@ def _read(
                     held[values[output]] = layout
             _note(choice.outcome.partial_parameters, assignment.partial, instance, parameters)
             _note(choice.outcome.replicated_parameters, assignment.whole, instance, parameters)
+        elif isinstance(choice, Normed):
+            own = [None if i is None else values[i] for i in (choice.norm.weight, choice.norm.bias)]
+            decided.normed = PlacedNorm(choice.norm, choice.layout, *own)
+            held[values[region.exits[0].source]] = choice.layout
         elif isinstance(choice, Called):
             _read(children[choice.node], choice.solution, choice.inputs, parameters, assignment)
             node = region.nodes[choice.node]

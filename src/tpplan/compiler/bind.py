@@ -56,7 +56,7 @@ class Binding:
     """What the plan says.
 
     Attributes:
-        modules: by qualified name, of modules and of parameters; those without a rule, or with style `none`, are absent.
+        modules: by qualified name, of modules and of parameters; without a rule, or with style `none`, they're absent.
         parameters: the layout of every parameter, by each of its names.
         owners: the rule that sharded a parameter, by each of its names.
     """

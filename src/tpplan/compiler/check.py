@@ -178,7 +178,9 @@ class _LocalBoundary:
         instance = self._instances.get((module, call))
         if instance is None or not module:
             return None
-        if module not in self.excused and not self._repeats(module, instance):
+        decided = self._decided.get((module, call))
+        replaced = decided is not None and decided.normed is not None
+        if module not in self.excused and not replaced and not self._repeats(module, instance):
             return None
         self.skipped.update((f.module, f.call) for f in instance.frame.walk())
         return (self._promised(self.given.results[module, call], instance.frame),)

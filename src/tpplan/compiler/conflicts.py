@@ -23,7 +23,7 @@ def conflicting_modules(assignment: Assignment) -> frozenset[str]:
     for held in assignment.frames:
         entries = frozenset((r.path, r.source, r.target) for r in held.entries)
         exits = frozenset((r.path, r.source, r.target) for r in held.exits)
-        decided[held.frame.module].add((entries, exits))
+        decided[held.frame.module].add((entries, exits, held.normed is not None and held.normed.layout))
     return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
 
 

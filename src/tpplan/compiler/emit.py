@@ -6,6 +6,7 @@ out: `Program`, and diagnostics for what the plan's author should know
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding
-from tpplan.compiler.layout import REPLICATED, Collective, reshard_between
+from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
 from tpplan.compiler.linear import LinearForm
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.program import (
@@ -25,6 +26,7 @@ from tpplan.compiler.program import (
     ParameterPlacement,
     Program,
     Reshard,
+    SplitNorm,
     dtype_name,
 )
 from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
@@ -119,6 +121,7 @@ def _modules(
         exits = _reshards(trace, calls, origins, inward=False)
         bound = binding.modules.get(name)
         random = _randomness(calls, assignment)
+        normed = next((decided for decided in calls if decided.normed is not None), None)
         if not (own or entries or exits or bound or random or name in attributes or name == ""):
             continue
         found.append(
@@ -133,6 +136,8 @@ def _modules(
                 reads=own,
                 random=random,
                 local_attributes=attributes.get(name, ()),
+                inner=() if normed is None else _statistics(trace, normed),
+                split_norm=None if normed is None else _split_norm(trace, normed),
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
         )
@@ -194,6 +199,31 @@ def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins
         differentiable=value.differentiable,
         origin=origins.of_entry(frame, crossing) if inward else origins.of_exit(frame, placed.value),
     )
+
+
+def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
+    placed = decided.normed
+    assert placed is not None
+    leaves = [None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in (placed.weight, placed.bias)]
+    norm = placed.norm
+    return SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, *leaves)
+
+
+def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:
+    """The sums over the ranks of a norm over split features: of the squares, and before that of what is centred."""
+    placed, value = decided.normed, trace.values[decided.frame.entries[0].target]
+    assert placed is not None
+    shape = (*value.shape[:-1], 1)
+    size = math.prod(shape) * torch.float32.itemsize
+    origin = "the statistic of a norm over split features"
+    return tuple(
+        Reshard(
+            path=(name,), aliases=(), source=PARTIAL, target=REPLICATED_PARTIAL, forward=Collective.ALL_REDUCE,
+            backward=Collective.ALL_REDUCE if value.differentiable else Collective.NONE, shape=shape, dtype="float32",
+            bytes=size, differentiable=value.differentiable, origin=origin,
+        )
+        for name in (("mean", "variance") if placed.norm.centred else ("mean square",))
+    )  # fmt: skip
 
 
 def _randomness(calls: list[FrameAssignment], assignment: Assignment) -> str | None:

@@ -82,11 +82,15 @@ def results(
 
 def every_so_many(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
     """Whether it takes every second (third, …) entry of a sharded dim, from one end to the other."""
+    start: int
+    end: int | None
+    step: int
     if node.name != "aten.slice.Tensor" or len(node.arguments) < 5:
         return False
     held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
     start, end, step = node.arguments[2] or 0, node.arguments[3], node.arguments[4]
-    return held.dim == _along(node, shape) and step > 1 and 0 <= start < step and end >= shape[held.dim]
+    along = _along(node, shape)
+    return held.dim == along and step > 1 and 0 <= start < step and (end is None or end >= shape[along])
 
 
 def _output(node: OperationNode) -> int:

@@ -132,9 +132,7 @@ class _Use:
     joined: tuple[int, ...] = ()
 
 
-def _use(
-    bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers
-) -> _Use | None:
+def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> _Use | None:
     columns = bound.style is Style.COLWISE
     if isinstance(form, Addend):
         taken = readers.taken_apart(form.made, form.made_dim) if form.made is not None else None

@@ -15,6 +15,7 @@ there. A call inside a body is solved once for each choice of its input layouts,
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ from tpplan.compiler.layout import (
     sharded,
 )
 from tpplan.compiler.propagate import Outcome, Propagator, Refusal
+from tpplan.compiler.recognise import Norm, recognise
 from tpplan.compiler.region import Boundary, CallNode, LocalValue, OperationNode, Region
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
 from tpplan.plan import Pin, Style
@@ -104,7 +106,15 @@ class Left:
     replicated_parameters: frozenset[int] = frozenset()
 
 
-Choice = Entered | Ran | Called | Left
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """The body, a norm over features that lie so, is replaced by one that sums its statistics over the ranks."""
+
+    norm: Norm
+    layout: Layout
+
+
+Choice = Entered | Ran | Called | Left | Normed
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +164,7 @@ class Placer:
         self.topology = topology
         self.constraints = constraints
         self._solutions: dict[tuple[int, State], list[Solution] | Failure] = {}
+        self._norms: dict[int, object] = {}
         self._transfers: dict[tuple[int, int, State], list[Outcome] | Refusal] = {}
 
     def solve(self, region: Region, inputs: State) -> list[Solution] | Failure:
@@ -164,6 +175,10 @@ class Placer:
                 self._solutions[key] = self._solve_reduced(region, inputs)
             else:
                 self._solutions[key] = self._solve_body(region, inputs)
+                normed = self._solve_norm(region, inputs)
+                if normed is not None:
+                    solved = self._solutions[key]
+                    self._solutions[key] = [normed] if isinstance(solved, Failure) else [*solved, normed]
         return self._solutions[key]
 
     # -- ordinary bodies ------------------------------------------------------------------------------------------
@@ -302,6 +317,31 @@ class Placer:
             assert failure is not None
             return failure
         return [Solution(outputs, cost, steps) for outputs, (cost, steps) in finished.items()]
+
+    # -- norms over features that are split ------------------------------------------------------------------------
+    def _solve_norm(self, region: Region, inputs: State) -> Solution | None:
+        """A norm whose features are split: each rank normalizes its part by statistics of the whole."""
+        if len(region.inputs) != 1 or len(region.entries) != 1 or len(region.exits) != 1 or region.style is not None:
+            return None
+        (held,), value = inputs, region.values[region.entries[0].target]
+        if held.dim is None or held.dim != len(value.shape) - 1 or held.interleave != 1 or held.spread != 1:
+            return None
+        if id(region) not in self._norms:
+            self._norms[id(region)] = recognise(region)
+        norm = self._norms[id(region)]
+        if not isinstance(norm, Norm) or norm.dims != 1:
+            return None
+        parameters = [i for i in (norm.weight, norm.bias) if i is not None]
+        partial = frozenset(i for i in parameters if region.values[i].differentiable)
+        split = any(region.values[i].parameter != REPLICATED for i in parameters)
+        if split or any((region.example, i) in self.constraints.whole_gradients for i in partial):
+            return None
+        # No latency is counted: to gather the features would save a step of a ring, and repeat on every rank the work
+        # that is done with them, of which this model of cost knows nothing.
+        sent = 2 * bytes_sent("all-reduce", statistic_bytes(norm, value.shape), self.size)
+        cost = self.topology.time(0, sent) + sum(self._gradient_sum(region.values[i]) for i in partial)
+        steps = Steps(Normed(norm, held), Steps(Entered((held,)), None))
+        return Solution((held,), (cost, 0), Steps(Left((held,), partial), steps))
 
     # -- linear layers and tables whose product is partial ----------------------------------------------------------
     def _solve_reduced(self, region: Region, inputs: State) -> list[Solution] | Failure:
@@ -446,6 +486,11 @@ class Placer:
                 return Failure((), None, refusal, (-1,))
         refusal = Refusal("pin", "no layout of the result is possible here", ())
         return Failure((), None, refusal, (-1,))
+
+
+def statistic_bytes(norm: Norm, shape: tuple[int, ...]) -> int:
+    """Of what a norm over the last dim sums over the ranks, in float32."""
+    return (2 if norm.centred else 1) * math.prod(shape[:-1]) * 4
 
 
 def _source_layout(value: LocalValue) -> Layout:

@@ -43,17 +43,15 @@ def find_use(readers: Readers, value: int) -> Product | Addend | None:
     return Addend(shape[0], 0, None, 0) if found is None and len(shape) == 1 else found
 
 
-def _uses(
-    readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int
-) -> Iterator[Product | Addend]:
-    for _, operation in readers.of(value):
+def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int) -> Iterator[Product | Addend]:
+    for _, operation, seen in readers.of(value):
         first = _FACTORS.get(operation.name)
         if first is not None:
-            yield from _in_product(readers, operation, value, dims, shape, first)
+            yield from _in_product(readers, operation, seen, dims, shape, first)
         elif operation.name in _ADDITIONS:
             yield from _added(readers, operation, dims, shape)
         elif depth < _DEEPEST:
-            after = _moved(readers, operation, value, dims)
+            after = _moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 yield from _uses(readers, made, after, shape, depth + 1)
@@ -108,7 +106,8 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
         order[one], order[other] = order[other], order[one]
         return tuple(dims[d] for d in order)
     if name == "aten.permute.default":
-        return tuple(dims[d % rank] for d in arguments[1])
+        order: list[int] = [d % rank for d in arguments[1]]
+        return tuple(dims[d] for d in order)
     if name == "aten.unsqueeze.default":
         place = arguments[1] % (rank + 1)
         return (*dims[:place], None, *dims[place:])
@@ -118,7 +117,9 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
     if name in ("aten.index.Tensor", "aten.index_select.default"):
         changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
         picked = _picked_dim(operation, rank)
-        return tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
+        return (
+            tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
+        )
     if name == "aten.expand.default":
         grown = (None,) * (len(after) - rank) + dims
         return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None

@@ -18,7 +18,7 @@ import torch
 from tpplan.compiler.layout import Collective, Layout, Pack
 from tpplan.plan import Diagnostic
 
-PROGRAM_VERSION = 1
+PROGRAM_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,26 @@ class LocalAttribute:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitNorm:
+    """A norm over features that are split: its statistic is summed over the ranks, and each normalizes its own part.
+
+    Attributes:
+        layout: of the features, in the input as in the result.
+        centred: LayerNorm, whose mean is a statistic too; otherwise RMSNorm.
+        eps, offset, cast: see `KernelUse`.
+        weight, bias: the parameters by their names in the module, stored whole.
+    """
+
+    layout: Layout
+    centred: bool
+    eps: float
+    offset: float
+    cast: str
+    weight: str | None
+    bias: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleProgram:
     """What becomes of a module.
 
@@ -111,6 +131,8 @@ class ModuleProgram:
         origin: the plan's line, or "inferred".
         calls: how often the model calls it in one forward.
         entries, exits: reshards of its arguments and of its results.
+        inner: reshards inside of its body, of which it has some only where the body is replaced.
+        split_norm: what takes the body's place, if that is a norm over split features.
         reads: names of the parameters that its body reads, relative to the root.
         random: "split" if it draws different random numbers on each rank, "same" if it draws the same, None if none.
         local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
@@ -128,6 +150,13 @@ class ModuleProgram:
     random: str | None = None
     local_attributes: tuple[LocalAttribute, ...] = ()
     transposed: bool = False
+    inner: tuple[Reshard, ...] = ()
+    split_norm: SplitNorm | None = None
+
+    @property
+    def reshards(self) -> tuple[Reshard, ...]:
+        """All of them, in order of execution."""
+        return (*self.entries, *self.inner, *self.exits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +238,7 @@ class Program:
     def reshards(self) -> Iterator[tuple[ModuleProgram, Reshard]]:
         """Every reshard with its module, entries first."""
         for module in self.modules:
-            for reshard in (*module.entries, *module.exits):
+            for reshard in module.reshards:
                 yield module, reshard
 
     def count_collectives(self, backward: bool = True) -> Counter[str]:
@@ -311,5 +340,10 @@ def _module(plain: Mapping[str, Any]) -> ModuleProgram:
         "exits": tuple(_reshard(r) for r in plain["exits"]),
         "reads": tuple(plain["reads"]),
         "local_attributes": tuple(LocalAttribute(**a) for a in plain["local_attributes"]),
+        "inner": tuple(_reshard(r) for r in plain["inner"]),
     }
+    norm = plain["split_norm"]
+    if norm is not None:
+        details: dict[str, Any] = {**norm, "layout": _layout(norm["layout"])}
+        fields["split_norm"] = SplitNorm(**details)
     return ModuleProgram(**fields)

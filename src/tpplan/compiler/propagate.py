@@ -110,7 +110,7 @@ class Propagator:
     def _new(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
     ) -> list[Outcome]:
-        """A tensor made anew beside another, of which it takes the dtype alone; if it has its shape, also its layout."""
+        """A tensor made anew beside another, of which it takes the dtype; if it has its shape, its layout as well."""
         (output,) = (o for o in node.outputs if o is not None)
         like, held = operands[0]
         same = values[like].shape == values[output].shape and held.is_sharded
@@ -234,7 +234,7 @@ class Propagator:
 
 
 def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] | None:
-    """The product of one group of rows with its matrix, whose rule all groups share: the offsets are alike on all ranks.
+    """The product of one group of rows with its matrix, whose rule all groups share: all ranks have the same offsets.
 
     None for rows that are split, or matrices that are shared out whole.
     """

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpplan.compiler.packed import SPLITS, VIEWS
 from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
 
+_NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
 _PICKS = 4  # operations between a bias and where it is added
 
 
@@ -66,9 +67,10 @@ class Readers:
                         self._operations[value].append((frame, node))
                     self._made.update((o, node) for o in node.outputs if o is not None)
 
-    def of(self, value: int) -> Iterator[tuple[Frame, Operation]]:
-        """The operations that read `value` or an alias of it on the other side of a boundary."""
-        yield from self._operations[value]
+    def of(self, value: int) -> Iterator[tuple[Frame, Operation, int]]:
+        """The operations that read `value`, or an alias of it on the other side of a boundary, and which they read."""
+        for frame, operation in self._operations[value]:
+            yield frame, operation, value
         for crossing in self._crossings[value]:
             yield from self.of(crossing.target)
 
@@ -92,7 +94,8 @@ class Readers:
     def _follow(self, at: _Dim, whole: int, depth: int) -> Taken | None:
         shape = self.trace.values[at.value].shape
         slices: dict[int, tuple[int, int | None]] = {}
-        for frame, operation in self.of(at.value) if depth < 16 else ():
+        for frame, operation, seen in self.of(at.value) if depth < 16 else ():
+            at = replace(at, value=seen)
             if operation.name in SPLITS and _argument(operation, 2, 0) % len(shape) == at.dim:
                 parts = [o for o in operation.outputs if o is not None]
                 sizes = [self.trace.values[o].shape[at.dim] for o in parts]
@@ -131,8 +134,8 @@ class Readers:
         """Into how many heads a stretch is viewed."""
         if at.unit > 1:
             return count
-        for _, operation in self.of(at.value):
-            after = self._after(at, operation)
+        for _, operation, seen in self.of(at.value):
+            after = self._after(replace(at, value=seen), operation)
             if len(after) > 1:
                 return self.trace.values[after[0].value].shape[after[0].dim]
             heads = self._heads(after[0], count) if after else None
@@ -143,10 +146,12 @@ class Readers:
     def _after(self, at: _Dim, operation: Operation) -> list[_Dim]:
         """Where the dim is after an operation that keeps or splits it: one dim, or those that it was split into."""
         outputs = [o for o in operation.outputs if o is not None]
-        if len(outputs) != 1 or operation.inputs[0] != at.value:
+        if len(outputs) != 1 and operation.name not in _NORMS:
             return []
         before, after = self.trace.values[at.value].shape, self.trace.values[outputs[0]].shape
         name = operation.name
+        if operation.inputs[0] != at.value:
+            return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
         if name in VIEWS:
             return [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
         if name == "aten.unsqueeze.default":
@@ -160,8 +165,17 @@ class Readers:
             else:
                 order = [d % len(before) for d in operation.arguments[1]]
             return [_Dim(outputs[0], order.index(at.dim), at.unit)]
-        alone = all(i == at.value or self.parameter_behind(i) is not None for i in operation.inputs)
-        return [_Dim(outputs[0], at.dim, at.unit)] if after == before and alone else []
+        return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
+
+    def _beside(self, at: _Dim, operation: Operation) -> bool:
+        """Whether the other operands are parameters, or the same for all entries of the dim, as a statistic is."""
+        rank = len(self.trace.values[at.value].shape)
+        for i in operation.inputs:
+            shape = self.trace.values[i].shape
+            dim = at.dim - rank + len(shape)
+            if i != at.value and dim >= 0 and shape[dim] != 1 and self.parameter_behind(i) is None:
+                return False
+        return True
 
     def parameter_behind(self, value: int) -> int | None:
         """The parameter that `value` is, or was picked from, such as a bias for each token's expert."""

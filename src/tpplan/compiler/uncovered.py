@@ -36,7 +36,9 @@ def uncovered_finding(model: nn.Module, binding: Binding) -> list[Diagnostic]:
             if parameter.dim() > 1:
                 matrices.add(key)
             names.setdefault(key, f"{prefix}.{leaf}" if prefix else leaf)
-            covered[key] = covered.get(key, False) or named or names[key] in binding.owners or names[key] in binding.modules
+            covered[key] = (
+                covered.get(key, False) or named or names[key] in binding.owners or names[key] in binding.modules
+            )
     total = sum(sizes.values())
     bare = {names[key]: size for key, size in sizes.items() if not covered[key] and key in matrices}
     if not bare or sum(bare.values()) < _SHARE * total:

@@ -12,12 +12,13 @@ from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
 from tpplan.inputs import example_call
 from tpplan.parity.budget import choose_dtype, refuse_too_large
-from tpplan.parity.call import call_with_numbers
+from tpplan.parity.call import Call, call_with_numbers
 from tpplan.parity.compare import Setting, compare
+from tpplan.parity.errors import UnshardedError
 from tpplan.parity.materialise import copy_with_numbers
 from tpplan.parity.parity import ParityReport
 from tpplan.parity.processes import run_in_processes
-from tpplan.parity.reference import run_reference
+from tpplan.parity.reference import Reference, run_reference
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
 from tpplan.plan import Plan, PlanSource, load_plan

@@ -93,7 +93,7 @@ def module_traffic(modules: Iterable[ModuleProgram], size: int) -> StepTraffic:
     """The traffic of all reshards of `modules` in one step."""
     total = StepTraffic()
     for module in modules:
-        for reshard in (*module.entries, *module.exits):
+        for reshard in module.reshards:
             total += reshard_traffic(reshard, size, module.calls)
     return total
 

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import argument_names
-from tpplan.compiler.layout import PARTIAL, Layout
+from tpplan.compiler.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.program import KernelUse, LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.kernels import active_uses, body_of, without_bias
+from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, make_reshard
+from tpplan.runtime.split_norm import split_norm_body
 from tpplan.runtime.state import from_stock_order, to_stock_order
 
 
@@ -132,7 +133,7 @@ def _module_changes(
             axis=distributor.axis,
             entries=tuple(s for r in spec.entries for s in _entries(module, r, distributor.axis, context)),
             exits=tuple(s for r in spec.exits for s in _exits(spec, r, distributor.axis, context)),
-            reads=tuple((*_owner(modules, name), readers[name]) for name in spec.reads),
+            reads=tuple((*_owner(modules, n), read) for n, read in _reads(spec, placements, readers, handed_out)),
             random=random.get(spec.random),
             handed_out=handed_out if is_root else None,
             opened=opened if is_root else (),
@@ -140,7 +141,7 @@ def _module_changes(
             context=context if is_root and program.flattens_batch else None,
             transposed=spec.transposed,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=body if use is None else body_of(use, module, modules),
+            body=_body(spec, use, module, modules, distributor.axis, context) or body,
             bias_elsewhere=left,
             packs=_packs(module, spec.name, placements),
         )
@@ -150,6 +151,35 @@ def _module_changes(
         if spec.local_attributes:
             changes.append(_swap_attributes(module, spec.local_attributes))
     return changes
+
+
+def _reads(
+    spec: ModuleProgram,
+    placements: dict[str, ParameterPlacement],
+    readers: dict[str, Callable[[Tensor], Tensor]],
+    handed_out: HandedOut,
+) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """How a body reads its parameters: all features of a replicated one, but where it works on a part of these."""
+    if spec.split_norm is None:
+        return [(name, readers[name]) for name in spec.reads]
+    layout, summed = replace(spec.split_norm.layout, dim=0), SummedReader(handed_out)
+    return [(name, PartReader(summed, layout, placements[name].shape, handed_out.axis)) for name in spec.reads]
+
+
+def _body(
+    spec: ModuleProgram,
+    use: KernelUse | None,
+    module: nn.Module,
+    modules: dict[str, nn.Module],
+    axis: Communicator,
+    context: CallContext,
+) -> Body | None:
+    """What runs in place of the module's own forward, if anything does."""
+    if spec.split_norm is not None:
+        step = spec.inner[-1]
+        reduce = make_reshard(step.source, step.target, step.forward, Collective.ALL_REDUCE, axis, False, context)
+        return split_norm_body(spec.split_norm, module, reduce, axis.size)
+    return None if use is None else body_of(use, module, modules)
 
 
 def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[str, nn.Module]) -> list[ModuleProgram]:
@@ -286,7 +316,7 @@ def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: 
         layout: Layout = placements[name].layout
         if layout.is_sharded:
             parts.append(f"{name.rpartition('.')[2]}={layout}")
-    parts += [f"{_shown(r)}: {r.source} -> {r.target}" for r in spec.entries]
+    parts += [f"{_shown(r)}: {r.source} -> {r.target}" for r in (*spec.entries, *spec.inner)]
     parts += [f"result: {r.source} -> {r.target}" for r in spec.exits]
     return ", ".join(parts)
 

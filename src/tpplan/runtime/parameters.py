@@ -162,8 +162,8 @@ class _CountedOnce(torch.autograd.Function):
         return tensor.view_as(tensor) if rank == 0 else torch.zeros_like(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 _apply_counted_once = native_apply(_CountedOnce)

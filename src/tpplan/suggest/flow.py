@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, packed, sharded
 from tpplan.compiler.linear import Product
 from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
+from tpplan.compiler.recognise import Norm, recognise
 from tpplan.compiler.region import Instance, OperationNode
 from tpplan.compiler.trace import Frame, quoted
 from tpplan.suggest.subject import Column, Subject
@@ -88,6 +89,7 @@ class _Walk:
         self.dynamic: set[int] = set(subject.trace.inputs)  # values that depend on the call's data
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
         self.whole_inputs: set[str] = set()
+        self.norms: dict[int, bool] = {}
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {product.made: (name, product) for name, product in subject.products.items()}
         self.addends = {addend.made: name for name, addend in subject.addends.items() if addend.made is not None}
@@ -98,6 +100,8 @@ class _Walk:
         for crossing in frame.entries:
             self._copy(crossing.source, crossing.target)
         if frame.module in self.subject.linears and self._linear(frame):
+            return
+        if self._norm(instance):
             return
         children = iter(instance.children)
         for node in instance.region.nodes:
@@ -110,6 +114,21 @@ class _Walk:
         if frame.module in self.subject.tables and frame.exits[0].target not in self.dynamic:
             made = frame.exits[0].target
             self._column(frame.module, made, len(self.subject.trace.values[made].shape) - 1)
+
+    def _norm(self, instance: Instance) -> bool:
+        """A norm over split features leaves them as they lie: its statistics are summed over the ranks."""
+        frame, region = instance.frame, instance.region
+        if len(frame.entries) != 1 or len(frame.exits) != 1:
+            return False
+        given, made = frame.entries[0].target, frame.exits[0].target
+        held = self.layouts.get(given)
+        if held is None or held.dim != len(self.subject.trace.values[given].shape) - 1 or held.spread != 1:
+            return False
+        if id(region) not in self.norms:
+            self.norms[id(region)] = isinstance(recognise(region), Norm)
+        if self.norms[id(region)]:
+            self._copy(given, made)
+        return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
         for held in (self.layouts, self.sources):
@@ -138,7 +157,7 @@ class _Walk:
         return True
 
     def _factor_dim(self, product: Product) -> int:
-        """The dim of the other factor that the product contracts: the last, or the one before where that stands right."""
+        """The dim of the other factor that is contracted: the last, or the one before where that one stands right."""
         last = len(self.subject.trace.values[product.given].shape) - 1
         made_last = len(self.subject.trace.values[product.made].shape) - 1
         return last if product.made_dim == made_last else last - 1

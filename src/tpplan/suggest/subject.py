@@ -133,9 +133,7 @@ def _vectors(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, str]:
     }
 
 
-def _bare_parameters(
-    readers: Readers, called: Collection[str]
-) -> tuple[dict[str, Product], dict[str, Addend]]:
+def _bare_parameters(readers: Readers, called: Collection[str]) -> tuple[dict[str, Product], dict[str, Addend]]:
     """What bodies do with parameters that no called layer or table holds."""
     products: dict[str, Product] = {}
     addends: dict[str, Addend] = {}
