@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,9 @@ __all__ = [
     "register_sharding",
     "schema_mutates",
     "schema_returns_view",
+    "takes_device",
     "transient_buffers",
+    "without_dispatch_modes",
 ]
 
 
@@ -295,6 +297,18 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     What that Python adds is support for `setup_context` under torch.func; without it, torch refuses such calls itself.
     """
     return super(torch.autograd.Function, function).apply  # pyright: ignore
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """A block outside of all dispatch modes that are active."""
+    from torch.utils import _python_dispatch
+
+    return cast("AbstractContextManager[Any]", _python_dispatch._disable_current_modes())
+
+
+def takes_device(operator: OpOverload) -> bool:
+    """Whether it makes a tensor on a device that it is told."""
+    return any(argument.name == "device" for argument in operator._schema.arguments)
 
 
 @contextmanager

@@ -50,6 +50,7 @@ ELSEWHERE = {
     "TP121": "checkpoint/test_round_trip.py",
     "TP122": "cli/test_validate.py",
     "TP123": "suggest/test_suggest.py",
+    "TP124": "compiler/test_replay.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -47,12 +47,12 @@ class Biased(nn.Module):
 
 
 class Gated(nn.Module):
-    """Both halves of a gated layer in one projection; between up and down stands a norm where `normed`."""
+    """Both halves of a gated layer in one projection; between up and down stands a softmax where `mixed`."""
 
-    def __init__(self, normed: bool = False) -> None:
+    def __init__(self, mixed: bool = False) -> None:
         super().__init__()
         self.both = nn.Linear(WIDTH, 2 * FEED)
-        self.between = nn.LayerNorm(FEED) if normed else nn.Identity()
+        self.between = nn.Softmax(-1) if mixed else nn.Identity()
         self.out = nn.Linear(FEED, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,12 +125,12 @@ def test_the_suggestion_is_proved_and_right(sequence: bool) -> None:
 
 
 def test_what_needs_all_features_stays_whole_with_the_reason() -> None:
-    model = nn.Sequential(Attention(), Gated(normed=True))
+    model = nn.Sequential(Attention(), Gated(mixed=True))
     text = suggest_text(model, 2, inputs={"input": STREAM["x"]})
     assert styles(tpplan.load_plan(text)).keys() == {"*.{down_proj,b,c}", "*.q_proj"}
     words = " ".join(text.replace("#", " ").split())
     assert "*.both" in words
-    assert "needs its result whole" in words and "native_layer_norm" in words
+    assert "needs its result whole" in words and "softmax" in words
 
 
 def test_the_text_loads_to_an_equal_plan_each_time() -> None:

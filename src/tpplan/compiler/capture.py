@@ -62,13 +62,18 @@ class BodyError(Exception):
 
 @dataclass(slots=True)
 class Capture:
-    """One recording under way; `results` keeps what each module call returned, for runs that stand in for it."""
+    """One recording under way.
+
+    `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
+    what each was called with.
+    """
 
     recorder: Recorder
     boundary: BoundaryRule | None = None
     calls: dict[str, int] = field(default_factory=dict[str, int])
     results: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
     failed: Frame | None = None
+    arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 
 
 def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool) -> Trace:
@@ -111,7 +116,7 @@ def record(
     before = {id(tensor) for _, tensor in held_tensors(skeleton.model)}
     for _, tensor in held_tensors(skeleton.model):
         recorder.outlives(tensor)
-    example = _to_meta((tuple(arguments), dict(keywords)))
+    example = _to_meta((tuple(arguments), dict(keywords)), {})
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
@@ -164,6 +169,8 @@ def _record_call(
     recorder, boundary = state.recorder, state.boundary
     call = state.calls.get(name, 0)
     state.calls[name] = call + 1
+    if state.arguments is not None:
+        state.arguments[name, call] = (args, kwargs)
     inward = _Crosser(recorder, False, None if boundary is None else functools.partial(boundary.enter, name, call))
     inner_args = tuple(inward(arg, (names[i] if i < len(names) else f"*{i}",)) for i, arg in enumerate(args))
     inner_kwargs = {key: inward(arg, (key,)) for key, arg in kwargs.items()}
@@ -255,17 +262,20 @@ class _Crosser:
         return alias
 
 
-def _to_meta(held: Any) -> Any:
+def _to_meta(held: Any, memo: dict[int, Tensor]) -> Any:
+    """The same containers with meta tensors; one that sits in several places stays one, as bodies may look."""
     if isinstance(held, Tensor):
-        meta = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
-        return meta.requires_grad_(held.requires_grad)
+        if id(held) not in memo:
+            meta = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
+            memo[id(held)] = meta.requires_grad_(held.requires_grad)
+        return memo[id(held)]
     if isinstance(held, tuple):
-        items = [_to_meta(item) for item in held]  # pyright: ignore
+        items = [_to_meta(item, memo) for item in held]  # pyright: ignore
         return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
     if isinstance(held, list):
-        return [_to_meta(item) for item in held]  # pyright: ignore
+        return [_to_meta(item, memo) for item in held]  # pyright: ignore
     if isinstance(held, dict):
-        return {key: _to_meta(item) for key, item in held.items()}  # pyright: ignore
+        return {key: _to_meta(item, memo) for key, item in held.items()}  # pyright: ignore
     return held
 
 

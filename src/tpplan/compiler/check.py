@@ -13,7 +13,7 @@ order, with the same scalars, and make results of the promised local shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance
+from tpplan.compiler.replay import Replay, recorded_body
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
 
@@ -87,13 +88,17 @@ class CheckInput:
 
 
 def check(
-    given: CheckInput, attributes: Mapping[str, tuple[LocalAttribute, ...]], excused: frozenset[str] = frozenset()
+    given: CheckInput,
+    attributes: Mapping[str, tuple[LocalAttribute, ...]],
+    excused: frozenset[str] = frozenset(),
+    recorded: frozenset[str] = frozenset(),
 ) -> Mismatch | None:
     """Run the model on local shapes.
 
     Args:
         given: model, trace and assignment.
         attributes: integer attributes to set to local counts, by module.
+        recorded: modules whose bodies run from their records.
         excused: modules that are not run, as they were reported already; their results are taken as promised.
     """
     shapes = _local_parameter_shapes(given)
@@ -102,6 +107,7 @@ def check(
     for name, held in attributes.items():
         for attribute in held:
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.local))
+    _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes)
     state = Capture(Recorder(), boundary)
     frames = {(f.module, f.call): f for f in given.trace.root.walk()}
@@ -125,6 +131,28 @@ def check(
             return found
     assert failed is None, failed.module
     return None
+
+
+def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: frozenset[str]) -> None:
+    """Let these modules of the local model run from the records of the stock model's bodies."""
+    if not recorded:
+        return
+    stock = dict(named_modules(make_skeleton(given.model).model))
+    frames = {frame.module: frame for frame in given.trace.root.walk()}
+    layouts = given.assignment.layouts
+    held = {
+        name: layouts[value] for value, names in given.trace.parameters.items() for name in names if value in layouts
+    }
+    batch = given.trace.values[given.trace.inputs[0]].shape[0] if given.trace.inputs else 1
+    for name in recorded:
+        prefix = f"{name}." if name else ""
+        own = {n.removeprefix(prefix): layout for n, layout in held.items() if n.startswith(prefix)}
+        replay = Replay(stock[name], recorded_body(frames[name], layouts), own, given.size, lambda: batch)
+        modules[name].__dict__["forward"] = _bound(replay, modules[name])
+
+
+def _bound(replay: Replay, module: nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: replay(module, args, kwargs)
 
 
 def _local_parameter_shapes(given: CheckInput) -> dict[str, tuple[int, ...]]:

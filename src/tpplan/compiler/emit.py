@@ -29,6 +29,7 @@ from tpplan.compiler.program import (
     SplitNorm,
     dtype_name,
 )
+from tpplan.compiler.replay import recorded_body
 from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
 from tpplan.plan import Diagnostic, Plan
 
@@ -43,6 +44,7 @@ def emit(
     attributes: dict[str, tuple[LocalAttribute, ...]],
     diagnostics: tuple[Diagnostic, ...] = (),
     kernels: tuple[KernelUse, ...] = (),
+    recorded: frozenset[str] = frozenset(),
 ) -> Program:
     """Write the program. Calls of one module must have been decided alike (see `pipeline.conflicting_modules`)."""
     origins = Origins(trace, binding)
@@ -54,7 +56,7 @@ def emit(
         training=trace.training,
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
-        modules=_modules(model, trace, binding, assignment, origins, attributes),
+        modules=_modules(model, trace, binding, assignment, origins, attributes, recorded),
         kernels=kernels,
         assumptions=tuple(
             f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
@@ -108,6 +110,7 @@ def _modules(
     assignment: Assignment,
     origins: Origins,
     attributes: dict[str, tuple[LocalAttribute, ...]],
+    recorded: frozenset[str],
 ) -> tuple[ModuleProgram, ...]:
     by_module: dict[str, list[FrameAssignment]] = defaultdict(list)
     for decided in assignment.frames:
@@ -122,7 +125,7 @@ def _modules(
         bound = binding.modules.get(name)
         random = _randomness(calls, assignment)
         normed = next((decided for decided in calls if decided.normed is not None), None)
-        if not (own or entries or exits or bound or random or name in attributes or name == ""):
+        if not (own or entries or exits or bound or random or name in attributes or name in recorded or name == ""):
             continue
         found.append(
             ModuleProgram(
@@ -137,6 +140,7 @@ def _modules(
                 random=random,
                 local_attributes=attributes.get(name, ()),
                 inner=() if normed is None else _statistics(trace, normed),
+                recorded=recorded_body(calls[0].frame, assignment.layouts) if name in recorded else None,
                 split_norm=None if normed is None else _split_norm(trace, normed),
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )

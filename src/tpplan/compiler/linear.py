@@ -9,7 +9,7 @@ out: `LinearForm`: its sizes and the side on which its weight has the inputs; No
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ class Product:
         output_dim, input_dim: the parameter's dims that count these.
         made: the product's value; `made_dim` is its dim that counts the outputs.
         given: the other factor.
+        following: where the body takes the parameter apart first, the products of the further parts of its outputs.
     """
 
     outputs: int
@@ -74,6 +75,12 @@ class Product:
     made: int
     made_dim: int
     given: int
+    following: tuple[Product, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Product, ...]:
+        """The products of all parts of the outputs, in order."""
+        return (replace(self, following=()), *self.following)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +90,19 @@ class Addend:
     Attributes:
         outputs, output_dim: the number of features, and the parameter's dim that counts them.
         made, made_dim: the sum, and its dim that counts the features; None if it isn't added.
+        following: see `Product`.
     """
 
     outputs: int
     output_dim: int
     made: int | None
     made_dim: int
+    following: tuple[Addend, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Addend, ...]:
+        """The additions of all parts, in order, where the body takes the parameter apart first."""
+        return (replace(self, following=()), *self.following)
 
 
 def linear_form(module: nn.Module) -> LinearForm | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tpplan.compat import named_modules
 from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.check import CheckInput, Mismatch
+from tpplan.compiler.layout import REPLICATED
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.region import Instance
 from tpplan.compiler.trace import Frame, Operation
@@ -70,6 +71,29 @@ def _sharded_sizes(given: CheckInput, frame: Frame) -> list[tuple[int, int]]:
         sizes.update((a, b) for a, b in zip(whole, local, strict=True) if a != b)
         sizes.update((p.size, p.local(given.size)) for p in layout.packs)
     return sorted(sizes)
+
+
+def split_values(given: CheckInput, mismatch: Mismatch) -> Iterator[int]:
+    """The values that are sharded in a body until it departs from its promise."""
+    for value in _values_before(mismatch.frame, mismatch.position):
+        layout = given.assignment.layouts.get(value)
+        if layout is not None and layout.dim is not None:
+            yield value
+
+
+def splits_parameters(given: CheckInput, frame: Frame) -> bool:
+    """Whether a body itself reads a parameter that is sharded."""
+    layouts = given.assignment.layouts
+    read = (i for node in frame.body if isinstance(node, Operation) for i in node.inputs)
+    return any(i in given.trace.parameters and layouts.get(i, REPLICATED).is_sharded for i in read)
+
+
+def split_size(given: CheckInput, value: int) -> int | None:
+    """The size of a value's sharded dim, if that counts features or heads; None for one along the sequence."""
+    layout, shape = given.assignment.layouts[value], given.trace.values[value].shape
+    assert layout.dim is not None
+    last = layout.dim == len(shape) - 1 and len(shape) > 1
+    return shape[layout.dim] if last and layout.interleave == 1 else None
 
 
 def _values_before(frame: Frame, position: int) -> list[int]:

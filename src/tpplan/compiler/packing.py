@@ -135,18 +135,33 @@ class _Use:
 def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> _Use | None:
     columns = bound.style is Style.COLWISE
     if isinstance(form, Addend):
-        taken = readers.taken_apart(form.made, form.made_dim) if form.made is not None else None
-        return _Use(form.outputs, taken) if columns else None
+        outputs = sum(part.outputs for part in form.parts)
+        return _Use(outputs, taken_apart(form.parts, readers)) if columns else None
     features = form.outputs if columns else form.inputs
     if isinstance(form, Product):
         if columns:
-            return _Use(features, readers.taken_apart(form.made, form.made_dim))
+            return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers))
         return _Use(features, joined=readers.joined(form.given))
     if frame is None:
         return None
     if columns:
         return _Use(features, readers.taken_apart(frame.exits[0].target) if frame.exits else None)
     return _Use(features, joined=readers.joined(frame.entries[0].source))
+
+
+def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -> Taken | None:
+    """How what a parameter makes is taken apart, if the parameter isn't already."""
+    taken = [None if part.made is None else readers.taken_apart(part.made, part.made_dim) for part in parts]
+    first = next((held for held in taken if held is not None), None)
+    if len(parts) == 1 or first is None:
+        return taken[0]
+    stretches: list[int] = []
+    heads: list[int | None] = []
+    for part, held in zip(parts, taken, strict=True):
+        whole = held is not None and sum(held.stretches) == part.outputs
+        stretches += held.stretches if held is not None and whole else (part.outputs,)
+        heads += held.heads if held is not None and whole else (None,)
+    return replace(first, stretches=tuple(stretches), heads=tuple(heads))
 
 
 def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
@@ -228,4 +243,4 @@ def _uneven(bound: Bound, index: int, held: Pack, size: int) -> Diagnostic:
     )
 
 
-__all__ = ["Packed", "pack", "packed_option"]
+__all__ = ["Packed", "pack", "packed_option", "taken_apart"]

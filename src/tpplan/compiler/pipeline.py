@@ -19,7 +19,7 @@ from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
 from tpplan.compiler.attributes import integer_attributes
-from tpplan.compiler.bind import Binding, bind
+from tpplan.compiler.bind import Binding, bind, once
 from tpplan.compiler.capture import BodyError, Capture, record, without_collection
 from tpplan.compiler.check import CheckInput, Mismatch, check
 from tpplan.compiler.conflicts import (
@@ -35,7 +35,14 @@ from tpplan.compiler.effects import effect_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import REPLICATED
-from tpplan.compiler.localise import equal_modules, propose_attributes, read_sizes
+from tpplan.compiler.localise import (
+    equal_modules,
+    propose_attributes,
+    read_sizes,
+    split_size,
+    split_values,
+    splits_parameters,
+)
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Constraints, Failure, Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
@@ -69,6 +76,7 @@ class _Work:
     propagator: Propagator
     attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
     heads: frozenset[int] = frozenset()
+    recorded: frozenset[str] = frozenset()
     fixed: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
@@ -138,9 +146,28 @@ def _compile(
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
     kernels = substitute(dict(named_modules(model)), plan, trace, binding, assignment, instance)
-    program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings), kernels)
+    work.findings += _recorded_findings(work)
+    program = emit(
+        model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
+    )
     dump.program(program)
     return program
+
+
+def _recorded_findings(work: _Work) -> list[Diagnostic]:
+    found: list[Diagnostic] = []
+    for name in sorted(work.recorded):
+        bound = work.binding.first_inside(name)
+        found.append(
+            Diagnostic(
+                code="TP124",
+                message=f"`{name}` runs operation by operation from its record, as its own code can't work on shards",
+                span=bound.rule.style_span if bound is not None else None,
+                help="nothing is wrong; it takes a little longer than the module's own code would",
+                subject=name,
+            )
+        )
+    return once(found)
 
 
 def _with_reason(warning: Diagnostic, learned: Sequence[Diagnostic]) -> Diagnostic:
@@ -222,7 +249,7 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
         given = CheckInput(
             work.model, work.trace, assignment, instance, work.size, work.arguments, work.keywords, work.results
         )
-        mismatch = check(given, work.attributes, work.excused)
+        mismatch = check(given, work.attributes, work.excused, work.recorded)
         if mismatch is None:
             work.findings += randomness_findings(assignment, work.binding)
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
@@ -293,12 +320,14 @@ def _try_heads(work: _Work) -> None:
 def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     """Make the next round's program differ where this one was found wanting, or report that nothing helps."""
     for proposal in propose_attributes(given, mismatch, work.attributes):
-        after = check(given, proposal, work.excused)
+        after = check(given, proposal, work.excused, work.recorded)
         if after is None or not _same_place(after, mismatch):
             work.attributes = proposal
             return
     finding = explain_failure.of_check(given, mismatch, work.binding)
     learned = read_sizes(given, mismatch) - work.constraints.unsharded
+    if _splits_features(given, mismatch) and _record_body(work, given, mismatch):
+        return
     if learned:
         work.constraints.unsharded |= learned
         work.learned_from = finding
@@ -308,6 +337,27 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
         raise CompileError(work.findings)
     work.excused |= equal_modules(given.instance, mismatch.frame)
+
+
+def _splits_features(given: CheckInput, mismatch: Mismatch) -> bool:
+    """Whether what the body gets wrong comes from features or heads that are split, and not from the sequence."""
+    if splits_parameters(given, mismatch.frame):
+        return True
+    sizes = {whole for value in split_values(given, mismatch) if (whole := split_size(given, value)) is not None}
+    return bool(sizes & set(mismatch.sizes(given.size))) if mismatch.sizes(given.size) else bool(sizes)
+
+
+def _record_body(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
+    """Let a body run from its record, if that gets past the mismatch."""
+    recorded = work.recorded | equal_modules(given.instance, mismatch.frame)
+    if recorded == work.recorded or mismatch.frame.module == "":
+        return False
+    attributes = {name: held for name, held in work.attributes.items() if name not in recorded}
+    after = check(given, attributes, work.excused, recorded)
+    if after is not None and _same_place(after, mismatch):
+        return False
+    work.recorded, work.attributes = recorded, attributes
+    return True
 
 
 def _same_place(one: Mismatch, other: Mismatch) -> bool:

@@ -10,8 +10,10 @@ out: `Product`: which of the parameter's dims the product contracts and which it
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tpplan.compiler.linear import Addend, Product
+from tpplan.compiler.packed import SPLITS
 from tpplan.compiler.readers import Readers
 from tpplan.compiler.trace import Operation, Reference
 
@@ -50,11 +52,36 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             yield from _in_product(readers, operation, seen, dims, shape, first)
         elif operation.name in _ADDITIONS:
             yield from _added(readers, operation, dims, shape)
+        elif operation.name in SPLITS and depth < _DEEPEST:
+            yield from _of_parts(readers, operation, seen, dims, shape, depth)
         elif depth < _DEEPEST:
             after = _moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 yield from _uses(readers, made, after, shape, depth + 1)
+
+
+def _of_parts(
+    readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...], depth: int
+) -> Iterator[Product | Addend]:
+    """The uses of a parameter that is split first, along the features that its products make."""
+    arguments = operation.arguments
+    along = (arguments[2] if len(arguments) > 2 else 0) % len(dims)
+    split = dims[along]
+    if operation.inputs[0] != value or split is None:
+        return
+    uses: list[Product | Addend] = []
+    for part in operation.outputs:
+        if part is None:
+            return
+        length = readers.trace.values[part].shape[along]
+        narrowed = (*shape[:split], length, *shape[split + 1 :])
+        use = next(_uses(readers, part, dims, narrowed, depth + 1), None)
+        if use is None or use.output_dim != split or type(use) is not type(uses[0] if uses else use):
+            return
+        uses.append(use)
+    first, *others = uses
+    yield replace(first, following=tuple(others))  # pyright: ignore[reportArgumentType]
 
 
 def _in_product(

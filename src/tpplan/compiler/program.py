@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -120,6 +120,24 @@ class SplitNorm:
     bias: str | None
 
 
+PathLayouts = tuple[tuple[tuple[str | int, ...], Layout], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBody:
+    """A body that runs from its record, since its own Python doesn't work on shards.
+
+    Attributes:
+        inputs: how its arguments lie on the inside, by path.
+        calls: for each call inside the module's name there, the number of its calls before, and how its results lie.
+        results: how its results lie on the inside, by path.
+    """
+
+    inputs: PathLayouts
+    calls: tuple[tuple[str, int, PathLayouts], ...]
+    results: PathLayouts
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleProgram:
     """What becomes of a module.
@@ -132,6 +150,7 @@ class ModuleProgram:
         calls: how often the model calls it in one forward.
         entries, exits: reshards of its arguments and of its results.
         inner: reshards inside of its body, of which it has some only where the body is replaced.
+        recorded: for a body that runs from its record: how its values lie; None for one that runs its own Python.
         split_norm: what takes the body's place, if that is a norm over split features.
         reads: names of the parameters that its body reads, relative to the root.
         random: "split" if it draws different random numbers on each rank, "same" if it draws the same, None if none.
@@ -152,6 +171,7 @@ class ModuleProgram:
     transposed: bool = False
     inner: tuple[Reshard, ...] = ()
     split_norm: SplitNorm | None = None
+    recorded: RecordedBody | None = None
 
     @property
     def reshards(self) -> tuple[Reshard, ...]:
@@ -268,6 +288,11 @@ class Program:
         """Whether a reshard needs to know the batch size of a call, as its sequence is flattened with the batch."""
         return any(r.source.interleave != 1 or r.target.interleave != 1 for _, r in self.reshards())
 
+    @property
+    def replays(self) -> bool:
+        """Whether a body runs from its record."""
+        return any(module.recorded is not None for module in self.modules)
+
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
@@ -346,4 +371,13 @@ def _module(plain: Mapping[str, Any]) -> ModuleProgram:
     if norm is not None:
         details: dict[str, Any] = {**norm, "layout": _layout(norm["layout"])}
         fields["split_norm"] = SplitNorm(**details)
+    recorded = plain["recorded"]
+    if recorded is not None:
+        calls = tuple((name, call, _path_layouts(results)) for name, call, results in recorded["calls"])
+        inputs, results = _path_layouts(recorded["inputs"]), _path_layouts(recorded["results"])
+        fields["recorded"] = RecordedBody(inputs, calls, results)
     return ModuleProgram(**fields)
+
+
+def _path_layouts(plain: Iterable[Any]) -> PathLayouts:
+    return tuple((tuple(path), _layout(layout)) for path, layout in plain)

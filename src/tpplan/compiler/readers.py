@@ -19,6 +19,7 @@ from tpplan.compiler.packed import SPLITS, VIEWS
 from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
+_DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
 
@@ -125,10 +126,27 @@ class Readers:
         if len(after) > 2:
             count, heads = (self.trace.values[d.value].shape[d.dim] for d in after[:2])
             return Taken(frame, operation, (whole // count,) * count, (heads,) * count)
+        if len(after) == 2 and self._picked(after[0], 0):
+            # Views such as (…, 3, width), of which q, k and v are then picked one by one.
+            count = self.trace.values[after[0].value].shape[after[0].dim]
+            return Taken(frame, operation, (whole // count,) * count, (self._heads(after[1], whole // count),) * count)
         found = self._follow(after[0], whole, depth + 1)
         if found is not None or len(after) == 1:
             return found
         return Taken(frame, operation, (whole,), (self.trace.values[after[0].value].shape[after[0].dim],))
+
+    def _picked(self, at: _Dim, depth: int) -> bool:
+        """Whether the entries of a dim are picked one by one."""
+        rank = len(self.trace.values[at.value].shape)
+        for _, operation, seen in self.of(at.value) if depth < _DEEPEST else ():
+            if operation.name == "aten.select.int" and operation.arguments[1] % rank == at.dim:
+                return True
+            if operation.name == "aten.unbind.int" and _argument(operation, 1, 0) % rank == at.dim:
+                return True
+            after = self._after(replace(at, value=seen), operation)
+            if len(after) == 1 and self._picked(after[0], depth + 1):
+                return True
+        return False
 
     def _heads(self, at: _Dim, count: int) -> int | None:
         """Into how many heads a stretch is viewed."""
@@ -157,6 +175,9 @@ class Readers:
         if name == "aten.unsqueeze.default":
             place = operation.arguments[1] % len(after)
             return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]
+        if name == "aten.squeeze.dim":
+            place = operation.arguments[1] % len(before)
+            return [_Dim(outputs[0], at.dim - (place < at.dim and len(after) < len(before)), at.unit)]
         if name in ("aten.transpose.int", "aten.permute.default"):
             order = list(range(len(before)))
             if name == "aten.transpose.int":

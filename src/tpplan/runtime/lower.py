@@ -21,6 +21,8 @@ from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import argument_names
 from tpplan.compiler.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.program import KernelUse, LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.replay import Replay
+from tpplan.compiler.skeleton import make_skeleton
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
@@ -138,10 +140,10 @@ def _module_changes(
             handed_out=handed_out if is_root else None,
             opened=opened if is_root else (),
             guard=guard if is_root else None,
-            context=context if is_root and program.flattens_batch else None,
+            context=context if is_root and (program.flattens_batch or program.replays) else None,
             transposed=spec.transposed,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_body(spec, use, module, modules, distributor.axis, context) or body,
+            body=_body(spec, use, module, modules, placements, distributor.axis, context) or body,
             bias_elsewhere=left,
             packs=_packs(module, spec.name, placements),
         )
@@ -171,6 +173,7 @@ def _body(
     use: KernelUse | None,
     module: nn.Module,
     modules: dict[str, nn.Module],
+    placements: dict[str, ParameterPlacement],
     axis: Communicator,
     context: CallContext,
 ) -> Body | None:
@@ -179,7 +182,24 @@ def _body(
         step = spec.inner[-1]
         reduce = make_reshard(step.source, step.target, step.forward, Collective.ALL_REDUCE, axis, False, context)
         return split_norm_body(spec.split_norm, module, reduce, axis.size)
+    if spec.recorded is not None:
+        return _replayed(spec, module, placements, axis, context)
     return None if use is None else body_of(use, module, modules)
+
+
+def _replayed(
+    spec: ModuleProgram,
+    module: nn.Module,
+    placements: dict[str, ParameterPlacement],
+    axis: Communicator,
+    context: CallContext,
+) -> Body:
+    """A body that runs from its record."""
+    assert spec.recorded is not None
+    prefix = f"{spec.name}." if spec.name else ""
+    own = {name.removeprefix(prefix): held.layout for name, held in placements.items() if name.startswith(prefix)}
+    replay = Replay(make_skeleton(module).model, spec.recorded, own, axis.size, lambda: context.batch)
+    return lambda stock, args, kwargs: replay(module, args, kwargs)
 
 
 def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[str, nn.Module]) -> list[ModuleProgram]:

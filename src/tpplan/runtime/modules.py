@@ -148,17 +148,20 @@ class ShardedModule(nn.Module):
             # An instance attribute comes before nn.Module's own look-up of parameters.
             owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
         try:
-            if runtime.body is not None:
-                result = runtime.body(super().forward, args, kwargs)
-            elif runtime.random is None or not self.training:
-                result = super().forward(*args, **kwargs)
+            if runtime.random is None or not self.training:
+                result = self._body(runtime, args, kwargs)
             else:
                 with runtime.random:
-                    result = super().forward(*args, **kwargs)
+                    result = self._body(runtime, args, kwargs)
         finally:
             for owner, name, _ in runtime.reads:
                 owner.__dict__.pop(name, None)
         return runtime.leave(result) if runtime.exits else result
+
+    def _body(self, runtime: ModuleRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runtime.body is not None:
+            return runtime.body(super().forward, args, kwargs)
+        return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """The stock representation, and what the module has become."""

@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, packed, sharded
+from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.linear import Product
+from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
 from tpplan.compiler.recognise import Norm, recognise
 from tpplan.compiler.region import Instance, OperationNode
@@ -26,6 +27,7 @@ from tpplan.suggest.subject import Column, Subject
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
+_RESHAPES = VIEWS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
 
 
 @dataclass(slots=True)
@@ -91,8 +93,10 @@ class _Walk:
         self.whole_inputs: set[str] = set()
         self.norms: dict[int, bool] = {}
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
-        self.products = {product.made: (name, product) for name, product in subject.products.items()}
-        self.addends = {addend.made: name for name, addend in subject.addends.items() if addend.made is not None}
+        self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
+        self.addends = {
+            part.made: n for n, addend in subject.addends.items() for part in addend.parts if part.made is not None
+        }
 
     def frame(self, instance: Instance) -> None:
         """Walk a call: cross into it, through its body, and out."""
@@ -192,8 +196,20 @@ class _Walk:
         if column is None:
             return
         self.found.columns.add(name)
-        self.layouts[made] = packed(dim, column.stretches) if column.stretches else sharded(dim)
+        stretches = self._of_part(name, made, column.stretches)
+        self.layouts[made] = packed(dim, stretches) if stretches else sharded(dim)
         self.sources[made] = frozenset((name,))
+
+    def _of_part(self, name: str, made: int, stretches: tuple[Pack, ...]) -> tuple[Pack, ...]:
+        """Of a column's stretches those that this product makes, where the parameter is taken apart before."""
+        product = self.subject.products.get(name)
+        if product is None or len(product.parts) == 1:
+            return stretches
+        sizes = [part.outputs for part in product.parts]
+        place = [part.made for part in product.parts].index(made)
+        begin, end = sum(sizes[:place]), sum(sizes[: place + 1])
+        edges = [sum(p.size for p in stretches[:i]) for i in range(len(stretches))]
+        return tuple(p for p, edge in zip(stretches, edges, strict=True) if begin <= edge < end)
 
     def _row(self, name: str, held: Layout, sources: Names) -> None:
         packs = tuple(p.size for p in held.packs)
@@ -216,6 +232,8 @@ class _Walk:
             self.dynamic.update(outputs)
         if len(outputs) == 1 and self._product(inputs, outputs[0]):
             return
+        if node.name in _RESHAPES and inputs[0] in self.makers:
+            self.makers |= dict.fromkeys(outputs, self.makers[inputs[0]])
         sources = frozenset[str]().union(*(self.sources.get(i, _NONE) for i in inputs))
         if any(i in self.poisoned for i in inputs):
             self._poison(outputs, sources)

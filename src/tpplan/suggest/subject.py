@@ -23,9 +23,9 @@ from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import Pack as Stretch
 from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.packed import VIEWS
-from tpplan.compiler.packing import pack
+from tpplan.compiler.packing import pack, taken_apart
 from tpplan.compiler.products import find_use
-from tpplan.compiler.readers import Readers
+from tpplan.compiler.readers import Readers, Taken
 from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.skeleton import make_skeleton
@@ -109,9 +109,11 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     readers = Readers(trace)
     products, addends = _bare_parameters(readers, {*linears, *tables})
     made = {name: (frames[name].exits[0].target, -1) for name in linears}
-    made |= {name: (product.made, product.made_dim) for name, product in products.items()}
-    counts = {name: form.outputs for name, form in (*linears.items(), *products.items())}
-    columns, unsplittable = _columns(model, readers, made, counts, size)
+    counts = {name: form.outputs for name, form in linears.items()}
+    counts |= {name: sum(part.outputs for part in product.parts) for name, product in products.items()}
+    taken = {name: readers.taken_apart(value, dim) for name, (value, dim) in made.items()}
+    taken |= {name: taken_apart(product.parts, readers) for name, product in products.items()}
+    columns, unsplittable = _columns(model, readers.trace, taken, counts, size)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     weights = {name: form.inputs * form.outputs for name, form in linears.items()} | {n: sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
@@ -164,31 +166,30 @@ def _is_plain(frame: Frame) -> bool:
 
 def _columns(
     model: nn.Module,
-    readers: Readers,
-    made: Mapping[str, tuple[int, int]],
+    trace: Trace,
+    taken: Mapping[str, Taken | None],
     counts: Mapping[str, int],
     size: int,
 ) -> tuple[dict[str, tuple[Column, ...]], dict[str, str]]:
     """Let the compiler say of every layer and product by itself what a column split makes of it.
 
     Args:
-        model, readers, size: the model, how its values are read, and the number of ranks.
-        made: by name, the value that it makes and the dim that counts its features.
+        model, trace, size: the model, one run of it, and the number of ranks.
+        taken: by name, how its features are taken apart further on.
         counts: by name, how many features it makes.
     """
     plain: dict[str, tuple[Pack, ...] | None] = {}
     parted: dict[str, tuple[Pack, ...] | None] = {}
-    for name, (value, dim) in made.items():
-        taken = readers.taken_apart(value, dim)
-        several = taken is not None and len(taken.stretches) > 1
-        if taken is None or not several or taken.operation.name in VIEWS:
+    for name, held in taken.items():
+        several = held is not None and len(held.stretches) > 1
+        if held is None or not several or held.operation.name in VIEWS:
             plain[name] = None  # a view of heads may hold q, k and v of each head together
-        if taken is not None and several:
-            parted[name] = pack_names(taken.stretches)
+        if held is not None and several:
+            parted[name] = pack_names(held.stretches)
     columns: dict[str, tuple[Column, ...]] = {}
     reasons: dict[str, str] = {}
     for packs in (plain, parted):
-        found, problems = _split(model, readers.trace, counts, packs, size)
+        found, problems = _split(model, trace, counts, packs, size)
         reasons |= problems
         for name, column in found.items():
             columns[name] = (*columns.get(name, ()), column)

@@ -195,6 +195,31 @@ their sizes don't divide by the number of ranks.
         good="$ tpplan suggest --model my_package.models:six_heads --tp 2",
     ),
     Entry(
+        code="TP124",
+        name="recorded-body",
+        severity=Severity.NOTE,
+        summary="A module's body runs operation by operation from its record.",
+        explanation="""
+Some bodies derive sizes from sizes, so that no attribute of theirs could be made local: `width // heads`, or
+`nn.MultiheadAttention`, whose heads are counted in a function of torch. Such a body is recorded on tensors of whole
+shapes, and its operations then run on a rank's shards with the sizes made local; the check runs them as well. The
+result is the same. What is lost is speed: a call with new shapes is recorded first, and attention runs as its single
+operations and not as one fused kernel.
+""",
+        bad="""
+class Attention(nn.Module):
+    def forward(self, x):
+        batch, length, width = x.shape
+        q = self.q(x).view(batch, length, self.heads, width // self.heads)
+""",
+        good="""
+class Attention(nn.Module):
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, -1, self.head_size)
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,

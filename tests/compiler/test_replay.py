@@ -1,0 +1,151 @@
+"""Bodies that run from their records, since their own Python doesn't work on shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.compat import fake_process_group
+from tpplan.compiler import replay
+from tpplan.compiler.program import Program
+from tpplan.parity import verify_program
+
+WIDTH, HEADS, LENGTH = 16, 4, 6
+ACTIVATIONS = (torch.randn(3, LENGTH, WIDTH, requires_grad=True),)
+PACKED: dict[str, Any] = {"style": "colwise", "packed": ["q", "k", "v"]}
+
+
+class Derived(nn.Module):
+    """The size of a head is derived from the width of the input, and a mask is cut from a buffer."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.heads, self.width = HEADS, WIDTH
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("mask", torch.ones(1, 1, 32, 32).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).split(self.width, dim=2)
+        q, k, v = (y.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for y in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / (width // self.heads) ** 0.5
+        scores = scores.masked_fill(self.mask[:, :, :length, :length] == 0, float("-inf"))
+        y = self.drop(scores.softmax(-1)) @ v
+        return self.out(y.transpose(1, 2).contiguous().view(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Derived()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
+
+
+class Torch(nn.Module):
+    """torch's own attention, of a value with itself or with another."""
+
+    def __init__(self, cross: bool) -> None:
+        super().__init__()
+        self.cross = cross
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x.flip(1) if self.cross else x
+        return x + self.attention(x, other, other, need_weights=False)[0]
+
+
+PLAN = {"version": 1, "modules": {"attention.qkv": PACKED, "attention.out": "rowwise"}}
+TORCH_PLAN = {"version": 1, "modules": {"attention.in_proj_{weight,bias}": PACKED, "attention.out_proj": "rowwise"}}
+
+
+def compiled(model: nn.Module, plan: dict[str, Any], size: int) -> Program:
+    program = tpplan.compile_plan(model, plan, size, ACTIVATIONS)
+    assert [m.name for m in program.modules if m.recorded is not None] == ["attention"]
+    assert [d.code for d in program.diagnostics if d.subject == "attention"] == ["TP124"]
+    return program
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["derived", "self", "cross"])
+def test_it_computes_the_same(kind: str, size: int) -> None:
+    model = Block() if kind == "derived" else Torch(cross=kind == "cross")
+    program = compiled(model, PLAN if kind == "derived" else TORCH_PLAN, size)
+    # In cross attention queries and keys come from two values, each with a gradient to sum.
+    assert program.count_collectives() == {"all-reduce": 3 if kind == "cross" else 2}
+    assert Program.from_dict(program.to_dict()) == program
+    for shape in ((3, LENGTH, WIDTH), (2, 11, WIDTH), (1, 1, WIDTH)):  # other shapes than the example's as well
+        example = ((torch.randn(shape, requires_grad=True),), {})
+        report = verify_program(model, program, example)
+        assert report.ok, report.problems
+
+
+def test_on_processes() -> None:
+    report = tpplan.verify(Torch(cross=True), TORCH_PLAN, 2, ACTIVATIONS, processes=True)
+    assert report.ok, report.problems
+
+
+def test_heads_in_another_order_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Block()
+    program = compiled(model, PLAN, 2)
+    true = replay.play
+    monkeypatch.setattr(replay, "play", lambda *arguments: true(*arguments).flip(-1))
+    assert not verify_program(model, program, (ACTIVATIONS, {})).ok
+
+
+def test_dropout_draws_other_numbers_on_other_ranks_and_the_same_again() -> None:
+    with fake_process_group(2):
+        sharded = tpplan.parallelize(Block(), PLAN, inputs=ACTIVATIONS).train()
+        made = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            made.append(sharded(*ACTIVATIONS))
+        assert torch.equal(*made)
+
+
+def test_a_new_geometry_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_process_group(2):
+        sharded = tpplan.parallelize(Block(), PLAN, inputs=ACTIVATIONS).eval()
+        sharded(torch.randn(3, 4, WIDTH, requires_grad=True))
+        recorded = []
+        true = replay.record
+        monkeypatch.setattr(replay, "record", lambda *arguments: recorded.append(1) or true(*arguments))
+        for length in (4, 5, 4):
+            sharded(torch.randn(3, length, WIDTH, requires_grad=True))
+        assert len(recorded) == 1
+
+
+class TakesAnObject(nn.Module):
+    """What a body that runs from its record is handed must be plain data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Keeps()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, [])
+
+
+class Keeps(Derived):
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        made = super().forward(x)
+        seen.append(made)
+        return made
+
+
+def test_what_a_body_writes_to_an_argument_is_not_lost_silently() -> None:
+    with pytest.raises(tpplan.PlanError, match="TP107"):
+        tpplan.compile_plan(TakesAnObject(), PLAN, 2, ACTIVATIONS)
+
+
+def test_what_is_not_split_is_left_alone() -> None:
+    program = tpplan.compile_plan(Block(), {"version": 1, "modules": {"norm": "replicate"}}, 2, ACTIVATIONS)
+    assert not program.replays
