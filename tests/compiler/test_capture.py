@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import tpplan
 from tests.compiler.toys import Mlp, Normed, frame_of, operations, traced, x_BSH
 from tpplan.compiler.capture import BodyError, capture
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.trace import Frame, Operation, Trace
+from tpplan.plan import CompileError
 
 
 def made(trace: Trace) -> Iterator[int]:
@@ -282,3 +284,41 @@ def test_frames_nest_as_modules_do() -> None:
 
     trace = traced(Calls(Mlp(), lambda inner, x: inner(x)), x_BSH())
     assert shape(trace.root) == ("", [("inner", [("inner.up", []), ("inner.down", [])])])
+
+
+class Switches(nn.Module):
+    """Short inputs take another attention from then on, as BigBird does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 5:
+            self.inner = nn.Linear(8, 8, device=x.device)
+        return self.inner(x)
+
+
+def test_a_model_that_replaces_its_modules_is_refused():
+    plan = {"version": 1, "modules": {"inner": {"style": "colwise", "output": "replicate"}}}
+    with pytest.raises(CompileError, match=r"TP110 .* puts another module in the place of `inner`"):
+        tpplan.compile_plan(Switches(), plan, 2, (torch.randn(2, 3, 8),))
+    assert tpplan.verify(Switches(), plan, 2, (torch.randn(2, 6, 8),)).ok
+
+
+class ReadsInVain(nn.Module):
+    """The product with `unused` is thrown away, but computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.randn(8, 8))
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _ = x @ self.unused
+        return self.inner(x)
+
+
+def test_a_parameter_that_is_read_in_vain_is_local_too():
+    plan = {"version": 1, "modules": {"inner": {"style": "colwise", "output": "replicate"}}}
+    assert tpplan.verify(ReadsInVain(), plan, 2, (torch.randn(2, 6, 8),)).ok

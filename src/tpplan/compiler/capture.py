@@ -60,6 +60,10 @@ class BodyError(Exception):
         self.frame = frame
 
 
+class ReplacedModuleError(Exception):
+    """A model put another module in the place of one of its own while it ran; the argument is the module's name."""
+
+
 @dataclass(slots=True)
 class Capture:
     """One recording under way.
@@ -113,6 +117,7 @@ def record(
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     for name, module in named_modules(skeleton.model):
         _wrap(module, name, state)
+    modules = dict(named_modules(skeleton.model))
     before = {id(tensor) for _, tensor in held_tensors(skeleton.model)}
     for _, tensor in held_tensors(skeleton.model):
         recorder.outlives(tensor)
@@ -130,6 +135,9 @@ def record(
         (root,) = (node for node in outer.body if isinstance(node, Frame))
         raise BodyError(root, state.failed) from error
     (root,) = (node for node in outer.body if isinstance(node, Frame))
+    replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
+    if replaced is not None:
+        raise ReplacedModuleError(replaced)
     kept = {
         value: name
         for name, tensor in held_tensors(skeleton.model)

@@ -149,9 +149,12 @@ def _modules(
 
 
 def _reads(trace: Trace) -> dict[str, dict[tuple[str, ...], None]]:
-    """The parameters that each module's own body reads, by module; each with all its names."""
+    """The parameters that each module's own body reads, by module; each with all its names.
+
+    Also by operations whose results nobody reads: they run all the same.
+    """
     found: dict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
-    for frame in trace.root.walk():
+    for frame in trace.recorded.walk():
         for node in frame.body:
             inputs = node.inputs if isinstance(node, Operation) else tuple(c.source for c in node.entries)
             for value in inputs:

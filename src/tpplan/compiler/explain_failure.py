@@ -7,7 +7,7 @@ out: `Diagnostic`
 from __future__ import annotations
 
 from tpplan.compiler.bind import Binding, Bound
-from tpplan.compiler.capture import BodyError
+from tpplan.compiler.capture import BodyError, ReplacedModuleError
 from tpplan.compiler.check import CheckInput, Mismatch
 from tpplan.compiler.layout import Layout
 from tpplan.compiler.localise import equal_modules
@@ -33,6 +33,13 @@ def of_capture(error: BaseException) -> Diagnostic:
     """For a model that raised on the example inputs."""
     cause = error.__cause__ if isinstance(error, BodyError) and error.__cause__ is not None else error
     name = error.frame.module if isinstance(error, BodyError) else ""
+    if isinstance(cause, ReplacedModuleError):
+        return Diagnostic(
+            code="TP110",
+            message=f"the model puts another module in the place of `{cause}` while it runs on these inputs",
+            help="call it once on such inputs before, if it keeps the new module; or pass other `inputs=`",
+            subject=str(cause),
+        )
     where = f"`{name}` raised" if name else "the model raised"
     text = str(cause).strip().splitlines()
     return Diagnostic(
