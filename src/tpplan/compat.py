@@ -40,6 +40,7 @@ __all__ = [
     "OperatorMeta",
     "RecordingMode",
     "TorchDispatchMode",
+    "Unwatched",
     "all_gather_single",
     "fake_mesh",
     "fake_process_group",
@@ -87,6 +88,33 @@ class RecordingMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+_MODE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+class Unwatched:
+    """A block whose torch calls on plain tensors no dispatch mode and no function mode sees.
+
+    A mode that lets a call pass costs twice what the call does, and a function mode sees even `.shape`.
+    """
+
+    __slots__ = ("_dispatch", "_function")
+
+    def __init__(self) -> None:
+        """Make the two guards."""
+        self._dispatch = torch._C._ExcludeDispatchKeyGuard(_MODE_KEYS)
+        self._function = torch._C.DisableTorchFunction()
+
+    def __enter__(self) -> None:
+        """Leave the modes."""
+        self._dispatch.__enter__()
+        self._function.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        """Go back to them."""
+        self._function.__exit__(None, None, None)
+        self._dispatch.__exit__(None, None, None)
 
 
 def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:

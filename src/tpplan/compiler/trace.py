@@ -16,6 +16,7 @@ import torch
 from tpplan.compat import OpOverload
 
 Path = tuple[str | int, ...]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
