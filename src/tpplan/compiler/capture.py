@@ -108,8 +108,9 @@ def record(
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     for name, module in named_modules(skeleton.model):
         _wrap(module, name, state)
-    before = {id(tensor) for _, tensor in held_tensors(skeleton.model)}
-    for _, tensor in held_tensors(skeleton.model):
+    outliving = [tensor for _, tensor in held_tensors(skeleton.model)]
+    before = set(map(id, outliving))
+    for tensor in outliving:
         recorder.outlives(tensor)
     example = _to_meta((tuple(arguments), dict(keywords)))
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tpplan.compiler.bind import Binding, Bound
 from tpplan.compiler.capture import BodyError
 from tpplan.compiler.check import CheckInput, Mismatch
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import Layout
 from tpplan.compiler.localise import equal_modules
 from tpplan.compiler.origins import Origins
@@ -117,7 +118,7 @@ def _line(bound: Bound | None) -> str:
 
 
 def _culprit(here: Instance, refusal: Refusal, trace: Trace, binding: Binding) -> Bound | None:
-    origins = Origins(trace, binding)
+    origins = Origins(DataFlow(trace), binding)
     for number, held in refusal.operands:
         if not held.is_replicated:
             found = origins.rule_behind(here.values[number])
@@ -190,7 +191,7 @@ def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnos
     """For a body that does something else on local shapes than on whole tensors."""
     name, module = mismatch.frame.module, quoted(mismatch.frame.module)
     operation = mismatch.operation
-    origins = Origins(given.trace, binding)
+    origins = Origins(DataFlow(given.trace), binding)
     bound: Bound | None = None
     for value in operation.inputs if operation is not None else ():
         layout = given.assignment.layouts.get(value)

@@ -30,6 +30,7 @@ from tpplan.compiler.conflicts import (
     shared_module_findings,
     uses_of,
 )
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.effects import effect_findings
 from tpplan.compiler.emit import emit
@@ -64,6 +65,7 @@ class _Work:
     keywords: Mapping[str, Any]
     binding: Binding
     trace: Trace
+    flow: DataFlow
     results: dict[tuple[str, int], Any]
     constraints: Constraints
     propagator: Propagator
@@ -121,24 +123,25 @@ def _compile(
     modes = (True, False) if training is None else (training,)
     trace, results = _capture(model, arguments, keywords, diagnostics, modes)
     dump.trace(trace)
-    unpacked = pack(model, trace, binding, size)
+    flow = DataFlow(trace)
+    unpacked = pack(model, flow, binding, size)
     binding = unpacked.binding
     diagnostics += unpacked.findings
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
     work = _Work(
-        model, plan, size, arguments, keywords, binding, trace, results,
+        model, plan, size, arguments, keywords, binding, trace, flow, results,
         Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values())),
         Propagator(size, _batch(trace)), heads=unpacked.heads, findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
-    work.findings += [_with_reason(d, work.learned) for d in warnings_for(trace, binding, assignment, size)]
+    work.findings += [_with_reason(d, work.learned) for d in warnings_for(flow, binding, assignment, size)]
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
     kernels = substitute(dict(named_modules(model)), plan, trace, binding, assignment, instance)
-    program = emit(model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings), kernels)
+    program = emit(model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels)
     dump.program(program)
     return program
 
@@ -213,7 +216,7 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
             raise CompileError(work.findings)
         instance, assignment = placed
         dump.assignment(assignment, attempt)
-        if work.heads and not work.constraints.heads and gathers_columns(work.trace, work.binding, assignment):
+        if work.heads and not work.constraints.heads and gathers_columns(work.flow, work.binding, assignment):
             # Something that counts heads too may be in the way: a bias made elsewhere, a head that all share.
             _try_heads(work)
             continue

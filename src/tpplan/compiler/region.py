@@ -173,7 +173,8 @@ class _Builder:
         style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
         fixed = frame.module in self.fixed
         key = (
-            tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes), entry_pin, exit_pin, style, packs, fixed
+            tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
+            entry_pin, exit_pin, style, packs, fixed,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:

@@ -19,6 +19,7 @@ from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.bind import Binding, bind
 from tpplan.compiler.capture import Capture, record
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import Pack as Stretch
 from tpplan.compiler.linear import LinearForm, linear_form
@@ -122,7 +123,8 @@ def _columns(
     model: nn.Module, trace: Trace, frames: Mapping[str, Frame], linears: Mapping[str, LinearForm], size: int
 ) -> tuple[dict[str, tuple[Column, ...]], dict[str, str]]:
     """Let the compiler say of every linear layer by itself what a column split makes of it."""
-    readers = Readers(trace)
+    flow = DataFlow(trace)
+    readers = Readers(flow)
     plain: dict[str, tuple[Pack, ...] | None] = {}
     parted: dict[str, tuple[Pack, ...] | None] = {}
     for name in linears:
@@ -135,7 +137,7 @@ def _columns(
     columns: dict[str, tuple[Column, ...]] = {}
     reasons: dict[str, str] = {}
     for packs in (plain, parted):
-        found, problems = _split(model, trace, linears, packs, size)
+        found, problems = _split(model, flow, linears, packs, size)
         reasons |= problems
         for name, column in found.items():
             columns[name] = (*columns.get(name, ()), column)
@@ -144,7 +146,7 @@ def _columns(
 
 def _split(
     model: nn.Module,
-    trace: Trace,
+    flow: DataFlow,
     linears: Mapping[str, LinearForm],
     packs: Mapping[str, tuple[Pack, ...] | None],
     size: int,
@@ -152,7 +154,7 @@ def _split(
     """The columns that the compiler makes of these modules, each by itself, and what it says of the others."""
     rules = tuple(Rule(Pattern.parse(name), Style.COLWISE, packed=held) for name, held in packs.items())
     binding, found = bind(model, Plan(rules=rules), size)
-    split = pack(model, trace, _without_conflicts(binding, found), size)
+    split = pack(model, flow, _without_conflicts(binding, found), size)
     problems = {d.subject or "": d.message for d in (*found, *split.findings) if d.severity is Severity.ERROR}
     columns: dict[str, Column] = {}
     reasons: dict[str, str] = {}
