@@ -91,7 +91,7 @@ def _is_copied_as_usual(kind: type[nn.Module]) -> bool:
 
 
 def _duplicate(held: Any, memo: dict[int, Any]) -> object:
-    kind: type = type(held)
+    kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
     if kind in _PLAIN:
         return held
     found = memo.get(id(held))
