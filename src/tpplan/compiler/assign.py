@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout
-from tpplan.compiler.place import Called, Entered, Left, Ran, Solution
 from tpplan.compiler.region import CallNode, Instance
+from tpplan.compiler.solution import Called, Entered, Left, Ran, Solution
 from tpplan.compiler.trace import Frame, Path
 from tpplan.plan import Style
 

@@ -14,9 +14,9 @@ from tpplan.compiler.layout import Layout
 from tpplan.compiler.localise import equal_modules
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.packing import packed_option
-from tpplan.compiler.place import Failure
 from tpplan.compiler.propagate import Refusal
 from tpplan.compiler.region import CallNode, Instance, OperationNode, Region
+from tpplan.compiler.solution import Failure
 from tpplan.compiler.trace import Location, Trace, quoted
 from tpplan.plan import Diagnostic, Style
 

@@ -38,12 +38,13 @@ from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import REPLICATED
 from tpplan.compiler.localise import equal_modules, propose_attributes, read_sizes
 from tpplan.compiler.packing import pack
-from tpplan.compiler.place import Constraints, Failure, Placer, root_solution
+from tpplan.compiler.place import Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
 from tpplan.compiler.propagate import Propagator
 from tpplan.compiler.recorder import Recorder
-from tpplan.compiler.region import Instance, build_regions
+from tpplan.compiler.region import Instance, RegionTable, build_regions
 from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
 from tpplan.compiler.trace import Trace
 from tpplan.compiler.uncovered import uncovered_finding
@@ -69,6 +70,8 @@ class _Work:
     results: dict[tuple[str, int], Any]
     constraints: Constraints
     propagator: Propagator
+    placer: Placer
+    table: RegionTable = field(default_factory=RegionTable)
     attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
     heads: frozenset[int] = frozenset()
     fixed: frozenset[str] = frozenset()
@@ -129,10 +132,12 @@ def _compile(
     diagnostics += unpacked.findings
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
+    constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
+    propagator = Propagator(size, _batch(trace))
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, flow, results,
-        Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values())),
-        Propagator(size, _batch(trace)), heads=unpacked.heads, findings=list(diagnostics),
+        constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
+        findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
@@ -253,7 +258,7 @@ def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
 def _regions(work: _Work) -> Instance:
     """The regions; of what a round learns, they depend on the fixed modules alone."""
     if work.regions is None or work.regions[0] != work.fixed:
-        work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed))
+        work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed, work.table))
     return work.regions[1]
 
 
@@ -262,9 +267,8 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
     failed = False
     for _ in range(_ROUNDS):
         instance = _regions(work)
-        placer = Placer(work.propagator, NVLINK, work.constraints)
         inputs = tuple(REPLICATED for _ in instance.region.inputs)
-        solutions = placer.solve(instance.region, inputs)
+        solutions = work.placer.solve(instance.region, inputs)
         if not isinstance(solutions, Failure):
             if failed:
                 return None

@@ -120,28 +120,39 @@ class Instance:
     children: tuple[Instance, ...]
 
 
-def build_regions(trace: Trace, binding: Binding, fixed: frozenset[str] = frozenset()) -> Instance:
+@dataclass(slots=True)
+class RegionTable:
+    """The regions made so far, by content, so that those of a later build are the same objects where they are equal."""
+
+    regions: dict[object, Region] = field(default_factory=dict[object, Region])
+    values: dict[object, LocalValue] = field(default_factory=dict[object, LocalValue])
+
+
+def build_regions(
+    trace: Trace, binding: Binding, fixed: frozenset[str] = frozenset(), table: RegionTable | None = None
+) -> Instance:
     """Turn a trace into instances over shared regions.
 
     Args:
         trace: as captured.
         binding: what the plan says of modules and parameters.
         fixed: modules whose boundaries may not carry a reshard unless the plan pins one.
+        table: regions of an earlier build of the same trace, and after it of this one.
     """
-    return _Builder(trace, binding, fixed).build(trace.root, 0)
+    return _Builder(trace, binding, fixed, table or RegionTable()).build(trace.root, 0)
 
 
 class _Builder:
     """Numbers each frame's values and writes its content as a key; a region is made only for a key that is new."""
 
-    def __init__(self, trace: Trace, binding: Binding, fixed: frozenset[str]) -> None:
+    def __init__(self, trace: Trace, binding: Binding, fixed: frozenset[str], table: RegionTable) -> None:
         self.trace = trace
         self.binding = binding
         self.fixed = fixed
-        self.interned: dict[object, Region] = {}
+        self.interned = table.regions
         self.constants = _constants(trace)
         self.free, self.escapes = _uncrossed(trace)
-        self._kinds: dict[object, LocalValue] = {}
+        self._kinds = table.values
 
     def build(self, frame: Frame, depth: int) -> Instance:
         local = _Numbers()
