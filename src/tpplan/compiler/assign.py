@@ -106,8 +106,10 @@ def _read(
             for output, layout in zip(node.outputs, choice.outcome.outputs, strict=True):
                 if output is not None:
                     held[values[output]] = layout
-            _note(choice.outcome.partial_parameters, assignment.partial, instance, parameters)
-            _note(choice.outcome.replicated_parameters, assignment.whole, instance, parameters)
+            if choice.outcome.partial_parameters:
+                _note(choice.outcome.partial_parameters, assignment.partial, instance, parameters)
+            if choice.outcome.replicated_parameters:
+                _note(choice.outcome.replicated_parameters, assignment.whole, instance, parameters)
         elif isinstance(choice, Called):
             _read(children[choice.node], choice.solution, choice.inputs, parameters, assignment)
             node = region.nodes[choice.node]

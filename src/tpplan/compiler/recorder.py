@@ -184,7 +184,7 @@ class Recorder(RecordingMode):
             return _with_geometry(func(*args, **keywords))
         if func is torch.ops.aten._grouped_mm.default:
             return _with_geometry(_grouped_product(args, keywords))
-        key = (func, *map(_geometry, args), *((name, _geometry(a)) for name, a in keywords.items()))
+        key = (id(func), *map(_geometry, args), *[(name, _geometry(a)) for name, a in keywords.items()])
         try:
             known = self._memo.get(key)
         except TypeError:
@@ -201,7 +201,8 @@ class Recorder(RecordingMode):
 
     def _refer(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
-            return Reference(self.value_of(argument))
+            known = self._identity.get(id(argument))
+            return Reference(self.value_of(argument) if known is None else known)
         if isinstance(argument, (list, tuple)):
             return tuple(self._refer(item) for item in argument)  # pyright: ignore[reportUnknownVariableType]
         return argument
@@ -265,10 +266,17 @@ def _grouped_product(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
     return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype, device="meta")
 
 
-@functools.cache
 def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool]:
     """Which arguments an operator writes to, whether it returns a view, and whether it cuts the gradient off."""
-    return schema_mutates(func), schema_returns_view(func), func.name() in ("aten::detach", "aten::detach_")
+    # An operator lives as long as the process, and its own hash is computed in Python.
+    found = _known_traits.get(id(func))
+    if found is None:
+        detached = func.name() in ("aten::detach", "aten::detach_")
+        found = _known_traits[id(func)] = (schema_mutates(func), schema_returns_view(func), detached)
+    return found
+
+
+_known_traits: dict[int, tuple[tuple[int, ...], bool, bool]] = {}
 
 
 def _results(result: Any) -> list[Any]:

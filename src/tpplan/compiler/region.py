@@ -150,8 +150,7 @@ class _Builder:
         self.binding = binding
         self.fixed = fixed
         self.interned = table.regions
-        self.constants = _constants(trace)
-        self.free, self.escapes = _uncrossed(trace)
+        self.free, self.escapes, self.constants = _uncrossed(trace)
         self._kinds = table.values
 
     def build(self, frame: Frame, depth: int) -> Instance:
@@ -270,7 +269,7 @@ def _operation_key(node: Operation, local: _Numbers) -> object:
         return (type(argument), argument)  # pyright: ignore[reportUnknownVariableType]
 
     return (
-        node.target,
+        id(node.target),
         tuple([typed(argument) for argument in node.arguments]),
         tuple([(name, typed(argument)) for name, argument in node.keywords.items()]),
         tuple([local(i) for i in node.inputs]),
@@ -279,21 +278,11 @@ def _operation_key(node: Operation, local: _Numbers) -> object:
     )
 
 
-def _constants(trace: Trace) -> frozenset[int]:
-    """Values that no operation of the trace made: buffers, and tensors that the model keeps elsewhere."""
-    made: set[int] = set(trace.inputs) | set(trace.parameters)
-    for frame in trace.root.walk():
-        made.update(c.target for c in (*frame.entries, *frame.exits))
-        for node in frame.body:
-            if isinstance(node, Operation):
-                made.update(o for o in node.outputs if o is not None)
-    return frozenset(v.identifier for v in trace.values if v.identifier not in made)
-
-
-def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]], frozenset[int]]:
     """Values that pass a module boundary other than through arguments and results.
 
-    Returns, by id of the frame, those that it reads from outside, and those that it leaves for the outside.
+    Returns, by id of the frame, those that it reads from outside, and those that it leaves for the outside; and the
+    values that nothing in the trace made: buffers, and tensors that the model keeps elsewhere.
     """
     ancestors: dict[int, tuple[Frame, ...]] = {}
     home: dict[int, Frame] = {}
@@ -340,4 +329,5 @@ def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]
             for frame in target[shared:]:
                 if identifier not in free[id(frame)]:
                     free[id(frame)].append(identifier)
-    return free, escapes
+    made = {*home, *trace.inputs, *trace.parameters, *(crossing.target for crossing in trace.root.exits)}
+    return free, escapes, frozenset(range(len(trace.values))).difference(made)

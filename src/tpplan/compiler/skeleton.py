@@ -80,7 +80,8 @@ def _copied(modules: list[nn.Module], memo: dict[int, Any]) -> nn.Module:
             states[module] = state  # pyright: ignore[reportUnknownArgumentType]
             memo[id(module)] = type(module).__new__(type(module))
     for module, state in reversed(states.items()):
-        memo[id(module)].__setstate__({name: _duplicate(held, memo) for name, held in state.items()})
+        copied = {name: held if type(held) in _PLAIN else _duplicate(held, memo) for name, held in state.items()}
+        memo[id(module)].__setstate__(copied)
     return copy.deepcopy(modules[0], memo)
 
 
