@@ -21,6 +21,7 @@ from tpplan.compat import named_modules, own_buffers, own_parameters
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TABLES = frozenset((dict, OrderedDict, set))
+_WITHOUT_TENSORS = _PLAIN | _TABLES
 _PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
 
 
@@ -61,7 +62,7 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
     modules = [module for _, module in named_modules(model)]
     for module in modules:
         for held in (*own_buffers(module).values(), *vars(module).values()):
-            if type(held) not in _PLAIN and type(held) not in _TABLES:
+            if type(held) not in _WITHOUT_TENSORS:
                 _memoise_tensors(held, memo)
     duplicate = _copied(modules, memo)
     return Skeleton(duplicate, tuple((parameters[key], tuple(held)) for key, held in names.items()))
