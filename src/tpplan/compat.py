@@ -40,6 +40,7 @@ __all__ = [
     "OperatorMeta",
     "RecordingMode",
     "TorchDispatchMode",
+    "Unwatched",
     "all_gather_single",
     "fake_mesh",
     "fake_process_group",
@@ -50,6 +51,7 @@ __all__ = [
     "named_modules",
     "native_apply",
     "new_distributed_tensor",
+    "new_gradient",
     "own_buffers",
     "own_parameters",
     "propagate",
@@ -91,9 +93,49 @@ class RecordingMode(TorchDispatchMode):
         return False
 
 
+_MODE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+class Unwatched:
+    """A block whose torch calls on plain tensors no dispatch mode and no function mode sees.
+
+    A mode that lets a call pass costs twice what the call does, and a function mode sees even `.shape`.
+    """
+
+    __slots__ = ("_dispatch", "_function")
+
+    def __init__(self) -> None:
+        """Make the two guards."""
+        self._dispatch = torch._C._ExcludeDispatchKeyGuard(_MODE_KEYS)
+        self._function = torch._C.DisableTorchFunction()
+
+    def __enter__(self) -> None:
+        """Leave the modes."""
+        self._dispatch.__enter__()
+        self._function.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        """Go back to them."""
+        self._function.__exit__(None, None, None)
+        self._dispatch.__exit__(None, None, None)
+
+
 def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """As `model.named_modules`, whose types torch leaves open."""
-    return list(model.named_modules(remove_duplicate=remove_duplicate))  # pyright: ignore[reportUnknownArgumentType]
+    """As `model.named_modules`, whose types torch leaves open, in time that doesn't grow with the depth."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if remove_duplicate and id(module) in seen:
+            return
+        seen.add(id(module))
+        found.append((name, module))
+        for leaf, child in module._modules.items():
+            if child is not None:
+                visit(f"{name}.{leaf}" if name else leaf, child)
+
+    visit("", model)
+    return found
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -289,6 +331,30 @@ def new_distributed_tensor(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor around `local` with `like`'s mesh, placements and global geometry; no autograd, no communication."""
     # DTensor's own __init__ does nothing, at two thirds of the cost.
     return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # pyright: ignore
+
+
+class _ArrivingGradient(DTensor):
+    """A gradient on its way to its parameter.
+
+    Where autograd puts it into `.grad` it detaches it, and has a DTensor like any other from then on. DTensor's own
+    dispatch takes twice as long for that.
+    """
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return new_distributed_tensor(args[0]._local_tensor.detach(), args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return new_distributed_tensor(self._local_tensor, self).__reduce_ex__(protocol)  # pyright: ignore
+
+
+def new_gradient(local: Tensor, like: DTensor) -> DTensor:
+    """The gradient of the parameter `like`, as `new_distributed_tensor` makes it, to be returned from a backward."""
+    return DTensor.__new__(_ArrivingGradient, local, like._spec, requires_grad=False)  # pyright: ignore
 
 
 def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -95,3 +95,34 @@ def _placements(member: Member) -> None:
         assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), name
         assert parameter.grad.placements == parameter.placements, name
         assert parameter.grad.to_local().shape == parameter.to_local().shape, name
+
+
+def test_gradients_are_plain_dtensors_and_may_be_looked_at_on_their_way() -> None:
+    world(2).run(_gradients_on_their_way)
+
+
+def _gradients_on_their_way(member: Member) -> None:
+    stock = TwoOffsets()
+    x = torch.randn(3, 4, 16, dtype=torch.float64)
+    sharded = tpplan.parallelize(
+        copy.deepcopy(stock), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, member.mesh(), (x,)
+    )
+    parameters = dict(sharded.named_parameters())
+    wanted = dict(zip(parameters, torch.autograd.grad(stock(x).square().sum(), list(stock.parameters())), strict=True))
+    for name, gradient in zip(
+        parameters, torch.autograd.grad(sharded(x).square().sum(), list(parameters.values())), strict=True
+    ):
+        torch.testing.assert_close(whole(gradient), wanted[name])
+        torch.testing.assert_close(whole(gradient + gradient), 2 * wanted[name])
+        assert gradient.__reduce_ex__(2)[0] is parameters[name].detach().__reduce_ex__(2)[0]
+
+    seen: list[Tensor] = []
+    parameters["up.weight"].register_hook(lambda gradient: gradient * 3)
+    parameters["down.weight"].register_hook(seen.append)
+    for _ in range(2):  # the second is added to the first
+        sharded(x).square().sum().backward()
+    for name, parameter in parameters.items():
+        assert type(parameter.grad) is DTensor, name
+        torch.testing.assert_close(whole(parameter.grad), (6 if name == "up.weight" else 2) * wanted[name])
+    assert len(seen) == 2
+    assert all(isinstance(gradient, DTensor) for gradient in seen)

@@ -7,13 +7,12 @@ out: `Assignment`: the layout of every value of the trace, the reshards of every
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout
-from tpplan.compiler.place import Called, Entered, Left, Normed, Ran, Solution
 from tpplan.compiler.recognise import Norm
-from tpplan.compiler.region import CallNode, Instance
+from tpplan.compiler.region import Boundary, CallNode, Instance, Region
+from tpplan.compiler.solution import Called, Choice, Entered, Normed, Ran, Solution
 from tpplan.compiler.trace import Frame, Path
 from tpplan.plan import Style
 
@@ -87,81 +86,88 @@ def assign(root: Instance, solution: Solution, parameters: dict[int, tuple[str, 
         solution: of `root.region`, with its inputs replicated.
         parameters: names by value, from the trace.
     """
-    assignment = Assignment()
-    _read(root, solution, tuple(REPLICATED for _ in root.region.inputs), parameters, assignment)
-    return assignment
+    reader = _Reader(parameters)
+    reader.read(root, solution, tuple(REPLICATED for _ in root.region.inputs))
+    return reader.assignment
 
 
-def _read(
-    instance: Instance,
-    solution: Solution,
-    inputs: tuple[Layout, ...],
-    parameters: dict[int, tuple[str, ...]],
-    assignment: Assignment,
-) -> None:
-    region, values = instance.region, instance.values
-    held = assignment.layouts
-    for number, layout in zip(region.inputs, inputs, strict=True):
-        held.setdefault(values[number], layout)
-    for number, value in enumerate(region.values):
-        if value.parameter is not None or value.constant:
-            held.setdefault(values[number], value.parameter or REPLICATED)
-    decided = FrameAssignment(instance.frame)
-    assignment.frames.append(decided)
-    children = _children_by_node(instance)
-    assert solution.steps is not None
-    for choice in solution.steps.in_order():
-        if isinstance(choice, Entered):
-            for boundary, layout in zip(region.entries, choice.layouts, strict=True):
-                held[values[boundary.target]] = layout
-                source = held.get(values[boundary.source], REPLICATED)
-                if source != layout:
-                    decided.entries.append(
-                        PlacedReshard(boundary.path, boundary.aliases, source, layout, values[boundary.target])
-                    )
-        elif isinstance(choice, Ran):
-            node = region.nodes[choice.node]
-            for output, layout in zip(node.outputs, choice.outcome.outputs, strict=True):
-                if output is not None:
-                    held[values[output]] = layout
-            _note(choice.outcome.partial_parameters, assignment.partial, instance, parameters)
-            _note(choice.outcome.replicated_parameters, assignment.whole, instance, parameters)
-        elif isinstance(choice, Normed):
-            own = [None if i is None else values[i] for i in (choice.norm.weight, choice.norm.bias)]
-            decided.normed = PlacedNorm(choice.norm, choice.layout, *own)
-            held[values[region.exits[0].source]] = choice.layout
-        elif isinstance(choice, Called):
-            _read(children[choice.node], choice.solution, choice.inputs, parameters, assignment)
-            node = region.nodes[choice.node]
-            for output, layout in zip(node.outputs, choice.solution.outputs, strict=True):
-                if output is not None:
-                    held[values[output]] = layout
-        else:
-            _leave(instance, choice, assignment, decided)
-            _note(choice.partial_parameters, assignment.partial, instance, parameters)
-            _note(choice.replicated_parameters, assignment.whole, instance, parameters)
+class _Reader:
+    """Reads solutions back; what equal layers share, a region or a solution, is looked at once."""
 
+    def __init__(self, parameters: dict[int, tuple[str, ...]]) -> None:
+        self.assignment = Assignment()
+        self._parameters = parameters
+        self._fixed: dict[int, list[tuple[int, Layout]]] = {}
+        self._calls: dict[int, list[int]] = {}
+        self._choices: dict[int, list[Choice]] = {}
 
-def _leave(instance: Instance, choice: Left, assignment: Assignment, decided: FrameAssignment) -> None:
-    region, values, held = instance.region, instance.values, assignment.layouts
-    if region.style in (Style.ROWWISE, Style.VOCAB):
-        held[values[region.exits[0].source]] = PARTIAL
-    for boundary, layout in zip(region.exits, choice.layouts, strict=True):
-        source = held.get(values[boundary.source], REPLICATED)
-        held[values[boundary.target]] = layout
-        if source != layout:
-            decided.exits.append(
-                PlacedReshard(boundary.path, boundary.aliases, source, layout, values[boundary.target])
-            )
+    def read(self, instance: Instance, solution: Solution, inputs: tuple[Layout, ...]) -> None:
+        region, values = instance.region, instance.values
+        held = self.assignment.layouts
+        for number, layout in zip(region.inputs, inputs, strict=True):
+            held.setdefault(values[number], layout)
+        for number, layout in self._fixed_in(region):
+            held.setdefault(values[number], layout)
+        decided = FrameAssignment(instance.frame)
+        self.assignment.frames.append(decided)
+        children = dict(zip(self._calls[id(region)], instance.children, strict=True))
+        for choice in self._chosen(solution):
+            if isinstance(choice, Ran):
+                for output, layout in zip(region.nodes[choice.node].outputs, choice.outcome.outputs, strict=True):
+                    if output is not None:
+                        held[values[output]] = layout
+                self._note(choice.outcome.partial_parameters, self.assignment.partial, instance)
+                self._note(choice.outcome.replicated_parameters, self.assignment.whole, instance)
+            elif isinstance(choice, Called):
+                self.read(children[choice.node], choice.solution, choice.inputs)
+                outputs = region.nodes[choice.node].outputs
+                for output, layout in zip(outputs, choice.solution.outputs, strict=True):
+                    if output is not None:
+                        held[values[output]] = layout
+            elif isinstance(choice, Normed):
+                own = [None if i is None else values[i] for i in (choice.norm.weight, choice.norm.bias)]
+                decided.normed = PlacedNorm(choice.norm, choice.layout, *own)
+                held[values[region.exits[0].source]] = choice.layout
+            elif isinstance(choice, Entered):
+                self._cross(instance, region.entries, choice.layouts, decided.entries)
+            else:
+                if region.style in (Style.ROWWISE, Style.VOCAB):
+                    held[values[region.exits[0].source]] = PARTIAL
+                self._cross(instance, region.exits, choice.layouts, decided.exits)
+                self._note(choice.partial_parameters, self.assignment.partial, instance)
+                self._note(choice.replicated_parameters, self.assignment.whole, instance)
 
+    def _cross(
+        self,
+        instance: Instance,
+        boundaries: tuple[Boundary, ...],
+        layouts: tuple[Layout, ...],
+        decided: list[PlacedReshard],
+    ) -> None:
+        held, values = self.assignment.layouts, instance.values
+        for boundary, layout in zip(boundaries, layouts, strict=True):
+            source = held.get(values[boundary.source], REPLICATED)
+            held[values[boundary.target]] = layout
+            if source != layout:
+                decided.append(PlacedReshard(boundary.path, boundary.aliases, source, layout, values[boundary.target]))
 
-def _children_by_node(instance: Instance) -> dict[int, Instance]:
-    children: Iterator[Instance] = iter(instance.children)
-    return {i: next(children) for i, node in enumerate(instance.region.nodes) if isinstance(node, CallNode)}
+    def _fixed_in(self, region: Region) -> list[tuple[int, Layout]]:
+        """The layouts of a region's parameters and constants."""
+        if id(region) not in self._fixed:
+            self._calls[id(region)] = [i for i, node in enumerate(region.nodes) if isinstance(node, CallNode)]
+            self._fixed[id(region)] = [
+                (number, value.parameter or REPLICATED)
+                for number, value in enumerate(region.values)
+                if value.parameter is not None or value.constant
+            ]
+        return self._fixed[id(region)]
 
+    def _chosen(self, solution: Solution) -> list[Choice]:
+        if id(solution) not in self._choices:
+            assert solution.steps is not None
+            self._choices[id(solution)] = solution.steps.in_order()
+        return self._choices[id(solution)]
 
-def _note(
-    numbers: frozenset[int], into: dict[str, list[str]], instance: Instance, parameters: dict[int, tuple[str, ...]]
-) -> None:
-    for number in sorted(numbers):
-        into[parameters[instance.values[number]][0]].append(instance.frame.module)
+    def _note(self, numbers: frozenset[int], into: dict[str, list[str]], instance: Instance) -> None:
+        for number in sorted(numbers) if numbers else ():
+            into[self._parameters[instance.values[number]][0]].append(instance.frame.module)

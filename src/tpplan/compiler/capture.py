@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import is_registered_container, named_modules, rebuild_container
+from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.constants import ConstantWatcher
 from tpplan.compiler.effects import held_tensors
 from tpplan.compiler.gradient_flow import complete_gradients
@@ -115,11 +115,12 @@ def record(
     parameters: dict[int, tuple[str, ...]] = {}
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
-    for name, module in named_modules(skeleton.model):
-        _wrap(module, name, state)
     modules = dict(named_modules(skeleton.model))
-    before = {id(tensor) for _, tensor in held_tensors(skeleton.model)}
-    for _, tensor in held_tensors(skeleton.model):
+    for name, module in modules.items():
+        _wrap(module, name, state)
+    outliving = [tensor for _, tensor in held_tensors(skeleton.model)]
+    before = set(map(id, outliving))
+    for tensor in outliving:
         recorder.outlives(tensor)
     example = _to_meta((tuple(arguments), dict(keywords)), {})
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
@@ -183,7 +184,7 @@ def _record_call(
     inner_args = tuple(inward(arg, (names[i] if i < len(names) else f"*{i}",)) for i, arg in enumerate(args))
     inner_kwargs = {key: inward(arg, (key,)) for key, arg in kwargs.items()}
     frame = OpenFrame(name, call, [])
-    with recorder.aside():
+    with Unwatched():
         stand_in = None if boundary is None else boundary.stand_in(name, call)
     if stand_in is None:
         recorder.frames.append(frame)
@@ -258,13 +259,13 @@ class _Crosser:
 
     def _cross(self, tensor: Tensor, path: Path) -> Tensor:
         if self.transform is not None:
-            with self.recorder.aside():
+            with Unwatched():
                 moved = self.transform(path, tensor)
-            if moved is not tensor:
-                source = self.recorder.value_of(tensor)
-                target = self.recorder.new_value(moved, self.recorder.values[source].differentiable)
-                self.crossings.append(Crossing(path, source, target))
-                return moved
+                if moved is not tensor:
+                    source = self.recorder.value_of(tensor)
+                    target = self.recorder.new_value(moved, self.recorder.values[source].differentiable)
+                    self.crossings.append(Crossing(path, source, target))
+                    return moved
         alias, source, target = self.recorder.cross(tensor)
         self.crossings.append(Crossing(path, source, target))
         return alias

@@ -45,6 +45,7 @@ _SIZED = tuple(
     f"aten.{name}"
     for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
 )
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,6 @@ def check(
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes)
     state = Capture(Recorder(), boundary)
-    frames = {(f.module, f.call): f for f in given.trace.root.walk()}
     failed: Frame | None = None
     reason = ""
     try:
@@ -235,7 +235,7 @@ class _LocalBoundary:
             plain = [
                 (key, "position" if type(held) is int and held in positions else held)
                 for key, held in vars(inner).items()
-                if type(held) in (int, float, bool, str) or held is None
+                if type(held) in _PLAIN
             ]
             full = f"{module}.{name}" if name else module
             found.append((name, type(inner), tuple(plain), self.attributes.get(full)))

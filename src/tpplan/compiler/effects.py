@@ -16,7 +16,7 @@ from tpplan.compat import named_modules, own_buffers
 from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.plan import Diagnostic
 
-_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+_STOCK = frozenset(vars(nn.Module()))  # tables of parameters, modules and hooks
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 
 
@@ -24,7 +24,7 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors in the modules' buffers and attributes, also in lists and dicts there, with the attributes' names."""
     for name, module in named_modules(model):
         for leaf, held in (*own_buffers(module).items(), *vars(module).items()):
-            if type(held) in _SCALARS or leaf in _TABLES:
+            if leaf in _STOCK or type(held) in _SCALARS:
                 continue
             for tensor in _tensors_in(held):
                 yield f"{name}.{leaf}" if name else leaf, tensor

@@ -6,15 +6,17 @@ out: `Program`, and diagnostics for what the plan's author should know
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 
 import torch
 from torch import nn
 
-from tpplan.compat import named_modules, own_parameters
+from tpplan.compat import OpOverload, named_modules, own_parameters
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
 from tpplan.compiler.linear import LinearForm
 from tpplan.compiler.origins import Origins
@@ -38,7 +40,7 @@ def emit(
     model: nn.Module,
     plan: Plan,
     size: int,
-    trace: Trace,
+    flow: DataFlow,
     binding: Binding,
     assignment: Assignment,
     attributes: dict[str, tuple[LocalAttribute, ...]],
@@ -47,7 +49,7 @@ def emit(
     recorded: frozenset[str] = frozenset(),
 ) -> Program:
     """Write the program. Calls of one module must have been decided alike (see `pipeline.conflicting_modules`)."""
-    origins = Origins(trace, binding)
+    trace, origins = flow.trace, Origins(flow, binding)
     return Program(
         plan=plan.name,
         model=type(model).__name__,
@@ -238,11 +240,16 @@ def _randomness(calls: list[FrameAssignment], assignment: Assignment) -> str | N
     return "split" if "split" in kinds else ("same" if kinds else None)
 
 
+@functools.cache
+def _draws(operator: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
 def drawn_kinds(frame: Frame, assignment: Assignment) -> set[str]:
     """Which random streams a frame's own body needs: "split", "same", or both (which can't be served)."""
     kinds: set[str] = set()
     for node in frame.body:
-        if isinstance(node, Operation) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if isinstance(node, Operation) and _draws(node.target):
             layouts = [assignment.layouts.get(o, REPLICATED) for o in node.outputs if o is not None]
             kinds.add("split" if any(held.is_sharded for held in layouts) else "same")
     return kinds

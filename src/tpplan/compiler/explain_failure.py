@@ -9,13 +9,14 @@ from __future__ import annotations
 from tpplan.compiler.bind import Binding, Bound
 from tpplan.compiler.capture import BodyError, ReplacedModuleError
 from tpplan.compiler.check import CheckInput, Mismatch
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import Layout
 from tpplan.compiler.localise import equal_modules
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.packing import packed_option
-from tpplan.compiler.place import Failure
 from tpplan.compiler.propagate import Refusal
 from tpplan.compiler.region import CallNode, Instance, OperationNode, Region
+from tpplan.compiler.solution import Failure
 from tpplan.compiler.trace import Location, Trace, quoted
 from tpplan.plan import Diagnostic, Style
 
@@ -124,7 +125,7 @@ def _line(bound: Bound | None) -> str:
 
 
 def _culprit(here: Instance, refusal: Refusal, trace: Trace, binding: Binding) -> Bound | None:
-    origins = Origins(trace, binding)
+    origins = Origins(DataFlow(trace), binding)
     for number, held in refusal.operands:
         if not held.is_replicated:
             found = origins.rule_behind(here.values[number])
@@ -197,7 +198,7 @@ def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnos
     """For a body that does something else on local shapes than on whole tensors."""
     name, module = mismatch.frame.module, quoted(mismatch.frame.module)
     operation = mismatch.operation
-    origins = Origins(given.trace, binding)
+    origins = Origins(DataFlow(given.trace), binding)
     bound: Bound | None = None
     for value in operation.inputs if operation is not None else ():
         layout = given.assignment.layouts.get(value)

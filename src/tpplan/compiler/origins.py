@@ -9,29 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from tpplan.compiler.bind import Binding, Bound
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import Layout
-from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
+from tpplan.compiler.trace import Crossing, Frame
 
 
 class Origins:
     """Looks back along the data flow of one trace."""
 
-    def __init__(self, trace: Trace, binding: Binding) -> None:
-        """Index the producers of every value."""
-        self.trace = trace
+    def __init__(self, flow: DataFlow, binding: Binding) -> None:
+        """Look at the values of `flow`."""
+        self.trace = flow.trace
         self.binding = binding
-        self._crossed: dict[int, int] = {}
-        self._made: dict[int, Operation] = {}
-        for frame in trace.root.walk():
-            self._crossed.update((c.target, c.source) for c in (*frame.entries, *frame.exits))
-            for node in frame.body:
-                if isinstance(node, Operation):
-                    self._made.update((o, node) for o in node.outputs if o is not None)
+        self._flow = flow
 
     def crossed_from(self, value: int) -> int:
         """The value on the outer side of an entry, or the inner side of an exit, as far back as boundaries lead."""
-        while value in self._crossed:
-            value = self._crossed[value]
+        while value in self._flow.source:
+            value = self._flow.source[value]
         return value
 
     def rule_behind(self, value: int, layouts: Mapping[int, Layout] | None = None) -> Bound | None:
@@ -53,10 +48,10 @@ class Origins:
                 continue
             if layouts is not None and current != value and current in layouts and layouts[current].is_replicated:
                 continue
-            if current in self._crossed:
-                queue.append(self._crossed[current])
-            elif current in self._made:
-                queue.extend(self._made[current].inputs)
+            if current in self._flow.source:
+                queue.append(self._flow.source[current])
+            elif current in self._flow.made:
+                queue.extend(self._flow.made[current].inputs)
         return None
 
     def readers(self, frame: Frame, value: int) -> Iterator[Bound]:

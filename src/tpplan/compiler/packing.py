@@ -1,6 +1,6 @@
 """Packing: which stretches of a split linear layer's features are shared out by themselves, and over how many ranks.
 
-in:  a trace and the bound plan
+in:  a trace's data flow and the bound plan
 out: the binding, its modules with their packs; findings for packs that don't fit
 
     {style: colwise, packed: [q, k, v]}, the result split as 32|16|16   ->  packs 32|16|16
@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tpplan.compiler.bind import Binding, Bound, bind_parameters, once, uneven_finding
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import Pack
 from tpplan.compiler.linear import Addend, LinearForm, Product
 from tpplan.compiler.products import find_use
 from tpplan.compiler.readers import Readers, Taken
-from tpplan.compiler.trace import Frame, Trace
+from tpplan.compiler.trace import Frame
 from tpplan.plan import Diagnostic, Style
 
 
@@ -57,12 +58,12 @@ class _Axis:
         return Pack(count, self.size // heads) if queries else Pack(count)
 
 
-def pack(model: nn.Module, trace: Trace, binding: Binding, size: int) -> Packed:
+def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int) -> Packed:
     """Find the packs of every `colwise` and `rowwise` module."""
     frames: dict[str, Frame] = {}
-    for frame in trace.root.walk():
+    for frame in flow.trace.root.walk():
         frames.setdefault(frame.module, frame)
-    readers = Readers(trace)
+    readers = Readers(flow)
     findings: list[Diagnostic] = []
     modules = _with_parameters(binding, readers, frames, findings)
     uses: dict[str, _Use] = {}

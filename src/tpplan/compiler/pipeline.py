@@ -30,6 +30,7 @@ from tpplan.compiler.conflicts import (
     shared_module_findings,
     uses_of,
 )
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.effects import effect_findings
 from tpplan.compiler.emit import emit
@@ -44,12 +45,13 @@ from tpplan.compiler.localise import (
     splits_parameters,
 )
 from tpplan.compiler.packing import pack
-from tpplan.compiler.place import Constraints, Failure, Placer, root_solution
+from tpplan.compiler.place import Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
 from tpplan.compiler.propagate import Propagator
 from tpplan.compiler.recorder import Recorder
-from tpplan.compiler.region import Instance, build_regions
+from tpplan.compiler.region import Instance, RegionTable, build_regions
 from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
 from tpplan.compiler.trace import Trace
 from tpplan.compiler.uncovered import uncovered_finding
@@ -71,9 +73,12 @@ class _Work:
     keywords: Mapping[str, Any]
     binding: Binding
     trace: Trace
+    flow: DataFlow
     results: dict[tuple[str, int], Any]
     constraints: Constraints
     propagator: Propagator
+    placer: Placer
+    table: RegionTable = field(default_factory=RegionTable)
     attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
     heads: frozenset[int] = frozenset()
     recorded: frozenset[str] = frozenset()
@@ -129,26 +134,29 @@ def _compile(
     modes = (True, False) if training is None else (training,)
     trace, results = _capture(model, arguments, keywords, diagnostics, modes)
     dump.trace(trace)
-    unpacked = pack(model, trace, binding, size)
+    flow = DataFlow(trace)
+    unpacked = pack(model, flow, binding, size)
     binding = unpacked.binding
     diagnostics += unpacked.findings
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
+    constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
+    propagator = Propagator(size, _batch(trace))
     work = _Work(
-        model, plan, size, arguments, keywords, binding, trace, results,
-        Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values())),
-        Propagator(size, _batch(trace)), heads=unpacked.heads, findings=list(diagnostics),
+        model, plan, size, arguments, keywords, binding, trace, flow, results,
+        constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
+        findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
-    work.findings += [_with_reason(d, work.learned) for d in warnings_for(trace, binding, assignment, size)]
+    work.findings += [_with_reason(d, work.learned) for d in warnings_for(flow, binding, assignment, size)]
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
     kernels = substitute(dict(named_modules(model)), plan, trace, binding, assignment, instance)
     work.findings += _recorded_findings(work)
     program = emit(
-        model, plan, size, trace, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
+        model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
     )
     dump.program(program)
     return program
@@ -240,7 +248,7 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
             raise CompileError(work.findings)
         instance, assignment = placed
         dump.assignment(assignment, attempt)
-        if work.heads and not work.constraints.heads and gathers_columns(work.trace, work.binding, assignment):
+        if work.heads and not work.constraints.heads and gathers_columns(work.flow, work.binding, assignment):
             # Something that counts heads too may be in the way: a bias made elsewhere, a head that all share.
             _try_heads(work)
             continue
@@ -277,7 +285,7 @@ def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
 def _regions(work: _Work) -> Instance:
     """The regions; of what a round learns, they depend on the fixed modules alone."""
     if work.regions is None or work.regions[0] != work.fixed:
-        work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed))
+        work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed, work.table))
     return work.regions[1]
 
 
@@ -286,9 +294,8 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
     failed = False
     for _ in range(_ROUNDS):
         instance = _regions(work)
-        placer = Placer(work.propagator, NVLINK, work.constraints)
         inputs = tuple(REPLICATED for _ in instance.region.inputs)
-        solutions = placer.solve(instance.region, inputs)
+        solutions = work.placer.solve(instance.region, inputs)
         if not isinstance(solutions, Failure):
             if failed:
                 return None

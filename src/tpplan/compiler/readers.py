@@ -11,12 +11,12 @@ out: `Taken`: the stretches that splits and slices cut, and into how many heads 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.packed import SPLITS, VIEWS
-from tpplan.compiler.trace import Crossing, Frame, Operation, Trace
+from tpplan.compiler.trace import Frame, Operation
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
 _DEEPEST = 12
@@ -51,35 +51,23 @@ class _Dim:
 class Readers:
     """Follows values to those that read them, through boundaries."""
 
-    def __init__(self, trace: Trace) -> None:
-        """Index the readers of every value."""
-        self.trace = trace
-        self._crossings: dict[int, list[Crossing]] = defaultdict(list)
-        self._operations: dict[int, list[tuple[Frame, Operation]]] = defaultdict(list)
-        self._made: dict[int, Operation] = {}
-        self._from: dict[int, int] = {}
-        for frame in trace.root.walk():
-            for crossing in (*frame.entries, *frame.exits):
-                self._crossings[crossing.source].append(crossing)
-                self._from[crossing.target] = crossing.source
-            for node in frame.body:
-                if isinstance(node, Operation):
-                    for value in dict.fromkeys(node.inputs):
-                        self._operations[value].append((frame, node))
-                    self._made.update((o, node) for o in node.outputs if o is not None)
+    def __init__(self, flow: DataFlow) -> None:
+        """Follow the values of `flow`."""
+        self.trace = flow.trace
+        self._flow = flow
 
     def of(self, value: int) -> Iterator[tuple[Frame, Operation, int]]:
         """The operations that read `value`, or an alias of it on the other side of a boundary, and which they read."""
-        for frame, operation in self._operations[value]:
+        for frame, operation in self._flow.operations.get(value, ()):
             yield frame, operation, value
-        for crossing in self._crossings[value]:
-            yield from self.of(crossing.target)
+        for target in self._flow.targets.get(value, ()):
+            yield from self.of(target)
 
     def joined(self, value: int) -> tuple[int, ...]:
         """The sizes of what was concatenated along the last dim to make `value`; empty if it wasn't."""
-        while value in self._from:
-            value = self._from[value]
-        made = self._made.get(value)
+        while value in self._flow.source:
+            value = self._flow.source[value]
+        made = self._flow.made.get(value)
         if made is None or made.name != "aten.cat.default":
             return ()
         shapes = [self.trace.values[i].shape for i in made.inputs]
@@ -201,10 +189,10 @@ class Readers:
     def parameter_behind(self, value: int) -> int | None:
         """The parameter that `value` is, or was picked from, such as a bias for each token's expert."""
         for _ in range(_PICKS):
-            value = self._from.get(value, value)
+            value = self._flow.source.get(value, value)
             if value in self.trace.parameters:
                 return value
-            made = self._made.get(value)
+            made = self._flow.made.get(value)
             if made is None or not made.inputs:
                 return None
             value = made.inputs[0]

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, RecordingMode, schema_mutates, schema_returns_view
-from tpplan.compiler.trace import Assumption, Crossing, Frame, Location, Operation, Reference, Value
+from tpplan.compat import OpOverload, RecordingMode, Unwatched, schema_mutates, schema_returns_view
+from tpplan.compiler.trace import Assumption, Crossing, Frame, Geometry, Location, Operation, Reference, Value
 
 _INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parent.parent))
-_OUTSIDE_GRAPH = ("aten.detach.default", "aten.detach_.default")
+_META = torch.device("meta")
 
 
 class DataDependentError(Exception):
@@ -58,9 +57,8 @@ class Recorder(RecordingMode):
         self._alive: list[Tensor] = []  # ids are only unique while their objects live
         self._storage: list[int] = []
         self._members: dict[int, list[int]] = {}
-        self._memo: dict[object, tuple[object, list[tuple[Any, ...]]]] = {}
+        self._memo: dict[object, tuple[object, list[Geometry]]] = {}
         self._meta_copies: dict[int, Tensor] = {}
-        self._paused = 0
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value_of(self, tensor: Tensor) -> int:
@@ -77,13 +75,25 @@ class Recorder(RecordingMode):
         self, tensor: Tensor, differentiable: bool, storage_of: int | None = None, numbers: Tensor | None = None
     ) -> int:
         """Give `tensor` a fresh value, also if it had one before."""
+        return self._new_value(tensor, _geometry_of(tensor), differentiable, storage_of, numbers)
+
+    def _new_value(
+        self,
+        tensor: Tensor,
+        geometry: Geometry,
+        differentiable: bool,
+        storage_of: int | None,
+        numbers: Tensor | None = None,
+    ) -> int:
         identifier = len(self.values)
-        self.values.append(
-            Value(identifier, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, differentiable, numbers)
-        )
-        storage = identifier if storage_of is None else self._storage[storage_of]
-        self._storage.append(storage)
-        self._members.setdefault(storage, []).append(identifier)
+        self.values.append(Value(identifier, *geometry, differentiable, numbers))
+        if storage_of is None:
+            self._storage.append(identifier)
+            self._members[identifier] = [identifier]
+        else:
+            storage = self._storage[storage_of]
+            self._storage.append(storage)
+            self._members[storage].append(identifier)
         self._identity[id(tensor)] = identifier
         self._alive.append(tensor)
         return identifier
@@ -98,26 +108,17 @@ class Recorder(RecordingMode):
 
     def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
-        outside = self.value_of(tensor)
-        with self.aside():
+        with Unwatched():
+            outside = self.value_of(tensor)
             alias = torch.ops.aten.alias.default(tensor)
-        return alias, outside, self.new_value(alias, self.values[outside].differentiable, storage_of=outside)
-
-    @contextmanager
-    def aside(self) -> Generator[None]:
-        """Run a block without recording it."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+            return alias, outside, self.new_value(alias, self.values[outside].differentiable, outside)
 
     # -- operations -----------------------------------------------------------------------------------------------
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         keywords = kwargs or {}
-        if self._paused or not self.frames:
+        if not self.frames:
             return func(*args, **keywords)
         operands = _tensors((*args, *keywords.values()))
         on_meta = [operand.is_meta for operand in operands]
@@ -139,7 +140,7 @@ class Recorder(RecordingMode):
         arguments = tuple([self._refer(argument) for argument in args])
         named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
         written, view, detached = _traits(func)
-        result = self._run(func, args, keywords, memoise=not written and not view)
+        result, made = self._run(func, args, keywords, memoise=not written and not view)
         differentiable = (
             not detached
             and torch.is_grad_enabled()
@@ -151,13 +152,14 @@ class Recorder(RecordingMode):
             targets = [target] if isinstance(target, Tensor) else [t for t in target if isinstance(t, Tensor)]
             overwritten = self._aliases_of(targets)
         outputs: list[int | None] = []
-        for made in _results(result):
-            if not isinstance(made, Tensor):
+        base = inputs[0] if (view or written) and inputs else None
+        for item, geometry in made:
+            if geometry is None:
                 outputs.append(None)
                 continue
-            grad = differentiable and (made.is_floating_point() or made.is_complex())
-            base = inputs[0] if (view or written) and inputs else None
-            outputs.append(self.new_value(made, grad, storage_of=base))
+            dtype = geometry[2]
+            grad = differentiable and (dtype.is_floating_point or dtype.is_complex)
+            outputs.append(self._new_value(item, geometry, grad, base))
         if written and any(
             self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
         ):
@@ -174,32 +176,33 @@ class Recorder(RecordingMode):
             found.extend(other for other in self._members[self._storage[own]] if other != own)
         return tuple(found)
 
-    def _run(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool) -> Any:
+    def _run(
+        self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool
+    ) -> tuple[Any, list[tuple[Any, Geometry | None]]]:
+        """The result, and each item of it with its geometry, where it is a tensor."""
         if not memoise:
-            return func(*args, **keywords)
+            return _with_geometry(func(*args, **keywords))
         if func is torch.ops.aten._grouped_mm.default:
-            return _grouped_product(args, keywords)
-        key = (func, *map(_geometry, args), *((name, _geometry(a)) for name, a in keywords.items()))
+            return _with_geometry(_grouped_product(args, keywords))
+        key = (id(func), *map(_geometry, args), *[(name, _geometry(a)) for name, a in keywords.items()])
         try:
             known = self._memo.get(key)
         except TypeError:
-            return func(*args, **keywords)
+            return _with_geometry(func(*args, **keywords))
         if known is None:
-            result = func(*args, **keywords)
-            made = _results(result)
-            if made and all(isinstance(item, Tensor) and item.is_meta for item in made):
-                shapes = [(tuple(item.shape), tuple(item.stride()), item.dtype) for item in made]
-                self._memo[key] = (type(result), shapes)
-            return result
-        container, shapes = known
-        made = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in shapes]
-        if container is tuple or container is list:
-            return container(made)  # pyright: ignore
-        return made[0]
+            result, made = _with_geometry(func(*args, **keywords))
+            if made and all(geometry is not None and item.is_meta for item, geometry in made):
+                self._memo[key] = (type(result), [geometry for _, geometry in made if geometry is not None])
+            return result, made
+        container, geometries = known
+        items = [torch.empty_strided(g[0], g[1], dtype=g[2], device=_META) for g in geometries]
+        whole = container(items) if container is tuple or container is list else items[0]  # pyright: ignore
+        return whole, list(zip(items, geometries, strict=True))  # pyright: ignore[reportUnknownVariableType]
 
     def _refer(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
-            return Reference(self.value_of(argument))
+            known = self._identity.get(id(argument))
+            return Reference(self.value_of(argument) if known is None else known)
         if isinstance(argument, (list, tuple)):
             return tuple(self._refer(item) for item in argument)  # pyright: ignore[reportUnknownVariableType]
         return argument
@@ -235,15 +238,16 @@ class Recorder(RecordingMode):
         frame = inspect.currentframe()
         while frame is not None:
             name = frame.f_code.co_filename
-            if not _is_internal(name):
+            internal = _internal.get(name)
+            if internal is None:
+                internal = _internal[name] = name.startswith((*_INTERNAL, "<"))
+            if not internal:
                 return _location_at(name, frame.f_lineno)
             frame = frame.f_back
         return None
 
 
-@functools.cache
-def _is_internal(file: str) -> bool:
-    return file.startswith((*_INTERNAL, "<"))
+_internal: dict[str, bool] = {}
 
 
 @functools.cache
@@ -276,10 +280,17 @@ def _check_alignment(tensor: Tensor) -> None:
         )
 
 
-@functools.cache
 def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool]:
     """Which arguments an operator writes to, whether it returns a view, and whether it cuts the gradient off."""
-    return schema_mutates(func), schema_returns_view(func), func.name() in ("aten::detach", "aten::detach_")
+    # An operator lives as long as the process, and its own hash is computed in Python.
+    found = _known_traits.get(id(func))
+    if found is None:
+        detached = func.name() in ("aten::detach", "aten::detach_")
+        found = _known_traits[id(func)] = (schema_mutates(func), schema_returns_view(func), detached)
+    return found
+
+
+_known_traits: dict[int, tuple[tuple[int, ...], bool, bool]] = {}
 
 
 def _results(result: Any) -> list[Any]:
@@ -298,6 +309,14 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
         elif isinstance(argument, (list, tuple)):
             found.extend(item for item in argument if isinstance(item, Tensor))  # pyright: ignore
     return found
+
+
+def _geometry_of(tensor: Tensor) -> Geometry:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def _with_geometry(result: Any) -> tuple[Any, list[tuple[Any, Geometry | None]]]:
+    return result, [(item, _geometry_of(item) if isinstance(item, Tensor) else None) for item in _results(result)]
 
 
 def _geometry(argument: Any) -> object:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tpplan.compat import OpOverload
-from tpplan.compiler.bind import Binding
+from tpplan.compiler.bind import Binding, Bound
 from tpplan.compiler.layout import Layout, Pack
 from tpplan.compiler.trace import Frame, Location, Operation, Path, Reference, Trace
 from tpplan.plan import Pin, Style
@@ -120,81 +120,114 @@ class Instance:
     children: tuple[Instance, ...]
 
 
-def build_regions(trace: Trace, binding: Binding, fixed: frozenset[str] = frozenset()) -> Instance:
+@dataclass(slots=True)
+class RegionTable:
+    """The regions made so far, by content, so that those of a later build are the same objects where they are equal."""
+
+    regions: dict[object, Region] = field(default_factory=dict[object, Region])
+    values: dict[object, LocalValue] = field(default_factory=dict[object, LocalValue])
+
+
+def build_regions(
+    trace: Trace, binding: Binding, fixed: frozenset[str] = frozenset(), table: RegionTable | None = None
+) -> Instance:
     """Turn a trace into instances over shared regions.
 
     Args:
         trace: as captured.
         binding: what the plan says of modules and parameters.
         fixed: modules whose boundaries may not carry a reshard unless the plan pins one.
+        table: regions of an earlier build of the same trace, and after it of this one.
     """
-    return _Builder(trace, binding, fixed).build(trace.root, 0)
+    return _Builder(trace, binding, fixed, table or RegionTable()).build(trace.root, 0)
 
 
 class _Builder:
-    def __init__(self, trace: Trace, binding: Binding, fixed: frozenset[str]) -> None:
+    """Numbers each frame's values and writes its content as a key; a region is made only for a key that is new."""
+
+    def __init__(self, trace: Trace, binding: Binding, fixed: frozenset[str], table: RegionTable) -> None:
         self.trace = trace
         self.binding = binding
         self.fixed = fixed
-        self.interned: dict[object, Region] = {}
-        self.constants = _constants(trace)
-        self.free, self.escapes = _uncrossed(trace)
+        self.interned = table.regions
+        self.free, self.escapes, self.constants = _uncrossed(trace)
+        self._kinds = table.values
 
     def build(self, frame: Frame, depth: int) -> Instance:
-        numbers: dict[int, int] = {}
-        values: list[LocalValue] = []
-
-        def local(identifier: int) -> int:
-            if identifier not in numbers:
-                numbers[identifier] = len(values)
-                values.append(self._local_value(identifier))
-            return numbers[identifier]
-
+        local = _Numbers()
         bound = self.binding.modules.get(frame.module)
-        packs = bound.packs if bound is not None else ()
         sources = [crossing.source for crossing in frame.entries]
         inputs = tuple(dict.fromkeys(local(i) for i in (*sources, *self.free.get(id(frame), ()))))
-        entries = tuple(
-            Boundary(c.path, c.aliases, local(c.source), local(c.target), _entry_pin(bound, index), packs)
-            for index, c in enumerate(frame.entries)
-        )
+        entries = tuple([(c.path, c.aliases, local(c.source), local(c.target)) for c in frame.entries])
         children: list[Instance] = []
-        nodes: list[OperationNode | CallNode] = []
+        nodes: list[object] = []
         for node in frame.body:
             if isinstance(node, Operation):
-                nodes.append(_operation(node, local))
+                nodes.append(_operation_key(node, local))
                 continue
             child = self.build(node, depth + 1)
             children.append(child)
             nodes.append(
                 CallNode(
                     child.region,
-                    tuple(local(child.values[i]) for i in child.region.inputs),
-                    tuple(local(child.values[i]) for i in child.region.outputs),
+                    tuple([local(child.values[i]) for i in child.region.inputs]),
+                    tuple([local(child.values[i]) for i in child.region.outputs]),
                 )
             )
-        pin = bound.rule.output if bound is not None else None
-        exits = tuple(Boundary(c.path, c.aliases, local(c.source), local(c.target), pin, packs) for c in frame.exits)
+        exits = tuple([(c.path, c.aliases, local(c.source), local(c.target)) for c in frame.exits])
         outputs = tuple(
             dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ())))
         )
-        region = Region(
-            tuple(values), inputs, outputs, entries, exits, tuple(nodes),
-            bound.style if bound is not None else None, depth, frame.module in self.fixed, (frame.module, frame.call),
+        values = [self._local_value(identifier) for identifier in local.numbers]
+        entry_pin, exit_pin = _entry_pin(bound), bound.rule.output if bound is not None else None
+        style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
+        fixed = frame.module in self.fixed
+        key = (
+            tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
+            entry_pin, exit_pin, style, packs, fixed,
         )  # fmt: skip
-        region = self.interned.setdefault(_key(region), region)
-        return Instance(frame, region, tuple(numbers), tuple(children))
+        region = self.interned.get(key)
+        if region is None:
+            made = [
+                _operation(node, local) if isinstance(node, Operation) else held
+                for node, held in zip(frame.body, nodes, strict=True)
+            ]
+            region = self.interned[key] = Region(
+                tuple(values), inputs, outputs,
+                tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
+                tuple(Boundary(*held, exit_pin, packs) for held in exits),
+                tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
+                style, depth, fixed, (frame.module, frame.call),
+            )  # fmt: skip
+        return Instance(frame, region, tuple(local.numbers), tuple(children))
 
     def _local_value(self, identifier: int) -> LocalValue:
+        """The value without its number: one object for all that are equal."""
         value = self.trace.values[identifier]
         names = self.trace.parameters.get(identifier)
         layout = None if names is None else self.binding.parameters[names[0]]
-        constant = identifier in self.constants
-        return LocalValue(value.shape, value.stride, value.dtype, value.differentiable, layout, constant)
+        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, identifier in self.constants)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = LocalValue(*key)
+        return found
 
 
-def _entry_pin(bound: Any, index: int) -> Pin | None:
-    if bound is None or index > 0:
+class _Numbers:
+    """Numbers a frame's values by the order in which they are met."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+
+    def __call__(self, identifier: int) -> int:
+        return self.numbers.setdefault(identifier, len(self.numbers))
+
+
+def _entry_pin(bound: Bound | None) -> Pin | None:
+    """What the plan demands of the first argument."""
+    if bound is None:
         return None
     if bound.rule.input is not None:
         return bound.rule.input
@@ -207,7 +240,7 @@ def _entry_pin(bound: Any, index: int) -> Pin | None:
     }.get(bound.style)
 
 
-def _operation(node: Operation, local: Any) -> OperationNode:
+def _operation(node: Operation, local: _Numbers) -> OperationNode:
     def refer(argument: Any) -> Any:
         if isinstance(argument, Reference):
             return Reference(local(argument.identifier))
@@ -226,49 +259,30 @@ def _operation(node: Operation, local: Any) -> OperationNode:
     )
 
 
-def _key(region: Region) -> object:
-    nodes = tuple(
-        (
-            (n.target, _typed(n.arguments), _typed(n.keywords), n.inputs, n.outputs, n.overwritten)
-            if isinstance(n, OperationNode)
-            else (id(n.region), n.inputs, n.outputs)
-        )
-        for n in region.nodes
-    )
+def _operation_key(node: Operation, local: _Numbers) -> object:
+    def typed(argument: Any) -> object:
+        # Python holds 1 == 1.0 == True; operators don't.
+        if isinstance(argument, Reference):
+            return (Reference, local(argument.identifier))
+        if isinstance(argument, tuple):
+            return tuple([typed(item) for item in argument])  # pyright: ignore
+        return (type(argument), argument)  # pyright: ignore[reportUnknownVariableType]
+
     return (
-        region.values,
-        region.inputs,
-        region.outputs,
-        region.entries,
-        region.exits,
-        nodes,
-        region.style,
-        region.fixed,
+        id(node.target),
+        tuple([typed(argument) for argument in node.arguments]),
+        tuple([(name, typed(argument)) for name, argument in node.keywords.items()]),
+        tuple([local(i) for i in node.inputs]),
+        tuple([None if o is None else local(o) for o in node.outputs]),
+        tuple([local(i) for i in node.overwritten]),
     )
 
 
-def _typed(argument: Any) -> object:
-    """Python holds 1 == 1.0 == True; operators don't."""
-    if isinstance(argument, tuple):
-        return tuple(map(_typed, argument))  # pyright: ignore
-    return (type(argument).__name__, argument)
-
-
-def _constants(trace: Trace) -> frozenset[int]:
-    """Values that no operation of the trace made: buffers, and tensors that the model keeps elsewhere."""
-    made: set[int] = set(trace.inputs) | set(trace.parameters)
-    for frame in trace.root.walk():
-        made.update(c.target for c in (*frame.entries, *frame.exits))
-        for node in frame.body:
-            if isinstance(node, Operation):
-                made.update(o for o in node.outputs if o is not None)
-    return frozenset(v.identifier for v in trace.values if v.identifier not in made)
-
-
-def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]], frozenset[int]]:
     """Values that pass a module boundary other than through arguments and results.
 
-    Returns, by id of the frame, those that it reads from outside, and those that it leaves for the outside.
+    Returns, by id of the frame, those that it reads from outside, and those that it leaves for the outside; and the
+    values that nothing in the trace made: buffers, and tensors that the model keeps elsewhere.
     """
     ancestors: dict[int, tuple[Frame, ...]] = {}
     home: dict[int, Frame] = {}
@@ -315,4 +329,5 @@ def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]
             for frame in target[shared:]:
                 if identifier not in free[id(frame)]:
                     free[id(frame)].append(identifier)
-    return free, escapes
+    made = {*home, *trace.inputs, *trace.parameters, *(crossing.target for crossing in trace.root.exits)}
+    return free, escapes, frozenset(range(len(trace.values))).difference(made)

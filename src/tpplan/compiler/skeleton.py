@@ -7,17 +7,22 @@ out: `Skeleton`: a deep copy whose parameters and buffers are meta tensors, with
 from __future__ import annotations
 
 import copy
+import copyreg
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import own_buffers
+from tpplan.compat import named_modules, own_buffers, own_parameters
 
-# A module holds a dozen tables of hooks, nearly all of them empty: copying those in full would take most of the time.
-_TABLES = (dict, OrderedDict, set)
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_TABLES = frozenset((dict, OrderedDict, set))
+_WITHOUT_TENSORS = _PLAIN | _TABLES
+_PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +45,68 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
         model: the stock model; not changed.
         shapes: local shapes by parameter name, for parameters that differ from the stock model's.
     """
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     names: dict[int, list[str]] = {}
     parameters: dict[int, Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        if id(parameter) not in parameters:
-            shape = (shapes or {}).get(name, tuple(parameter.shape))
-            meta = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for prefix, module in named_modules(model, remove_duplicate=False):
+        for leaf, parameter in own_parameters(module).items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            names.setdefault(id(parameter), []).append(name)
+            if id(parameter) not in parameters:
+                shape = (shapes or {}).get(name, tuple(parameter.shape))
+                meta = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     memo.update(parameters)
-    for module in model.modules():
+    modules = [module for _, module in named_modules(model)]
+    for module in modules:
         for held in (*own_buffers(module).values(), *vars(module).values()):
-            _memoise_tensors(held, memo)
-            if type(held) in _TABLES and not held:
-                memo[id(held)] = type(held)()
-    duplicate = copy.deepcopy(model, memo)
+            if type(held) not in _WITHOUT_TENSORS:
+                _memoise_tensors(held, memo)
+    duplicate = _copied(modules, memo)
     return Skeleton(duplicate, tuple((parameters[key], tuple(held)) for key, held in names.items()))
+
+
+def _copied(modules: list[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of the first of `modules`, of which the others are the descendants.
+
+    As `copy.deepcopy` does it, which would spend nearly all of its time on numbers, names and empty tables of hooks.
+    Modules that say themselves how to be copied are left to it.
+    """
+    states: dict[nn.Module, dict[str, Any]] = {}
+    for module in modules:
+        state = module.__getstate__() if _is_copied_as_usual(type(module)) else None
+        if type(state) is dict:
+            states[module] = state  # pyright: ignore[reportUnknownArgumentType]
+            memo[id(module)] = type(module).__new__(type(module))
+    for module, state in reversed(states.items()):
+        copied = {name: held if type(held) in _PLAIN else _duplicate(held, memo) for name, held in state.items()}
+        memo[id(module)].__setstate__(copied)
+    return copy.deepcopy(modules[0], memo)
+
+
+@functools.cache
+def _is_copied_as_usual(kind: type[nn.Module]) -> bool:
+    stock = all(getattr(kind, name, None) is getattr(object, name, None) for name in _PROTOCOL)
+    return stock and kind not in copyreg.dispatch_table
+
+
+def _duplicate(held: Any, memo: dict[int, Any]) -> object:
+    kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
+    if kind in _PLAIN:
+        return held
+    found = memo.get(id(held))
+    if found is not None:
+        return found
+    if kind in _TABLES and not held:
+        memo[id(held)] = kind()
+        return memo[id(held)]
+    if kind is dict:
+        copied = memo[id(held)] = dict[Any, Any]()
+        copied.update((_duplicate(key, memo), _duplicate(item, memo)) for key, item in held.items())  # pyright: ignore
+        return copied
+    return copy.deepcopy(held, memo)
 
 
 def _memoise_tensors(held: object, memo: dict[int, object]) -> None:

@@ -16,6 +16,7 @@ import torch
 from tpplan.compat import OpOverload
 
 Path = tuple[str | int, ...]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +132,11 @@ class Frame:
 
     def walk(self) -> Iterator[Frame]:
         """This frame and every inner one, in order of execution."""
-        yield self
-        for node in self.body:
-            if isinstance(node, Frame):
-                yield from node.walk()
+        waiting: list[Frame] = [self]
+        while waiting:
+            frame = waiting.pop()
+            yield frame
+            waiting.extend([node for node in reversed(frame.body) if isinstance(node, Frame)])
 
 
 @dataclass(frozen=True, slots=True)

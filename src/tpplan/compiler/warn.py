@@ -11,6 +11,7 @@ from collections import defaultdict
 
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding, Bound
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.packing import packed_option
 from tpplan.compiler.readers import Readers, Taken
@@ -19,10 +20,9 @@ from tpplan.cost.communication import bytes_sent
 from tpplan.plan import Diagnostic, Style
 
 
-def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: int) -> list[Diagnostic]:
+def warnings_for(flow: DataFlow, binding: Binding, assignment: Assignment, size: int) -> list[Diagnostic]:
     """Findings on reshards that a plan seldom means, one for each rule."""
-    origins = Origins(trace, binding)
-    readers = Readers(trace)
+    trace, origins, readers = flow.trace, Origins(flow, binding), Readers(flow)
     gathered: dict[int, list[tuple[Bound, PlacedReshard]]] = defaultdict(list)
     sliced: dict[int, list[Bound]] = defaultdict(list)
     for decided in assignment.frames:
@@ -38,11 +38,11 @@ def warnings_for(trace: Trace, binding: Binding, assignment: Assignment, size: i
     return found + [_sliced(held) for held in sliced.values()]
 
 
-def gathers_columns(trace: Trace, binding: Binding, assignment: Assignment) -> bool:
+def gathers_columns(flow: DataFlow, binding: Binding, assignment: Assignment) -> bool:
     """Whether a column-wise result is gathered though the plan doesn't ask for it."""
-    origins = Origins(trace, binding)
+    origins = Origins(flow, binding)
     placed = (r for decided in assignment.frames for r in (*decided.entries, *decided.exits))
-    return any(_gathers_columns(reshard, trace, assignment, origins) is not None for reshard in placed)
+    return any(_gathers_columns(reshard, flow.trace, assignment, origins) is not None for reshard in placed)
 
 
 def _gathers_columns(reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins) -> Bound | None:

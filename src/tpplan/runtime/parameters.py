@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, native_apply, new_distributed_tensor, own_parameters
+from tpplan.compat import local_of, native_apply, new_gradient, own_parameters
 from tpplan.compiler.layout import Layout
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.stretches import taken
@@ -36,7 +36,7 @@ class _LocalShards(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(
             [
-                None if gradient is None else new_distributed_tensor(gradient, parameter)
+                None if gradient is None else new_gradient(gradient, parameter)
                 for gradient, parameter in zip(gradients, ctx.parameters, strict=True)
             ]
         )
@@ -56,7 +56,7 @@ class _SummedShards(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         summed = sum_coalesced(gradients, ctx.parameters, ctx.axis)
         wrapped = [
-            None if gradient is None else new_distributed_tensor(gradient, parameter)
+            None if gradient is None else new_gradient(gradient, parameter)
             for gradient, parameter in zip(summed, ctx.parameters, strict=True)
         ]
         return (None, *wrapped)

@@ -19,6 +19,7 @@ from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.bind import Binding, bind
 from tpplan.compiler.capture import Capture, record
+from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import Pack as Stretch
 from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
@@ -106,14 +107,15 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
         name: form for name, module in called if (form := linear_form(module)) is not None and _is_plain(frames[name])
     }
     tables = {name: module for name, module in called if isinstance(module, nn.Embedding)}
-    readers = Readers(trace)
+    flow = DataFlow(trace)
+    readers = Readers(flow)
     products, addends = _bare_parameters(readers, {*linears, *tables})
     made = {name: (frames[name].exits[0].target, -1) for name in linears}
     counts = {name: form.outputs for name, form in linears.items()}
     counts |= {name: sum(part.outputs for part in product.parts) for name, product in products.items()}
     taken = {name: readers.taken_apart(value, dim) for name, (value, dim) in made.items()}
     taken |= {name: taken_apart(product.parts, readers) for name, product in products.items()}
-    columns, unsplittable = _columns(model, readers.trace, taken, counts, size)
+    columns, unsplittable = _columns(model, flow, taken, counts, size)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     weights = {name: form.inputs * form.outputs for name, form in linears.items()} | {n: sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
@@ -166,7 +168,7 @@ def _is_plain(frame: Frame) -> bool:
 
 def _columns(
     model: nn.Module,
-    trace: Trace,
+    flow: DataFlow,
     taken: Mapping[str, Taken | None],
     counts: Mapping[str, int],
     size: int,
@@ -174,7 +176,7 @@ def _columns(
     """Let the compiler say of every layer and product by itself what a column split makes of it.
 
     Args:
-        model, trace, size: the model, one run of it, and the number of ranks.
+        model, flow, size: the model, one run of it, and the number of ranks.
         taken: by name, how its features are taken apart further on.
         counts: by name, how many features it makes.
     """
@@ -189,7 +191,7 @@ def _columns(
     columns: dict[str, tuple[Column, ...]] = {}
     reasons: dict[str, str] = {}
     for packs in (plain, parted):
-        found, problems = _split(model, trace, counts, packs, size)
+        found, problems = _split(model, flow, counts, packs, size)
         reasons |= problems
         for name, column in found.items():
             columns[name] = (*columns.get(name, ()), column)
@@ -198,7 +200,7 @@ def _columns(
 
 def _split(
     model: nn.Module,
-    trace: Trace,
+    flow: DataFlow,
     counts: Mapping[str, int],
     packs: Mapping[str, tuple[Pack, ...] | None],
     size: int,
@@ -206,7 +208,7 @@ def _split(
     """The columns that the compiler makes of these modules, each by itself, and what it says of the others."""
     rules = tuple(Rule(Pattern.parse(name), Style.COLWISE, packed=held) for name, held in packs.items())
     binding, found = bind(model, Plan(rules=rules), size)
-    split = pack(model, trace, _without_conflicts(binding, found), size)
+    split = pack(model, flow, _without_conflicts(binding, found), size)
     problems = {d.subject or "": d.message for d in (*found, *split.findings) if d.severity is Severity.ERROR}
     columns: dict[str, Column] = {}
     reasons: dict[str, str] = {}
