@@ -356,8 +356,10 @@ def _splits_features(given: CheckInput, mismatch: Mismatch) -> bool:
 
 def _record_body(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
     """Let a body run from its record, if that gets past the mismatch."""
-    recorded = work.recorded | equal_modules(given.instance, mismatch.frame)
-    if recorded == work.recorded or mismatch.frame.module == "":
+    modules, name = dict(named_modules(work.model)), mismatch.frame.module
+    equal = {n for n in equal_modules(given.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
+    recorded = work.recorded | equal
+    if name in work.recorded or not name:
         return False
     attributes = {name: held for name, held in work.attributes.items() if name not in recorded}
     after = check(given, attributes, work.excused, recorded)
