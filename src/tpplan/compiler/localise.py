@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tpplan.compat import named_modules
 from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.check import CheckInput, Mismatch
+from tpplan.compiler.layout import Layout
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.region import Instance
 from tpplan.compiler.trace import Frame, Operation
@@ -34,7 +35,7 @@ def propose_attributes(
     taken = {a.name for a in current.get(name, ())}
     sizes = _sharded_sizes(given, mismatch.frame)
     candidates = [
-        LocalAttribute(key, whole, local)
+        LocalAttribute.of(key, whole, local)
         for key, value in integer_attributes(modules[name])
         for whole, local in sizes
         if value == whole and key not in taken
@@ -58,17 +59,19 @@ def _subsets(candidates: Sequence[LocalAttribute]) -> Iterator[tuple[LocalAttrib
         yield tuple(distinct)
 
 
-def _sharded_sizes(given: CheckInput, frame: Frame) -> list[tuple[int, int]]:
-    """Sizes that are sharded in a body, whole and on one rank."""
-    sizes: set[tuple[int, int]] = set()
+def _sharded_sizes(given: CheckInput, frame: Frame) -> list[tuple[int, tuple[int, ...]]]:
+    """Sizes that are sharded in a body: whole, and on each rank."""
+    ranks = range(given.size)
+    held: dict[tuple[Layout, tuple[int, ...]], None] = {}
     for value in _values_before(frame, len(frame.body)):
         layout = given.assignment.layouts.get(value)
-        if layout is None or layout.dim is None:
-            continue
-        whole = given.trace.values[value].shape
-        local = layout.local_shape(whole, given.size)
-        sizes.update((a, b) for a, b in zip(whole, local, strict=True) if a != b)
-        sizes.update((p.size, p.local(given.size)) for p in layout.packs)
+        if layout is not None and layout.dim is not None:
+            held[layout, given.trace.values[value].shape] = None
+    sizes: set[tuple[int, tuple[int, ...]]] = set()
+    for layout, whole in held:
+        local = zip(*(layout.local_shape(whole, given.size, rank) for rank in ranks), strict=True)
+        sizes.update((a, b) for a, b in zip(whole, local, strict=True) if set(b) != {a})
+        sizes.update((p.size, tuple(p.local(given.size, rank) for rank in ranks)) for p in layout.packs)
     return sorted(sizes)
 
 

@@ -34,7 +34,7 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.effects import effect_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
-from tpplan.compiler.layout import REPLICATED
+from tpplan.compiler.layout import REPLICATED, Pack
 from tpplan.compiler.localise import equal_modules, propose_attributes, read_sizes
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Constraints, Failure, Placer, root_solution
@@ -165,16 +165,15 @@ def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
         counts = dict(integer_attributes(modules[name]))
         held: list[LocalAttribute] = []
         for attribute in bound.rule.local:
-            if attribute in counts and counts[attribute] % work.size == 0:
-                held.append(LocalAttribute(attribute, counts[attribute], counts[attribute] // work.size))
+            if attribute in counts:
+                whole = counts[attribute]
+                shared = [Pack(whole).local(work.size, rank) for rank in range(work.size)]
+                held.append(LocalAttribute.of(attribute, whole, shared))
                 continue
-            known = counts.get(attribute)
             work.findings.append(
                 Diagnostic(
                     code="TP102",
-                    message=f"`{name}` has no integer attribute `{attribute}`"
-                    if known is None
-                    else f"`{name}.{attribute}` is {known}, which is not divisible by {work.size}",
+                    message=f"`{name}` has no integer attribute `{attribute}`",
                     span=bound.rule.span_of("local"),
                     help=f"its integer attributes are {', '.join(counts) or 'none'}",
                     subject=name,

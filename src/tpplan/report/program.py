@@ -61,7 +61,7 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
     yield cost_table(program)
     yield memory_table(program)
     yield communication_table(program, collapse(units(program)), width)
-    yield module_table(collapse(without_boundaries(units(program))), width)
+    yield module_table(collapse(without_boundaries(units(program))), program.size, width)
     kernels = kernel_table(program)
     if kernels is not None:
         yield kernels

@@ -26,7 +26,7 @@ from tpplan.runtime.kernels import active_uses, body_of, without_bias
 from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
 from tpplan.runtime.parameters import BlockReader, HandedOut, PartReader, SummedReader
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
-from tpplan.runtime.reshard import CallContext, make_reshard
+from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.state import from_stock_order, to_stock_order
 
 
@@ -142,13 +142,14 @@ def _module_changes(
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
             body=body if use is None else body_of(use, module, modules),
             bias_elsewhere=left,
+            first_row=_first_row(spec, placements, distributor.axis),
             packs=_packs(module, spec.name, placements),
         )
         changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
-        if any(layout.is_in_rank_order for layout in runtime.packs.values()):
+        if any(layout.is_in_rank_order(distributor.axis.size) for layout in runtime.packs.values()):
             changes.append(_keep_stock_order(module, runtime.packs, distributor.axis))
         if spec.local_attributes:
-            changes.append(_swap_attributes(module, spec.local_attributes))
+            changes.append(_swap_attributes(module, spec.local_attributes, distributor.axis.rank))
     return changes
 
 
@@ -193,6 +194,15 @@ def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacemen
     return {leaf: found.layout for leaf, found in held.items() if found is not None and found.layout.packs}
 
 
+def _first_row(spec: ModuleProgram, placements: dict[str, ParameterPlacement], axis: Communicator) -> int:
+    """Of a table split by rows, the first that this rank holds; 0 for other modules."""
+    if spec.style != "vocab":
+        return 0
+    table = placements[spec.reads[0]]
+    ((start, _),) = table.layout.intervals(table.shape[0], axis.size, axis.rank)
+    return start
+
+
 def _keep_stock_order(module: nn.Module, packs: Mapping[str, Layout], axis: Communicator) -> _Change:
     """Let the state_dict hold whole tensors in the stock order, where DTensor can't tell how they are split."""
     handles: list[Any] = []
@@ -209,12 +219,12 @@ def _keep_stock_order(module: nn.Module, packs: Mapping[str, Layout], axis: Comm
     return _Change(apply, undo)
 
 
-def _swap_attributes(module: nn.Module, attributes: Sequence[LocalAttribute]) -> _Change:
+def _swap_attributes(module: nn.Module, attributes: Sequence[LocalAttribute], rank: int) -> _Change:
     stock: dict[str, Any] = {}
 
     def apply() -> None:
         for attribute in attributes:
-            name, held = replaced_attribute(module, attribute.name, attribute.local)
+            name, held = replaced_attribute(module, attribute.name, attribute.on(rank))
             stock.setdefault(name, getattr(module, name))
             setattr(module, name, held)
 
@@ -260,7 +270,7 @@ def _block(modules: dict[str, nn.Module], name: str) -> str:
 
 def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: CallContext) -> list[EntryStep]:
     names = argument_names(type(module).forward)
-    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, False, context)
+    step = _step(reshard, axis, False, context)
     steps: list[EntryStep] = []
     for name, *inner in (reshard.path, *reshard.aliases):
         text = str(name)
@@ -274,8 +284,13 @@ def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: C
 
 def _exits(spec: ModuleProgram, reshard: Reshard, axis: Communicator, context: CallContext) -> list[ExitStep]:
     fresh = spec.style in ("rowwise", "vocab")
-    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, fresh, context)
+    step = _step(reshard, axis, fresh, context)
     return [ExitStep(path, step) for path in (reshard.path, *reshard.aliases)]
+
+
+def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext) -> Move:
+    ways = (reshard.forward, reshard.backward)
+    return make_reshard(reshard.source, reshard.target, *ways, axis, fresh, context, reshard.shape)
 
 
 def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:
