@@ -11,7 +11,7 @@ out: integer attributes to divide (`self.num_heads`), to be tried and proved by 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from tpplan.compat import named_modules
 from tpplan.compiler.attributes import integer_attributes
@@ -111,15 +111,40 @@ def find_instance(instance: Instance, module: str, call: int) -> Instance | None
     return None
 
 
-def read_sizes(given: CheckInput, mismatch: Mismatch) -> set[tuple[tuple[str, int], int]]:
+def read_sizes(
+    given: CheckInput, mismatch: Mismatch, known: Set[tuple[tuple[str, int], int]]
+) -> set[tuple[tuple[str, int], int]]:
     """Values (region's example, local number) that must not be sharded, as the mismatch comes from their local size.
 
-    Where the body took another turn, it doesn't show which size it read: then all that were sharded until there.
+    They are those of a size that shows in the mismatch; else those as large as what the operation reads. Where the body
+    took another turn, it doesn't show which size it read: then all that were sharded until there. Those that are `known`
+    don't count.
     """
+    whole = {size for size, _ in _sharded_sizes(given, mismatch.frame)}
+    for wanted in (set(mismatch.sizes(given.size)), _sizes_of_operands(given, mismatch), whole):
+        found = _of_sizes(given, mismatch, wanted) - known
+        if found:
+            return found
+    return set()
+
+
+def _sizes_of_operands(given: CheckInput, mismatch: Mismatch) -> set[int]:
+    """The whole sizes of the sharded dims that an operation reads of which the result has another shape."""
+    if mismatch.operation is None or mismatch.expected is None:
+        return set()
+    held = ((given.assignment.layouts.get(value), value) for value in mismatch.operation.inputs)
+    return {
+        given.trace.values[value].shape[layout.dim]
+        for layout, value in held
+        if layout is not None and layout.dim is not None
+    }
+
+
+def _of_sizes(given: CheckInput, mismatch: Mismatch, wanted: Set[int]) -> set[tuple[tuple[str, int], int]]:
+    """The values before the mismatch that are split along a dim of such a size."""
     instance = find_instance(given.instance, mismatch.frame.module, mismatch.frame.call)
     if instance is None:
         return set()
-    wanted = set(mismatch.sizes(given.size)) or {whole for whole, _ in _sharded_sizes(given, mismatch.frame)}
     numbers = {value: number for number, value in enumerate(instance.values)}
     found: set[tuple[tuple[str, int], int]] = set()
     for value in _values_before(mismatch.frame, mismatch.position):

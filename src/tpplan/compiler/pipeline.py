@@ -297,7 +297,7 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
             work.attributes = proposal
             return
     finding = explain_failure.of_check(given, mismatch, work.binding)
-    learned = read_sizes(given, mismatch) - work.constraints.unsharded
+    learned = read_sizes(given, mismatch, work.constraints.unsharded)
     if learned:
         work.constraints.unsharded |= learned
         work.learned_from = finding

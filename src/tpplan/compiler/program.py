@@ -269,6 +269,12 @@ class Program:
         """Whether a reshard needs to know the batch size of a call, as its sequence is flattened with the batch."""
         return any(r.source.interleave != 1 or r.target.interleave != 1 for _, r in self.reshards())
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether there is a parameter of which some ranks hold less than others."""
+        sharded = [p for p in self.parameters if p.layout.dim is not None]
+        return any(not p.layout.is_even(p.shape[p.layout.dim or 0], self.size) for p in sharded)
+
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""

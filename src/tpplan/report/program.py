@@ -25,6 +25,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _LEGEND = """\
 R: each rank holds the whole. S(d): split along dim d. P: the ranks' sum is the value. R·∂P: R, with a gradient that \
 is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring algorithms."""
+_BY_RANK = " a|b: what the ranks hold, where it differs."
 _INTERLEAVED = " S(d, interleave=b): split along the sequence, which is flattened into dim d with a batch of b."
 
 
@@ -69,7 +70,8 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
 
 def legend(program: Program) -> Text:
     """What the signs mean."""
-    return Text(_LEGEND + (_INTERLEAVED if program.flattens_batch else ""), style="dim")
+    more = (_BY_RANK if program.is_uneven else "") + (_INTERLEAVED if program.flattens_batch else "")
+    return Text(_LEGEND + more, style="dim")
 
 
 def _notes(program: Program) -> Iterator[RenderableType]:
