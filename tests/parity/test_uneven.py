@@ -20,7 +20,7 @@ from tpplan.parity.errors import VerifyError
 from tpplan.parity.threads import ThreadCommunicator
 from tpplan.plan import load_plan
 from tpplan.report.program_cost import gradient_sum_traffic, module_traffic
-from tpplan.runtime import lower, reshard
+from tpplan.runtime import bodies, reshard
 from tpplan.runtime.stretches import in_packs
 
 COARSE = ("llama", "tied llama", "phi3")  # their RMSNorm computes in float32
@@ -103,7 +103,7 @@ def test_a_table_that_starts_as_if_all_had_as_many_rows_is_named(name: str, monk
             return 0
         return axis.rank * placements[spec.reads[0]].stored_shape(axis.size, axis.rank)[0]
 
-    monkeypatch.setattr(lower, "_first_row", start)
+    monkeypatch.setattr(bodies, "_first_row", start)
     report = verified(name, 4)
     assert not report.ok
     assert report.first_divergence == "table"

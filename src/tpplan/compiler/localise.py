@@ -117,8 +117,8 @@ def read_sizes(
     """Values (region's example, local number) that must not be sharded, as the mismatch comes from their local size.
 
     They are those of a size that shows in the mismatch; else those as large as what the operation reads. Where the body
-    took another turn, it doesn't show which size it read: then all that were sharded until there. Those that are `known`
-    don't count.
+    took another turn, it doesn't show which size it read: then all that were sharded until there. Those that are
+    `known` don't count.
     """
     whole = {size for size, _ in _sharded_sizes(given, mismatch.frame)}
     for wanted in (set(mismatch.sizes(given.size)), _sizes_of_operands(given, mismatch), whole):

@@ -270,6 +270,18 @@ class Program:
         return any(r.source.interleave != 1 or r.target.interleave != 1 for _, r in self.reshards())
 
     @property
+    def sequence_lengths(self) -> frozenset[int]:
+        """The lengths, in the example call, of the sequences along which values are split."""
+        found: set[int] = set()
+        for _, reshard in self.reshards():
+            for held in (reshard.source, reshard.target):
+                if held.interleave != 1 and held.dim is not None and len(reshard.shape) == 2:
+                    found.add(reshard.shape[held.dim] // held.interleave)
+                elif held.is_plain and held.dim == 1 and len(reshard.shape) == 3:
+                    found.add(reshard.shape[1])
+        return frozenset(found)
+
+    @property
     def is_uneven(self) -> bool:
         """Whether there is a parameter of which some ranks hold less than others."""
         sharded = [p for p in self.parameters if p.layout.dim is not None]

@@ -56,7 +56,8 @@ class ModuleRuntime:
         random: a context for bodies that draw random numbers: different on each rank, or alike inside of such a body.
         handed_out: for the root: the tensors to read in a forward.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
-        guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved.
+        guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
+            put the program in place that the call runs by.
         context: for the root, where a reshard needs the batch size: where to note it.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
         body: what runs in place of the stock forward; None for that.
@@ -177,6 +178,7 @@ class ShardedRoot(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.guard is not None:
             runtime.guard(self.training, args, kwargs)
+            runtime = self.__dict__[RUNTIME]
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
@@ -246,6 +248,12 @@ class VocabularyEmbedding(ShardedModule):
             result = table.sum(0).expand(*input.shape, -1)
         result = result.masked_fill(foreign.unsqueeze(-1), 0)
         return runtime.exits[0].step(result) if runtime.exits else result
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote, of a module that was swapped or wasn't."""
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, ShardedModule))
 
 
 _PREFIX: dict[str | None, str] = {
