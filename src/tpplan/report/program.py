@@ -26,6 +26,9 @@ _LEGEND = """\
 R: each rank holds the whole. S(d): split along dim d. P: the ranks' sum is the value. R·∂P: R, with a gradient that \
 is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring algorithms."""
 _BY_RANK = " a|b: what the ranks hold, where it differs."
+_WHOLE_SEQUENCES = """\
+Calls with a sequence that {size} ranks can't share evenly run by a second program, compiled at the first such call \
+from the same plan with all sequences whole."""
 _INTERLEAVED = " S(d, interleave=b): split along the sequence, which is flattened into dim d with a batch of b."
 
 
@@ -76,6 +79,8 @@ def legend(program: Program) -> Text:
 
 def _notes(program: Program) -> Iterator[RenderableType]:
     yield legend(program)
+    if program.sequence_lengths:
+        yield Text(_WHOLE_SEQUENCES.format(size=program.size))
     yield from _summed(program)
     yield from _assumptions(program)
 

@@ -191,8 +191,8 @@ def _equal(dim: int, axis: Communicator) -> _Sharing:
         if tensor.shape[dim] % axis.size:
             raise UnevenShardError(
                 f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} can't be split over "
-                f"{axis.size} ranks\n  help: pad the sequence to a multiple of {axis.size}, or use a plan without "
-                "`sequence` styles for such calls"
+                f"{axis.size} ranks\n  help: pad the sequence to a multiple of {axis.size}, or call the whole "
+                "model with tensors that show the length of the sequence"
             )
         return tensor
 
