@@ -91,11 +91,22 @@ class CallGuard:
         proof = self._main
         if self._sequence_dims and self._is_odd(arguments, keywords):
             proof = self._with_whole_sequences()
+            self._refuse_foreign_caches(proof.program, arguments, keywords)
         held = (training, signature(arguments, keywords))
         if held not in proof.proved:
             self._prove(proof, training, arguments, keywords)
             proof.proved.add(held)
         return proof.program
+
+    def _refuse_foreign_caches(self, program: Program, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """What a cache holds must be split alike by both programs, as each may read what the other has written."""
+        if not any(held is not None and is_opaque(held) for held in (*arguments, *keywords.values())):
+            return
+        if program.feature_reshards != self._main.program.feature_reshards:
+            raise UnevenShardError(
+                f"{_TP118}, and the program that keeps it whole splits features in other places, so that it can't "
+                f"share a cache\n  help: pad the sequence to a multiple of {program.size}, or pass no cache"
+            )
 
     def _refuse_thawed(self) -> None:
         for owner, leaf, name in self._frozen:

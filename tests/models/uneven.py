@@ -85,7 +85,7 @@ def _shipped(name: str, more: dict[str, Any], **settings: Any) -> Subject:
 
 
 def _x() -> Tensor:
-    return torch.randn(3, 12, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return torch.randn(3, 12, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
 
 
 _TOKENS = {"transformer.wte": "vocab", "lm_head": {"style": "colwise", "output": "replicate"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tpplan
+from tests.models.tiny import first_output
 from tests.models.uneven import SUBJECTS, Subject, uneven_subject
+from tests.runtime.world import Member, world
 from tpplan.compiler.layout import Collective
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
@@ -68,6 +72,36 @@ def test_processes_compute_the_same(name: str) -> None:
 def test_four_processes_of_which_one_holds_nothing_compute_the_same() -> None:
     (model, _, call), program = compiled("vocabulary that leaves a rank without rows", 4)
     assert verify_program(model, program, call, processes=True).ok
+
+
+def trained(member: Member, name: str) -> list[float]:
+    """The largest difference of each parameter from the stock model's after steps with clipped gradients."""
+    stock, plan, call = uneven_subject(name)
+    sharded = tpplan.parallelize(copy.deepcopy(stock), plan, member.mesh(), call[0] or call[1])
+    for model in (stock, sharded):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            first_output(model(*call[0], **call[1])).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    whole = {key: held.full_tensor() for key, held in sharded.state_dict().items()}  # pyright: ignore
+    return [float((whole[key] - held).abs().max()) for key, held in stock.state_dict().items()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("packed, split by an attribute", 2),
+        ("packed, that leaves a rank without features", 4),
+        ("vocabulary that leaves a rank without rows", 4),
+        ("gpt2", 2),
+    ],
+)
+def test_training_ends_at_the_same_weights(name: str, tp: int) -> None:
+    for errors in world(tp).run(trained, name):
+        assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("name", ["tied vocabulary", "vocabulary", "gpt2", "phi3"])

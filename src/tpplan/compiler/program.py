@@ -272,13 +272,23 @@ class Program:
     @property
     def sequence_lengths(self) -> frozenset[int]:
         """The lengths, in the example call, of the sequences along which values are split."""
-        found: set[int] = set()
-        for _, reshard in self.reshards():
-            for held in (reshard.source, reshard.target):
-                if held.interleave != 1 and held.dim is not None and len(reshard.shape) == 2:
-                    found.add(reshard.shape[held.dim] // held.interleave)
-                elif held.is_plain and held.dim == 1 and len(reshard.shape) == 3:
-                    found.add(reshard.shape[1])
+        return frozenset(
+            reshard.shape[held.dim or 0] // held.interleave
+            for _, reshard in self.reshards()
+            for held in (reshard.source, reshard.target)
+            if _splits_sequence(held, reshard.shape)
+        )
+
+    @property
+    def feature_reshards(self) -> frozenset[object]:
+        """Where values begin or cease to be split along features or heads: what other reshards leave as it is."""
+        found: set[object] = set()
+        for module in self.modules:
+            for inward, reshards in ((True, module.entries), (False, module.exits)):
+                for reshard in reshards:
+                    before, after = (_feature_split(h, reshard.shape) for h in (reshard.source, reshard.target))
+                    if before != after:
+                        found.add((module.name, inward, reshard.path, before, after))
         return frozenset(found)
 
     @property
@@ -322,6 +332,17 @@ class Program:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def _splits_sequence(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether it splits dim 1 of (batch, sequence, hidden), or the sequence of (batch · sequence, hidden)."""
+    if layout.interleave != 1:
+        return len(shape) == 2
+    return layout.is_plain and layout.dim == 1 and len(shape) == 3
+
+
+def _feature_split(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    return layout if layout.is_sharded and not _splits_sequence(layout, shape) else None
 
 
 def _layout(plain: Mapping[str, Any]) -> Layout:
