@@ -100,6 +100,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "vocabulary, its padding row on the last rank": lambda: _language(89, tied=False, padding=88),
     "tied vocabulary": lambda: _language(89, tied=True),
     "vocabulary that leaves a rank without rows": lambda: _language(5, tied=True, padding=1),
+    "untied vocabulary that leaves a rank without rows": lambda: _language(5, tied=False),
     "vocabulary, handed out in shards": lambda: _language(89, tied=False, output="shard"),
     "llama": lambda: _shipped("llama", {}, intermediate_size=83, vocab_size=89),
     "tied llama": lambda: _shipped("llama", {}, intermediate_size=83, vocab_size=89, tie_word_embeddings=True),

@@ -26,7 +26,7 @@ from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.stretches import taken
 
 SHAPE = (6, 5, 13)
-PACKS = packed(2, [Pack(7), Pack(6)])
+PACKS = packed(2, [Pack(5), Pack(8)])  # on four ranks 4, 4, 3 and 2: one that is short comes before another
 LAYOUTS = [REPLICATED, REPLICATED_PARTIAL, PARTIAL, sharded(0), sharded(1), sharded(2), PACKS]
 PAIRS = [(a, b) for a, b in itertools.permutations(LAYOUTS, 2) if reshard_between(a, b) is not None]
 
