@@ -139,8 +139,8 @@ def parallelize(
     draws = program is not None and any(module.random for module in program.modules)
     agree(group, None if program is None else program.digest, error, draws)
     assert loaded is not None and program is not None
-    guard = CallGuard(make_skeleton(model).model, loaded, program, *_without_opaque(call))
     axis = ProcessGroupCommunicator(group)
+    guard = CallGuard(make_skeleton(model).model, loaded, program, *_without_opaque(call), axis)
     lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
     guard.watch(model)
     return model

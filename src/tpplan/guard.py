@@ -1,21 +1,31 @@
-"""Guard: hold each call of a sharded model against what was proved.
+"""Guard: hold each call of a sharded model against what was proved, and tell which program it runs by.
 
 A call with other tensors or flags than the example, or in the other mode (training, evaluation), may take another
 path through the model. The first such call is proved on the spot: compiled like the example, from the same stock
 skeleton. If it needs the same reshards, it goes ahead and is remembered; otherwise it is refused.
+
+A call with a sequence that the ranks can't share evenly (decoding token by token, a prompt of odd length) can't run by
+a sequence-parallel program. It runs by a second one, compiled at the first such call from the same plan with all
+sequences whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tpplan.compiler.capture import argument_names
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import ModuleProgram, Program, Reshard
+from tpplan.parity.tree import Path, map_tensors, tensors_in
 from tpplan.plan import CompileError, Plan, TpplanError
+from tpplan.runtime.agreement import agree
+from tpplan.runtime.communicator import ProcessGroupCommunicator
+from tpplan.runtime.reshard import UnevenShardError
 
 Signature = tuple[object, ...]
 
@@ -24,11 +34,26 @@ class UnprovedCallError(TpplanError):
     """A call that the program doesn't cover; the message says how it differs."""
 
 
+@dataclass(slots=True)
+class _Proof:
+    """A program, the plan that it follows, and the kinds of calls that it is known to cover."""
+
+    plan: Plan
+    program: Program
+    proved: set[Signature] = field(default_factory=set[Signature])
+
+
 class CallGuard:
     """Accepts calls that are covered by a proof, and raises for others."""
 
     def __init__(
-        self, stock: nn.Module, plan: Plan, program: Program, arguments: Sequence[Any], keywords: Mapping[str, Any]
+        self,
+        stock: nn.Module,
+        plan: Plan,
+        program: Program,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        axis: ProcessGroupCommunicator | None = None,
     ) -> None:
         """Start with the example call.
 
@@ -36,28 +61,52 @@ class CallGuard:
             stock: a skeleton of the stock model, on `meta`.
             plan, program: what was compiled.
             arguments, keywords: the example call.
+            axis: the ranks, which compare what they compile later; None if they needn't.
         """
         self._stock = stock
-        self._plan = plan
-        self._program = program
-        self._proved: set[Signature] = {(program.training, signature(arguments, keywords))}
+        self._names = argument_names(type(stock).forward)
+        self._example = (map_tensors(tuple(arguments), _on_meta), map_tensors(dict(keywords), _on_meta))
+        self._axis = axis
+        self._main = _Proof(plan, program, {(program.training, signature(arguments, keywords))})
+        self._whole: _Proof | None = None
+        self._sequence_dims = _sequence_dims(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
 
     def watch(self, model: nn.Module) -> None:
         """Refuse calls once a parameter of the sharded model wants a gradient that it didn't want in the proof."""
-        for placement in self._program.parameters:
+        for placement in self._main.program.parameters:
             if not placement.trainable:
                 owner, _, leaf = placement.name.rpartition(".")
                 self._frozen.append((model.get_submodule(owner), leaf, placement.name))
 
-    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Raise `UnprovedCallError` unless the call is proved, now or before."""
+    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Program:
+        """The program that the call runs by.
+
+        Raises:
+            UnprovedCallError: the call isn't proved, now or before.
+            UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
+        """
         if self._frozen and torch.is_grad_enabled():
             self._refuse_thawed()
+        proof = self._main
+        if self._sequence_dims and self._is_odd(arguments, keywords):
+            proof = self._with_whole_sequences()
+            self._refuse_foreign_caches(proof.program, arguments, keywords)
         held = (training, signature(arguments, keywords))
-        if held not in self._proved:
-            self._prove(training, arguments, keywords)
-            self._proved.add(held)
+        if held not in proof.proved:
+            self._prove(proof, training, arguments, keywords)
+            proof.proved.add(held)
+        return proof.program
+
+    def _refuse_foreign_caches(self, program: Program, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """What a cache holds must be split alike by both programs, as each may read what the other has written."""
+        if not any(held is not None and is_opaque(held) for held in (*arguments, *keywords.values())):
+            return
+        if program.feature_reshards != self._main.program.feature_reshards:
+            raise UnevenShardError(
+                f"{_TP118}, and the program that keeps it whole splits features in other places, so that it can't "
+                f"share a cache\n  help: pad the sequence to a multiple of {program.size}, or pass no cache"
+            )
 
     def _refuse_thawed(self) -> None:
         for owner, leaf, name in self._frozen:
@@ -68,12 +117,60 @@ class CallGuard:
                     "want a gradient when `parallelize` is called; they can be frozen afterwards"
                 )
 
-    def _prove(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        program = self._program
+    def _is_odd(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+        """Whether a tensor of the call has a sequence that the axis doesn't divide.
+
+        Which dims are sequences shows in the example. Of tensors that it doesn't have, it's dim 1 as in all others.
+        """
+        size = self._main.program.size
+        names = [*self._names, *(f"*{i}" for i in range(len(self._names), len(arguments)))]
+        for path, tensor in tensors_in({**dict(zip(names, arguments, strict=False)), **keywords}):
+            dims = self._sequence_dims.get(path)
+            if dims is None:
+                dims = (1,) if tensor.dim() in (2, 3) else ()
+            if any(dim < tensor.dim() and tensor.shape[dim] % size for dim in dims):
+                return True
+        return False
+
+    def _with_whole_sequences(self) -> _Proof:
+        """The second program; compiled, and compared between the ranks, when it's first asked for."""
+        if self._whole is None:
+            error: Exception | None = None
+            found: _Proof | None = None
+            try:
+                found = self._compile_whole()
+            except Exception as raised:  # whatever a rank fails with, the others must not wait for it
+                error = raised
+            if self._axis is not None:
+                agree(self._axis.group, None if found is None else found.program.digest, error)
+            if found is None:
+                assert error is not None
+                raise error
+            self._whole = found
+        return self._whole
+
+    def _compile_whole(self) -> _Proof:
+        main = self._main
+        plan = main.plan.with_whole_sequences()
+        try:
+            program = compile_program(self._stock, plan, main.program.size, *self._example, main.program.training)
+        except CompileError as error:
+            raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
+        ours, theirs = ({p.names: p.layout for p in held.parameters} for held in (main.program, program))
+        other = next((names[0] for names, layout in ours.items() if theirs.get(names) != layout), None)
+        if other is not None:
+            raise UnevenShardError(
+                f"{_TP118}, and without `sequence` the plan places `{other}` otherwise\n  help: pad the sequence to a "
+                f"multiple of {main.program.size}"
+            )
+        return _Proof(plan, program, {(program.training, signature(*self._example))})
+
+    def _prove(self, proof: _Proof, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        program = proof.program
         kept = {name: a for name, a in keywords.items() if not is_opaque(a)}
         given = tuple(None if is_opaque(a) else a for a in arguments)
         try:
-            other = compile_program(self._stock, self._plan, program.size, given, kept, training)
+            other = compile_program(self._stock, proof.plan, program.size, given, kept, training)
         except CompileError as error:
             raise UnprovedCallError(f"{_headline(training, keywords)}: it can't be proved\n{error}") from error
         difference = _difference(program, other)
@@ -82,6 +179,21 @@ class CallGuard:
                 f"{_headline(training, keywords)}: {difference}\n  help: pass `inputs=` like this call to "
                 "`parallelize`, so that the program is compiled for it"
             )
+
+
+_TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
+
+
+def _on_meta(_: str, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+
+
+def _sequence_dims(program: Program) -> dict[Path, tuple[int, ...]]:
+    """For each tensor of the example, the dims that are sequences; empty if the program splits none."""
+    lengths = program.sequence_lengths
+    if not lengths:
+        return {}
+    return {i.path: tuple(d for d, n in enumerate(i.shape) if d and n in lengths) for i in program.inputs}
 
 
 def signature(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Signature:

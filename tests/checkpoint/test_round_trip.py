@@ -30,13 +30,16 @@ modules:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """With `more` than an even number of features in every pack, two or four ranks can't share them evenly."""
+
+    def __init__(self, more: int = 0) -> None:
         super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-        self.pair, self.wide, self.narrow = nn.Linear(8, 12), 8, 4
-        self.wide_out, self.narrow_out = nn.Linear(8, 8), nn.Linear(4, 8)
-        self.even, self.even_out = nn.Linear(8, 8), nn.Linear(4, 8)
+        self.up = nn.Linear(8, 16 + more)
+        self.down = nn.Linear(16 + more, 8)
+        self.wide, self.narrow = 8 + more, 4 + more
+        self.pair = nn.Linear(8, self.wide + self.narrow)
+        self.wide_out, self.narrow_out = nn.Linear(self.wide, 8), nn.Linear(self.narrow, 8)
+        self.even, self.even_out = nn.Linear(8, 8 + 2 * more), nn.Linear(4 + more, 8)
         self.register_buffer("scale", torch.rand(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,38 +49,43 @@ class Block(nn.Module):
         return (self.down(torch.relu(self.up(x))) + packed) * self.scale
 
 
-def _rank(rank: int, rendezvous: str, folder: str, meta: bool) -> None:
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+def _rank(rank: int, size: int, rendezvous: str, folder: str, meta: bool, more: int) -> None:
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
     torch.manual_seed(rank)
     with torch.device("meta" if meta else "cpu"):
-        model = Block()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = Block(more)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     tpplan.parallelize(model, PLAN, mesh, inputs=(torch.zeros(2, 8),))
     load_weights(model, f"{folder}/in")
-    stock = Block()
+    stock = Block(more)
     stock.load_state_dict(load_file(f"{folder}/in/model.safetensors"))
     x = torch.ones(2, 8)
     torch.testing.assert_close(model(x), stock(x))
-    assert isinstance(model.up.weight, DTensor) and model.up.weight.to_local().shape == (8, 8)
+    assert isinstance(model.up.weight, DTensor)
+    assert model.up.weight.to_local().shape == stock.up.weight.chunk(size)[rank].shape
     save_weights(model, f"{folder}/out", file_bytes=256)
-    again = tpplan.parallelize(Block(), PLAN, mesh, inputs=(torch.zeros(2, 8),))
+    again = tpplan.parallelize(Block(more), PLAN, mesh, inputs=(torch.zeros(2, 8),))
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(x), stock(x))
     dist.destroy_process_group()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("meta", [False, True], ids=["materialised", "meta"])
-def test_a_sharded_model_loads_and_saves_the_stock_checkpoint(tmp_path: Path, meta: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "meta", "more"),
+    [(2, False, 0), (2, True, 0), (2, True, 1), (4, False, 1)],
+    ids=["materialised", "meta", "uneven", "uneven on four"],
+)
+def test_a_sharded_model_loads_and_saves_the_stock_checkpoint(tmp_path: Path, size: int, meta: bool, more: int) -> None:
     torch.manual_seed(3)
-    stock = Block().state_dict()
+    stock = Block(more).state_dict()
     (tmp_path / "in").mkdir()
     save_file(stock, tmp_path / "in" / "model.safetensors")
-    spawn(_rank, (f"file://{tmp_path}/rendezvous", str(tmp_path), meta), nprocs=2)
+    spawn(_rank, (size, f"file://{tmp_path}/rendezvous", str(tmp_path), meta, more), nprocs=size)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(stock)
     assert len(set(index["weight_map"].values())) > 1
-    read = Block()
+    read = Block(more)
     load_weights(read, tmp_path / "out")
     for name, tensor in read.state_dict().items():
         assert torch.equal(tensor, stock[name]), name

@@ -23,7 +23,7 @@ IDS = (torch.zeros(toys.BATCH, toys.SEQUENCE, dtype=torch.long),)
 Case = tuple[Callable[[], nn.Module], tuple[Any, ...] | None, int]
 CASES: dict[str, Case] = {
     "TP101": (toys.Positions, IDS, 2),
-    "TP102": (lambda: toys.Table(rows=30), IDS, 4),
+    "TP102": (toys.Attention, toys.activations(), 3),
     "TP103": (lambda: toys.Attention(heads=2, literal=False), toys.activations(), 4),
     "TP104": (toys.LoneColwise, toys.activations(), 2),
     "TP105": (toys.Mlp, toys.activations(), 2),

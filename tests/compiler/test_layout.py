@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from tpplan.compat import GATHERS_STRIDED_SHARDS
 from tpplan.compiler.layout import (
     PARTIAL,
     REPLICATED,
@@ -16,7 +17,9 @@ from tpplan.compiler.layout import (
     Collective,
     Collectives,
     Layout,
+    Pack,
     layout_of,
+    packed,
     reshard_between,
     sharded,
 )
@@ -111,8 +114,29 @@ def test_layouts_are_distributed_tensors_placements() -> None:
 
 
 def test_a_shards_shape_is_a_part_of_the_whole() -> None:
-    assert sharded(1).local_shape((3, 12, 8), 4) == (3, 3, 8)
-    assert PARTIAL.local_shape((3, 12, 8), 4) == (3, 12, 8)
+    assert sharded(1).local_shape((3, 12, 8), 4, 3) == (3, 3, 8)
+    assert PARTIAL.local_shape((3, 12, 8), 4, 0) == (3, 12, 8)
+
+
+@pytest.mark.parametrize("count", range(14))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_parts_are_those_of_torch_and_of_distributed_tensors(count: int, size: int) -> None:
+    whole = torch.arange(count)
+    theirs, _ = Shard(0)._split_tensor(whole, size, with_padding=False, contiguous=True)
+    for rank in range(size):
+        start, length = Pack(count).part(size, rank)
+        assert torch.equal(whole.narrow(0, start, length), theirs[rank])
+        assert sharded(0).local_shape((count,), size, rank) == (length,)
+        assert length <= Pack(count).local(size, 0)
+    assert Pack(count).is_even(size) == (count % size == 0)
+
+
+def test_packs_that_ranks_cant_share_evenly_are_in_the_ranks_order() -> None:
+    even, odd = packed(0, [Pack(4), Pack(4)]), packed(0, [Pack(5), Pack(5)])
+    assert (even.is_in_rank_order(2), odd.is_in_rank_order(2)) == (not GATHERS_STRIDED_SHARDS, True)
+    assert odd.stored_placement(2) == Shard(0)
+    assert odd.local_shape((10,), 2, 0) == (6,)
+    assert odd.intervals(10, 2, 1) == [(3, 2), (8, 2)]
 
 
 def test_interleaved_shards_are_moved_to_and_from_replicated_only() -> None:
@@ -120,4 +144,4 @@ def test_interleaved_shards_are_moved_to_and_from_replicated_only() -> None:
     assert reshard_between(flat, REPLICATED_PARTIAL) == reshard_between(sharded(0), REPLICATED_PARTIAL)
     assert reshard_between(flat, sharded(0)) is None
     assert reshard_between(sharded(1), flat) is None
-    assert flat.local_shape((36, 8), 2) == (18, 8)
+    assert flat.local_shape((36, 8), 2, 1) == (18, 8)

@@ -13,7 +13,7 @@ import tpplan
 from tpplan.compat import fake_process_group
 from tpplan.compiler.layout import Collective
 from tpplan.parity import verify_program
-from tpplan.runtime import lower
+from tpplan.runtime import bodies
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
 ACTIVATIONS = (torch.randn(3, 5, WIDTH, requires_grad=True),)
@@ -82,20 +82,20 @@ def test_on_processes() -> None:
 def test_a_statistic_that_is_not_summed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Attention(Root)
     program = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS)
-    true = lower.make_reshard
+    true = bodies.make_reshard
 
     def forward_only(source, target, forward, backward, *rest):
         kept = Collective.NONE if backward is Collective.ALL_REDUCE and source.forward == "P" else backward
         return true(source, target, forward, kept, *rest)
 
-    monkeypatch.setattr(lower, "make_reshard", forward_only)
+    monkeypatch.setattr(bodies, "make_reshard", forward_only)
     assert not verify_program(model, program, (ACTIVATIONS, {})).ok
 
 
 def test_a_norm_that_reads_the_first_features_on_every_rank_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Attention(Root)
     program = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS)
-    monkeypatch.setattr(lower.PartReader, "__call__", lambda self, parameter: self._summed(parameter)[: WIDTH // 4])
+    monkeypatch.setattr(bodies.PartReader, "__call__", lambda self, parameter: self._summed(parameter)[: WIDTH // 4])
     with pytest.raises(tpplan.TpplanError):
         verify_program(model, program, (ACTIVATIONS, {}))
 

@@ -37,7 +37,7 @@ def parameter(
     *names: str, shape: tuple[int, ...], dim: int | None = None, summed: bool = False, dtype: str = "float32"
 ) -> ParameterPlacement:
     layout = REPLICATED if dim is None else sharded(dim)
-    local = layout.local_shape(shape, SIZE)
+    local = layout.local_shape(shape, SIZE, 0)
     origin = "replicated: no rule shards it" if dim is None else f"toy.yaml:{5 + dim}"
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
     return ParameterPlacement(names, shape, local, dtype, itemsize, layout, summed, True, origin)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.checkpoint.files import locate_tensors, open_tensors, problem
 from tpplan.checkpoint.packs import packs_of
 from tpplan.compat import local_of, named_modules, own_buffers, own_parameters, transient_buffers
-from tpplan.compiler.layout import Layout
+from tpplan.compiler.layout import Layout, Pack
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:
@@ -131,8 +131,8 @@ def _local_slices(tensor: Tensor) -> tuple[slice, ...]:
     bounds: list[tuple[int, int]] = [(0, size) for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if isinstance(tensor, DTensor) and isinstance(placement, Shard):
-            start, end = bounds[int(placement.dim)]  # pyright: ignore[reportUnknownArgumentType]
-            count = (end - start) // tensor.device_mesh.size(axis)
-            start += count * tensor.device_mesh.get_local_rank(axis)
-            bounds[int(placement.dim)] = (start, start + count)  # pyright: ignore[reportUnknownArgumentType]
+            first, end = bounds[int(placement.dim)]  # pyright: ignore[reportUnknownArgumentType]
+            mesh = tensor.device_mesh
+            start, count = Pack(end - first).part(mesh.size(axis), mesh.get_local_rank(axis))
+            bounds[int(placement.dim)] = (first + start, first + start + count)  # pyright: ignore[reportUnknownArgumentType]
     return tuple(slice(*held) for held in bounds)

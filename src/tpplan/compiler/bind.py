@@ -89,7 +89,7 @@ def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnos
             else:
                 diagnostics.append(_not_for_parameters(name, rule))
             continue
-        problem = _misfit(modules[name], name, rule, size)
+        problem = _misfit(modules[name], name, rule)
         if problem is None:
             bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]))
         else:
@@ -115,7 +115,7 @@ def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, B
     return named
 
 
-def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic | None:
+def _misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     """What keeps a rule from being carried out on this module, seen from the module alone."""
     if rule.style in (Style.COLWISE, Style.ROWWISE):
         form = linear_form(module)
@@ -134,8 +134,6 @@ def _misfit(module: nn.Module, name: str, rule: Rule, size: int) -> Diagnostic |
                 help="remove the rule, so that the table stays replicated",
                 subject=name,
             )
-        count = module.num_embeddings
-        return uneven_finding(name, rule, count, "num_embeddings", size) if count % size else None
     return None
 
 
@@ -162,20 +160,6 @@ def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic
     )
 
 
-def uneven_finding(name: str, rule: Rule, count: int, what: str, size: int) -> Diagnostic:
-    """TP102 for a size that the axis doesn't divide."""
-    padding = f"; padding the table to {count + size - count % size} rows also works"
-    return Diagnostic(
-        code="TP102",
-        message=f"`{name}` can't be split evenly: {what} {count} is not divisible by {size}",
-        span=rule.style_span,
-        label=f"{count} / {size} leaves a remainder of {count % size}",
-        help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule"
-        + (padding if what == "num_embeddings" else ""),
-        subject=name,
-    )
-
-
 def _suggest_style(module: nn.Module) -> str:
     if linear_form(module) is not None:
         return "a linear layer can be `colwise` or `rowwise`"
@@ -185,11 +169,6 @@ def _suggest_style(module: nn.Module) -> str:
     if linears:
         return f"name the linear layers inside it, such as `….{linears[0]}`"
     return "a module of this kind can be `sequence` or `replicate`"
-
-
-def _divisors(count: int) -> str:
-    found = [str(n) for n in range(2, 65) if count % n == 0]
-    return ", ".join(found[:6]) if found else "none up to 64 does"
 
 
 def _parameter_layouts(

@@ -41,6 +41,9 @@ class Collective(StrEnum):
 class Pack(NamedTuple):
     """A stretch of a sharded dim that is shared out over the ranks by itself, such as q of q|k|v.
 
+    The parts are those of `torch.chunk` and of DTensor's `Shard`: as long as an even part rounded up, then one that is
+    shorter, then none. So the first rank's part is never the shorter one.
+
     Attributes:
         size: of the whole stretch.
         replicas: how many consecutive ranks hold the same part of it: the key and value heads of grouped-query
@@ -50,13 +53,23 @@ class Pack(NamedTuple):
     size: int
     replicas: int = 1
 
-    def local(self, size: int) -> int:
-        """One rank's part on an axis of `size` ranks."""
-        return self.size * self.replicas // size
+    def part(self, size: int, rank: int) -> tuple[int, int]:
+        """What `rank` holds on an axis of `size` ranks: (start, length)."""
+        longest = -(-self.size * self.replicas // size)
+        start = min(rank // self.replicas * longest, self.size)
+        return start, min(longest, self.size - start)
+
+    def local(self, size: int, rank: int) -> int:
+        """How much of it `rank` holds on an axis of `size` ranks."""
+        return self.part(size, rank)[1]
+
+    def is_even(self, size: int) -> bool:
+        """Whether all ranks hold as much of it."""
+        return size % self.replicas == 0 and self.size % (size // self.replicas) == 0
 
     def fits(self, size: int) -> bool:
-        """Whether it can be shared out evenly."""
-        return size % self.replicas == 0 and self.size % (size // self.replicas) == 0
+        """Whether it can be shared out; a part that several ranks hold must be as long as all others."""
+        return self.replicas == 1 or self.is_even(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,63 +132,71 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        """The DTensor placement of the forward value.
-
-        Packs of one size are DTensor's strided shard. Of packs that differ in size DTensor knows nothing: there it is
-        told of a plain shard, whose concatenation is in the ranks' order and not in the parameter's.
-        """
-        if self.forward == "R" or self.has_replicas:
+        """The DTensor placement of the forward value, as if its packs were one stretch."""
+        if self.forward == "R":
             return Replicate()
         if self.forward == "P":
             return Partial()
         assert self.dim is not None
-        if self.interleave != 1:
-            return interleaved_shard(self.dim, self.interleave)
-        if self.packs and not self.is_in_rank_order:
+        return Shard(self.dim) if self.interleave == 1 else interleaved_shard(self.dim, self.interleave)
+
+    def stored_placement(self, size: int) -> Placement:
+        """The DTensor placement of a parameter on `size` ranks.
+
+        Packs of one size are DTensor's strided shard. Of packs that differ in size, or that the ranks can't share
+        evenly, DTensor knows nothing: there it is told of a plain shard, whose concatenation is in the ranks' order and
+        not in the parameter's.
+        """
+        if self.has_replicas or not self.is_sharded:
+            return Replicate()  # what is added on a single rank is whole on each
+        if self.packs and not self.is_in_rank_order(size):
+            assert self.dim is not None
             return interleaved_shard(self.dim, len(self.packs))
-        return Shard(self.dim)
+        return self.placement
 
-    @property
-    def stored(self) -> Placement:
-        """The DTensor placement of a parameter of this layout; one that is added on a single rank is whole on each."""
-        return self.placement if self.is_sharded else Replicate()
-
-    @property
-    def is_in_rank_order(self) -> bool:
-        """Whether a DTensor of this layout, made whole, has the ranks' parts one after the other, and not the packs.
+    def is_in_rank_order(self, size: int) -> bool:
+        """Whether a parameter of this layout has the ranks' parts one after the other in DTensor's eyes, not the packs.
 
         So it is where DTensor has no placement for the packs, or can't make that placement whole.
         """
-        uneven = len({pack.size for pack in self.packs}) > 1
-        return bool(self.packs) and not self.has_replicas and (uneven or not GATHERS_STRIDED_SHARDS)
+        alike = len({pack.size for pack in self.packs}) == 1 and all(pack.is_even(size) for pack in self.packs)
+        return bool(self.packs) and not self.has_replicas and not (alike and GATHERS_STRIDED_SHARDS)
 
     @property
     def bare(self) -> Layout:
         """The same dim, as if it were one stretch."""
         return self if self.is_plain else Layout(self.forward, self.gradient, self.dim)
 
-    def local_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """The shape of one rank's part of a value of global `shape` on an axis of `size` ranks."""
+    def stretches(self, count: int) -> tuple[Pack, ...]:
+        """The packs of a sharded dim of `count` entries; one of a dim that is a single stretch."""
+        return self.packs or (Pack(count),)
+
+    def is_even(self, count: int, size: int) -> bool:
+        """Whether all of `size` ranks hold as many of the `count` entries of the sharded dim."""
+        return all(pack.is_even(size) for pack in self.stretches(count))
+
+    def local_shape(self, shape: tuple[int, ...], size: int, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` holds of a value of global `shape` on an axis of `size` ranks."""
         if self.dim is None:
             return shape
         local = [*shape]
-        local[self.dim] = self.local_size(shape[self.dim], size)
+        local[self.dim] = self.local_size(shape[self.dim], size, rank)
         if self.spread != 1:
             local[self.dim + 1] //= self.spread
         return tuple(local)
 
-    def local_size(self, count: int, size: int) -> int:
-        """How many of the `count` entries of the sharded dim one rank holds."""
-        return sum(pack.local(size) for pack in self.packs) if self.packs else count // size
+    def local_size(self, count: int, size: int, rank: int) -> int:
+        """How many of the `count` entries of the sharded dim `rank` holds; no rank holds more than the first."""
+        return sum(pack.local(size, rank) for pack in self.stretches(count))
 
     def intervals(self, count: int, size: int, rank: int) -> list[tuple[int, int]]:
         """What `rank` holds of the `count` entries of the sharded dim: (start, length), in local order."""
         found: list[tuple[int, int]] = []
-        start = 0
-        for pack in self.packs or (Pack(count),):
-            length = pack.local(size)
-            found.append((start + rank // pack.replicas * length, length))
-            start += pack.size
+        edge = 0
+        for pack in self.stretches(count):
+            start, length = pack.part(size, rank)
+            found.append((edge + start, length))
+            edge += pack.size
         return found
 
 

@@ -11,12 +11,12 @@ out: integer attributes to divide (`self.num_heads`), to be tried and proved by 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from tpplan.compat import named_modules
 from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.check import CheckInput, Mismatch
-from tpplan.compiler.layout import REPLICATED
+from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.region import Instance
 from tpplan.compiler.trace import Frame, Operation
@@ -35,7 +35,7 @@ def propose_attributes(
     taken = {a.name for a in current.get(name, ())}
     sizes = _sharded_sizes(given, mismatch.frame)
     candidates = [
-        LocalAttribute(key, whole, local)
+        LocalAttribute.of(key, whole, local)
         for key, value in integer_attributes(modules[name])
         for whole, local in sizes
         if value == whole and key not in taken
@@ -59,17 +59,19 @@ def _subsets(candidates: Sequence[LocalAttribute]) -> Iterator[tuple[LocalAttrib
         yield tuple(distinct)
 
 
-def _sharded_sizes(given: CheckInput, frame: Frame) -> list[tuple[int, int]]:
-    """Sizes that are sharded in a body, whole and on one rank."""
-    sizes: set[tuple[int, int]] = set()
+def _sharded_sizes(given: CheckInput, frame: Frame) -> list[tuple[int, tuple[int, ...]]]:
+    """Sizes that are sharded in a body: whole, and on each rank."""
+    ranks = range(given.size)
+    held: dict[tuple[Layout, tuple[int, ...]], None] = {}
     for value in _values_before(frame, len(frame.body)):
         layout = given.assignment.layouts.get(value)
-        if layout is None or layout.dim is None:
-            continue
-        whole = given.trace.values[value].shape
-        local = layout.local_shape(whole, given.size)
-        sizes.update((a, b) for a, b in zip(whole, local, strict=True) if a != b)
-        sizes.update((p.size, p.local(given.size)) for p in layout.packs)
+        if layout is not None and layout.dim is not None:
+            held[layout, given.trace.values[value].shape] = None
+    sizes: set[tuple[int, tuple[int, ...]]] = set()
+    for layout, whole in held:
+        local = zip(*(layout.local_shape(whole, given.size, rank) for rank in ranks), strict=True)
+        sizes.update((a, b) for a, b in zip(whole, local, strict=True) if set(b) != {a})
+        sizes.update((p.size, tuple(p.local(given.size, rank) for rank in ranks)) for p in layout.packs)
     return sorted(sizes)
 
 
@@ -132,15 +134,40 @@ def find_instance(instance: Instance, module: str, call: int) -> Instance | None
     return None
 
 
-def read_sizes(given: CheckInput, mismatch: Mismatch) -> set[tuple[tuple[str, int], int]]:
+def read_sizes(
+    given: CheckInput, mismatch: Mismatch, known: Set[tuple[tuple[str, int], int]]
+) -> set[tuple[tuple[str, int], int]]:
     """Values (region's example, local number) that must not be sharded, as the mismatch comes from their local size.
 
-    Where the body took another turn, it doesn't show which size it read: then all that were sharded until there.
+    They are those of a size that shows in the mismatch; else those as large as what the operation reads. Where the body
+    took another turn, it doesn't show which size it read: then all that were sharded until there. Those that are
+    `known` don't count.
     """
+    whole = {size for size, _ in _sharded_sizes(given, mismatch.frame)}
+    for wanted in (set(mismatch.sizes(given.size)), _sizes_of_operands(given, mismatch), whole):
+        found = _of_sizes(given, mismatch, wanted) - known
+        if found:
+            return found
+    return set()
+
+
+def _sizes_of_operands(given: CheckInput, mismatch: Mismatch) -> set[int]:
+    """The whole sizes of the sharded dims that an operation reads of which the result has another shape."""
+    if mismatch.operation is None or mismatch.expected is None:
+        return set()
+    held = ((given.assignment.layouts.get(value), value) for value in mismatch.operation.inputs)
+    return {
+        given.trace.values[value].shape[layout.dim]
+        for layout, value in held
+        if layout is not None and layout.dim is not None
+    }
+
+
+def _of_sizes(given: CheckInput, mismatch: Mismatch, wanted: Set[int]) -> set[tuple[tuple[str, int], int]]:
+    """The values before the mismatch that are split along a dim of such a size."""
     instance = find_instance(given.instance, mismatch.frame.module, mismatch.frame.call)
     if instance is None:
         return set()
-    wanted = set(mismatch.sizes(given.size)) or {whole for whole, _ in _sharded_sizes(given, mismatch.frame)}
     numbers = {value: number for number, value in enumerate(instance.values)}
     found: set[tuple[tuple[str, int], int]] = set()
     for value in _values_before(mismatch.frame, mismatch.position):

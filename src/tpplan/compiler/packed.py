@@ -70,7 +70,8 @@ def results(
         length = values[_output(node)].shape[held.dim]
         step = node.arguments[4] if len(node.arguments) > 4 else 1
         if held.is_plain and every_so_many(node, values, layouts):
-            fits = held.interleave == 1 and shape[held.dim] // size % step == 0
+            even = held.interleave == 1 and held.is_even(shape[held.dim], size)
+            fits = even and shape[held.dim] // size % step == 0
             return (held,) if fits else "takes every so many entries, of which the ranks hold parts"
         start = node.arguments[2] if len(node.arguments) > 2 else 0
         start = max(0, (start or 0) + (shape[held.dim] if (start or 0) < 0 else 0))
@@ -116,7 +117,7 @@ def _taken(held: Layout, starts: Iterable[int], lengths: Iterable[int], size: in
         inside = [p for p, edge in zip(held.packs, edges, strict=True) if start <= edge < start + length]
         if start not in edges or sum(p.size for p in inside) != length:
             return "cuts across what the sharded dim packs"
-        everywhere = all(p.local(size) == p.size for p in inside)
+        everywhere = all(p.replicas == size for p in inside)
         found.append(REPLICATED_PARTIAL if everywhere else packed(held.dim, inside))
     return tuple(found)
 
@@ -245,28 +246,31 @@ def _candidates(
     source: tuple[int, ...], target: tuple[int, ...], held: Layout, size: int, batch: int
 ) -> Iterator[Layout]:
     assert held.dim is not None
+    inner, outer = math.prod(source[held.dim + 1 :]), math.prod(source[: held.dim])
     for position, count in enumerate(target):
-        if count % size == 0:
+        if count % size == 0 or math.prod(target[position + 1 :]) == inner:
             yield sharded(position)
             if position == 0 and batch != 1 and count % (batch * size) == 0:
                 yield sharded(0, interleave=batch)
-    inner, outer = math.prod(source[held.dim + 1 :]), math.prod(source[: held.dim])
-    packs = held.packs or (Pack(source[held.dim]),)
+    packs = held.stretches(source[held.dim])
     for position, count in enumerate(target):
         unit = math.prod(target[position + 1 :])
+        entries = unit == inner
         exact = all(p.size * inner % unit == 0 for p in packs)
         scaled = [Pack(p.size * inner // unit, p.replicas) for p in packs]
         repeated = [Pack(count // outer, packs[0].replicas)] * outer if count % outer == 0 else []
         proposals = [scaled if exact else [], [Pack(count, packs[0].replicas)], repeated]
-        yield from (packed(position, held) for held in proposals if _fills(held, count, size))
+        yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
         after = target[position + 1] if position + 1 < len(target) else 1
         for replicas in range(2, size):
-            if _fills([Pack(count, replicas)], count, size) and after % replicas == 0:
+            if _fills([Pack(count, replicas)], count, size, False) and after % replicas == 0:
                 yield packed(position, [Pack(count, replicas)], spread=replicas)
 
 
-def _fills(packs: Sequence[Pack], count: int, size: int) -> bool:
-    return sum(p.size for p in packs) == count and all(p.fits(size) and p.size for p in packs)
+def _fills(packs: Sequence[Pack], count: int, size: int, entries: bool) -> bool:
+    """Whether these could be a dim's packs; uneven ones only where its entries are those of the dim before the view."""
+    shared = all(p.size and (p.fits(size) if entries else p.is_even(size)) for p in packs)
+    return shared and sum(p.size for p in packs) == count
 
 
 def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.compiler.bind import Binding, Bound, bind_parameters, once, uneven_finding
+from tpplan.compiler.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import Pack
 from tpplan.compiler.linear import Addend, LinearForm, Product
@@ -180,10 +180,13 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
         # Beside parts that are viewed as heads, one that isn't is a single head.
         single = 1 if any(taken.heads) else None
         packs = [axis.shared(n, heads or single) for n, heads in zip(sizes, taken.heads, strict=True)]
-    for index, held in enumerate(packs):
-        if not held.fits(size):
-            return _uneven(bound, index, held, size)
-    if len(packs) == 1 and packs[0].local(size) == whole:
+        for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
+            if heads is not None and not held.is_even(size):
+                return _cut_heads(bound, index, held, heads, size)
+    few = next((index for index, held in enumerate(packs) if held.replicas == 1 and held.size < size), None)
+    if few is not None:
+        return _too_few(bound, few, packs[few], size)
+    if len(packs) == 1 and packs[0].replicas == size:
         return replace(bound, style=Style.REPLICATE, form=None)
     return replace(bound, packs=tuple(packs)) if len(packs) > 1 or packs[0].replicas > 1 else bound
 
@@ -228,20 +231,39 @@ def _way_out(sizes: Sequence[int]) -> str:
     return f"write `{packed_option(sizes)}`"
 
 
-def _uneven(bound: Bound, index: int, held: Pack, size: int) -> Diagnostic:
-    named = bound.rule.packed
-    if named is None:
-        what = "out_features" if bound.style is Style.COLWISE else "in_features"
-        return uneven_finding(bound.name, bound.rule, held.size, what, size)
-    what = f"pack `{named[index].name}` of `{bound.name}`"
+def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, size: int) -> Diagnostic:
+    """TP102 for heads that the axis would cut."""
     return Diagnostic(
         code="TP102",
-        message=f"{what} can't be split evenly: {held.size} features are not divisible by {size}",
+        message=f"{_what(bound, index)} can't be split: its {held.size} features are viewed as {heads} heads, which "
+        f"{size} ranks can't share evenly",
         span=bound.rule.span_of("packed"),
-        label=f"{held.size} / {size} leaves a remainder of {held.size % size}",
-        help=f"use a size of the axis that divides {held.size}, or remove the rule",
+        label=f"{heads} heads / {size} ranks",
+        help=f"use a size of the axis that divides {heads} ({_divisors(heads)}), or remove the rule",
         subject=bound.name,
     )
+
+
+def _too_few(bound: Bound, index: int, held: Pack, size: int) -> Diagnostic:
+    """TP102 for fewer features than ranks."""
+    return Diagnostic(
+        code="TP102",
+        message=f"{_what(bound, index)} can't be split: it has {held.size} features for {size} ranks",
+        span=bound.rule.span_of("packed"),
+        label="fewer than the ranks",
+        help="remove the rule, so that it stays whole",
+        subject=bound.name,
+    )
+
+
+def _what(bound: Bound, index: int) -> str:
+    named = bound.rule.packed
+    return f"`{bound.name}`" if named is None else f"pack `{named[index].name}` of `{bound.name}`"
+
+
+def _divisors(count: int) -> str:
+    found = [str(n) for n in range(2, 65) if count % n == 0]
+    return ", ".join(found[:6]) if found else "none up to 64 does"
 
 
 __all__ = ["Packed", "pack", "packed_option", "taken_apart"]

@@ -35,7 +35,7 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.effects import effect_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
-from tpplan.compiler.layout import REPLICATED
+from tpplan.compiler.layout import REPLICATED, Pack
 from tpplan.compiler.localise import (
     equal_modules,
     propose_attributes,
@@ -53,7 +53,7 @@ from tpplan.compiler.region import Instance, RegionTable, build_regions
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
-from tpplan.compiler.trace import Trace
+from tpplan.compiler.trace import Frame, Trace
 from tpplan.compiler.uncovered import uncovered_finding
 from tpplan.compiler.warn import gathers_columns, warnings_for
 from tpplan.cost.communication import NVLINK
@@ -200,16 +200,15 @@ def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
         counts = {} if bound.is_parameter else dict(integer_attributes(modules[name]))
         held: list[LocalAttribute] = []
         for attribute in bound.rule.local:
-            if attribute in counts and counts[attribute] % work.size == 0:
-                held.append(LocalAttribute(attribute, counts[attribute], counts[attribute] // work.size))
+            if attribute in counts:
+                whole = counts[attribute]
+                shared = [Pack(whole).local(work.size, rank) for rank in range(work.size)]
+                held.append(LocalAttribute.of(attribute, whole, shared))
                 continue
-            known = counts.get(attribute)
             work.findings.append(
                 Diagnostic(
                     code="TP102",
-                    message=f"`{name}` has no integer attribute `{attribute}`"
-                    if known is None
-                    else f"`{name}.{attribute}` is {known}, which is not divisible by {work.size}",
+                    message=f"`{name}` has no integer attribute `{attribute}`",
                     span=bound.rule.span_of("local"),
                     help=f"its integer attributes are {', '.join(counts) or 'none'}",
                     subject=name,
@@ -332,7 +331,7 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
             work.attributes = proposal
             return
     finding = explain_failure.of_check(given, mismatch, work.binding)
-    learned = read_sizes(given, mismatch) - work.constraints.unsharded
+    learned = read_sizes(given, mismatch, work.constraints.unsharded)
     if _splits_features(given, mismatch) and _record_body(work, given, mismatch):
         return
     if learned:
@@ -359,7 +358,7 @@ def _record_body(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
     modules, name = dict(named_modules(work.model)), mismatch.frame.module
     equal = {n for n in equal_modules(given.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
     recorded = work.recorded | equal
-    if name in work.recorded or not name:
+    if name in work.recorded or not name or _takes_uneven(given, mismatch.frame):
         return False
     attributes = {name: held for name, held in work.attributes.items() if name not in recorded}
     after = check(given, attributes, work.excused, recorded)
@@ -367,6 +366,13 @@ def _record_body(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
         return False
     work.recorded, work.attributes = recorded, attributes
     return True
+
+
+def _takes_uneven(given: CheckInput, frame: Frame) -> bool:
+    """Whether ranks hold different numbers of entries of an argument: from its part a rank can't tell the whole."""
+    layouts, values = given.assignment.layouts, given.trace.values
+    held = [(layouts.get(c.target, REPLICATED), values[c.target].shape) for c in frame.entries]
+    return any(layout.dim is not None and not layout.is_even(shape[layout.dim], given.size) for layout, shape in held)
 
 
 def _same_place(one: Mismatch, other: Mismatch) -> bool:

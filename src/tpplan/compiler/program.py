@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,6 +49,15 @@ class Reshard:
     origin: str
     aliases: tuple[tuple[str | int, ...], ...] = ()
 
+    def padded_bytes(self, size: int) -> int:
+        """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the first."""
+        shape = list(self.shape)
+        for held in (self.source, self.target):
+            if held.dim is not None:
+                shape[held.dim] = held.local_size(self.shape[held.dim], size, 0) * size
+        whole = math.prod(self.shape)
+        return self.bytes * math.prod(shape) // whole if whole else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlacement:
@@ -56,8 +65,9 @@ class ParameterPlacement:
 
     Attributes:
         names: every name it goes by; the first is canonical.
-        shape, local_shape: of the whole and of what one rank stores; a parameter with several holders of each part is
-            stored whole, and its body reads the part.
+        shape, local_shape: of the whole and of what a rank stores: the first, where the axis doesn't divide the sharded
+            dim and later ones store less. A parameter with several holders of each part is stored whole, and its body
+            reads the part.
         dtype: such as `bfloat16`.
         layout: R or S(dim).
         summed: whether its gradient comes out partial and is summed over the axis once a backward.
@@ -87,17 +97,37 @@ class ParameterPlacement:
 
     @property
     def local_bytes(self) -> int:
-        """Of one rank's part."""
+        """Of one rank's part, the largest where they differ."""
         return math.prod(self.local_shape) * self.itemsize
+
+    def stored_shape(self, size: int, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` stores on an axis of `size` ranks."""
+        return self.shape if self.layout.has_replicas else self.layout.local_shape(self.shape, size, rank)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalAttribute:
-    """An integer attribute of a module that counts something global, with its value on one rank."""
+    """An integer attribute of a module that counts something global, with its value on one rank.
+
+    Attributes:
+        name: of the attribute; `config.n_head` is one of a settings object.
+        whole, local: its value in the stock model, and on a rank: the first, where they differ.
+        by_rank: its value on each rank, where they differ; otherwise empty.
+    """
 
     name: str
     whole: int
     local: int
+    by_rank: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, whole: int, values: Sequence[int]) -> LocalAttribute:
+        """The attribute with these values, by rank."""
+        return cls(name, whole, values[0], tuple(values) if len(set(values)) > 1 else ())
+
+    def on(self, rank: int) -> int:
+        """Its value on `rank`."""
+        return self.by_rank[rank] if self.by_rank else self.local
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +323,34 @@ class Program:
         """Whether a body runs from its record."""
         return any(module.recorded is not None for module in self.modules)
 
+    @property
+    def sequence_lengths(self) -> frozenset[int]:
+        """The lengths, in the example call, of the sequences along which values are split."""
+        return frozenset(
+            reshard.shape[held.dim or 0] // held.interleave
+            for _, reshard in self.reshards()
+            for held in (reshard.source, reshard.target)
+            if _splits_sequence(held, reshard.shape)
+        )
+
+    @property
+    def feature_reshards(self) -> frozenset[object]:
+        """Where values begin or cease to be split along features or heads: what other reshards leave as it is."""
+        found: set[object] = set()
+        for module in self.modules:
+            for inward, reshards in ((True, module.entries), (False, module.exits)):
+                for reshard in reshards:
+                    before, after = (_feature_split(h, reshard.shape) for h in (reshard.source, reshard.target))
+                    if before != after:
+                        found.add((module.name, inward, reshard.path, before, after))
+        return frozenset(found)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether there is a parameter of which some ranks hold less than others."""
+        sharded = [p for p in self.parameters if p.layout.dim is not None]
+        return any(not p.layout.is_even(p.shape[p.layout.dim or 0], self.size) for p in sharded)
+
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
@@ -330,6 +388,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _splits_sequence(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether it splits dim 1 of (batch, sequence, hidden), or the sequence of (batch · sequence, hidden)."""
+    if layout.interleave != 1:
+        return len(shape) == 2
+    return layout.is_plain and layout.dim == 1 and len(shape) == 3
+
+
+def _feature_split(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    return layout if layout.is_sharded and not _splits_sequence(layout, shape) else None
+
+
 def _layout(plain: Mapping[str, Any]) -> Layout:
     packs = tuple(Pack(*pack) for pack in plain["packs"])
     return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"], packs, plain["spread"])
@@ -359,12 +428,17 @@ def _reshard(plain: Mapping[str, Any]) -> Reshard:
     return Reshard(**fields)
 
 
+def _attribute(plain: Mapping[str, Any]) -> LocalAttribute:
+    fields: dict[str, Any] = {**plain, "by_rank": tuple(plain["by_rank"])}
+    return LocalAttribute(**fields)
+
+
 def _module(plain: Mapping[str, Any]) -> ModuleProgram:
     fields: dict[str, Any] = {**plain} | {
         "entries": tuple(_reshard(r) for r in plain["entries"]),
         "exits": tuple(_reshard(r) for r in plain["exits"]),
         "reads": tuple(plain["reads"]),
-        "local_attributes": tuple(LocalAttribute(**a) for a in plain["local_attributes"]),
+        "local_attributes": tuple(_attribute(a) for a in plain["local_attributes"]),
         "inner": tuple(_reshard(r) for r in plain["inner"]),
     }
     norm = plain["split_norm"]

@@ -165,7 +165,7 @@ class Propagator:
                 return tuple(items)
             return argument
 
-        if packed.concerns(node, layouts):
+        if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
             return self._packed(node, values, layouts)
         arguments = _drop_empty_operands(node, values)
         arguments = tuple(describe(argument) for argument in arguments)
@@ -200,6 +200,13 @@ class Propagator:
             reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
             return Refusal("communication", reason, operands)
         return tuple(outputs)
+
+    def _views_uneven(self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
+        """Whether it is a view of a dim that the axis doesn't divide: DTensor's rules of views aren't made for that."""
+        if node.name not in packed.VIEWS:
+            return False
+        held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
+        return held.dim is not None and not held.is_even(shape[held.dim], self.size)
 
     def _packed(
         self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]

@@ -47,6 +47,7 @@ class Replay:
         body: RecordedBody,
         parameters: Mapping[str, Layout],
         size: int,
+        rank: int,
         batch: Callable[[], int | None],
     ) -> None:
         """Replay a body.
@@ -55,13 +56,13 @@ class Replay:
             stock: the stock module on meta tensors of whole shapes; it is copied before it runs.
             body: how its arguments, its results and those of its calls lie.
             parameters: the layouts of all parameters in it, by their names there.
-            size: the number of ranks.
+            size, rank: the number of ranks, and which of them this is.
             batch: tells the batch size of the model's call, for sequences flattened with their batch.
         """
         self._stock = stock
         self._body = body
         self._parameters = parameters
-        self._size = size
+        self._size, self._rank = size, rank
         self._batch = batch
         self._names = argument_names(type(stock).forward)
         self._scripts: dict[object, Script] = {}
@@ -140,7 +141,7 @@ class Replay:
         steps: list[Run | Call] = []
         for node in trace.root.body:
             if isinstance(node, Operation):
-                steps.append(_localised(node, trace, layouts, self._size))
+                steps.append(_localised(node, trace, layouts, self._size, self._rank))
                 continue
             args, kwargs = (state.arguments or {})[node.module, node.call]
             results = tuple((c.path, c.target) for c in node.exits)
@@ -266,11 +267,11 @@ def _geometry(held: Any) -> object:
 
 
 # -- local sizes ------------------------------------------------------------------------------------------------------
-def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size: int) -> Run:
+def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size: int, rank: int) -> Run:
     """An operation of the record with local sizes for whole ones."""
 
     def local(value: int) -> tuple[int, ...]:
-        return layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, size)
+        return layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, size, rank)
 
     name, arguments = node.name, list(node.arguments)
     shapes = tuple(None if o is None else local(o) for o in node.outputs)
@@ -289,18 +290,18 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
             lengths = [shape[along] for shape in shapes if shape is not None]
             arguments[1] = tuple(lengths) if name == "aten.split_with_sizes.default" else lengths[0]
         elif held.dim == along and held.packs and made is not None:
-            start = _local_start(held, arguments[2] or 0, whole[along], size)
+            start = _local_start(held, arguments[2] or 0, whole[along], size, rank)
             arguments[2:4] = [start, start + local(made)[along]]
     on_device = not node.inputs and takes_device(node.target)
     return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
 
 
-def _local_start(held: Layout, start: int, whole: int, size: int) -> int:
+def _local_start(held: Layout, start: int, whole: int, size: int, rank: int) -> int:
     start += whole if start < 0 else 0
     edge = local = 0
     for pack in held.packs:
         if edge < start:
-            edge, local = edge + pack.size, local + pack.local(size)
+            edge, local = edge + pack.size, local + pack.local(size, rank)
     return local
 
 

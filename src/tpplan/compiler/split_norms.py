@@ -36,6 +36,8 @@ class SplitNorms:
         (held,), value = inputs, region.values[region.entries[0].target]
         if held.dim is None or held.dim != len(value.shape) - 1 or held.interleave != 1 or held.spread != 1:
             return None
+        if not held.is_even(value.shape[-1], self.size):
+            return None
         if id(region) not in self._norms:
             self._norms[id(region)] = recognise(region)
         norm = self._norms[id(region)]

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tpplan.compiler.layout import Pack
+
 
 def magnitude(tensor: Tensor) -> float:
     """The largest finite magnitude; 0 for none."""
@@ -45,23 +47,24 @@ def joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
     """Whole tensors of `shape` that the ranks' `parts` may be of, the plain concatenation first.
 
     Shards of a dim that was flattened from several, or that packs several projections, are interleaved: rank r holds
-    the r-th part of each of k blocks. Every k that divides the local size is tried.
+    the r-th part of each of k blocks. Every k that the parts' sizes allow is tried.
     """
-    local = tuple(parts[0].shape)
-    dim = split_dim(local, shape, len(parts))
-    if dim is None or any(tuple(part.shape) != local for part in parts):
+    dims = {split_dim(tuple(part.shape), shape) for part in parts} - {None}
+    if len(dims) != 1 or any(part.dim() != len(shape) for part in parts):
         return
-    for blocks in range(1, local[dim] + 1):
-        if local[dim] % blocks == 0:
-            pieces: list[Tensor] = [part.reshape(*local[:dim], blocks, -1, *local[dim + 1 :]) for part in parts]
+    (dim,) = dims
+    assert dim is not None
+    sizes = [part.shape[dim] for part in parts]
+    for blocks in range(1, max(sizes) + 1):
+        block = Pack(shape[dim] // blocks)
+        if shape[dim] % blocks == 0 and sizes == [blocks * block.local(len(parts), rank) for rank in range(len(parts))]:
+            pieces: list[Tensor] = [part.unflatten(dim, (blocks, part.shape[dim] // blocks)) for part in parts]
             yield torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
 
 
-def split_dim(local: tuple[int, ...], whole: tuple[int, ...], size: int) -> int | None:
-    """The one dim along which `local` is a `size`-th of `whole`; None if that isn't so."""
+def split_dim(local: tuple[int, ...], whole: tuple[int, ...]) -> int | None:
+    """The one dim along which `local` is a part of `whole`; None if that isn't so."""
     if len(local) != len(whole):
         return None
     differing = [dim for dim, (ours, all_of_it) in enumerate(zip(local, whole, strict=True)) if ours != all_of_it]
-    if len(differing) != 1 or local[differing[0]] * size != whole[differing[0]]:
-        return None
-    return differing[0]
+    return differing[0] if len(differing) == 1 and local[differing[0]] < whole[differing[0]] else None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import fake_mesh
+from tpplan.compiler.layout import Pack
 from tpplan.compiler.program import Program
 from tpplan.parity.call import Call
 from tpplan.parity.materialise import copy_structure
@@ -79,5 +80,8 @@ def part_of(whole: Tensor, shape: tuple[int, ...], axis: Communicator) -> Tensor
     """The part of `whole` that belongs to a local tensor of `shape`; None if it is split along no single dim."""
     if tuple(whole.shape) == shape:
         return whole
-    dim = split_dim(shape, tuple(whole.shape), axis.size)
-    return None if dim is None else whole.narrow(dim, axis.rank * shape[dim], shape[dim])
+    dim = split_dim(shape, tuple(whole.shape))
+    if dim is None:
+        return None
+    start, length = Pack(whole.shape[dim]).part(axis.size, axis.rank)
+    return whole.narrow(dim, start, length) if length == shape[dim] else None

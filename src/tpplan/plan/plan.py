@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tpplan.plan.emit import plan_to_dict, plan_to_yaml
 from tpplan.plan.match import Matched, match_rules
 from tpplan.plan.rules import KernelRule, Rule
-from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, KernelChoice, KernelKind
+from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, KernelChoice, KernelKind, Pin, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class Plan:
         defaults = [rule.choice for rule in self.kernels if rule.kind == kind and rule.pattern is None]
         return defaults[-1] if defaults else KernelChoice.AUTO
 
+    def with_whole_sequences(self) -> Plan:
+        """The plan with every value whole that it splits along the sequence."""
+        return replace(self, rules=tuple(map(_whole, self.rules)))
+
     def to_dict(self) -> dict[str, object]:
         """The plan as nested plain data; `load_plan` reads it back. What it extends has been merged in."""
         return plan_to_dict(self)
@@ -62,6 +66,12 @@ class Plan:
     def to_yaml(self) -> str:
         """The plan as a plan file's text; `load_plan` reads it back. What it extends has been merged in."""
         return plan_to_yaml(self)
+
+
+def _whole(rule: Rule) -> Rule:
+    style = Style.REPLICATE if rule.style is Style.SEQUENCE else rule.style
+    entry, leaving = (Pin.REPLICATE if pin is Pin.SEQUENCE else pin for pin in (rule.input, rule.output))
+    return replace(rule, style=style, input=entry, output=leaving)
 
 
 def _inside_out(module_name: str) -> Iterator[str]:

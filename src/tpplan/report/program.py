@@ -25,6 +25,10 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _LEGEND = """\
 R: each rank holds the whole. S(d): split along dim d. P: the ranks' sum is the value. R·∂P: R, with a gradient that \
 is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring algorithms."""
+_BY_RANK = " a|b: what the ranks hold, where it differs."
+_WHOLE_SEQUENCES = """\
+Calls with a sequence that {size} ranks can't share evenly run by a second program, compiled at the first such call \
+from the same plan with all sequences whole."""
 _INTERLEAVED = " S(d, interleave=b): split along the sequence, which is flattened into dim d with a batch of b."
 
 
@@ -61,7 +65,7 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
     yield cost_table(program)
     yield memory_table(program)
     yield communication_table(program, collapse(units(program)), width)
-    yield module_table(collapse(without_boundaries(units(program))), width)
+    yield module_table(collapse(without_boundaries(units(program))), program.size, width)
     kernels = kernel_table(program)
     if kernels is not None:
         yield kernels
@@ -69,11 +73,14 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
 
 def legend(program: Program) -> Text:
     """What the signs mean."""
-    return Text(_LEGEND + (_INTERLEAVED if program.flattens_batch else ""), style="dim")
+    more = (_BY_RANK if program.is_uneven else "") + (_INTERLEAVED if program.flattens_batch else "")
+    return Text(_LEGEND + more, style="dim")
 
 
 def _notes(program: Program) -> Iterator[RenderableType]:
     yield legend(program)
+    if program.sequence_lengths:
+        yield Text(_WHOLE_SEQUENCES.format(size=program.size))
     yield from _summed(program)
     yield from _assumptions(program)
 

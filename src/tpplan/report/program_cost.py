@@ -84,9 +84,8 @@ class Memory:
 def reshard_traffic(reshard: Reshard, size: int, calls: int = 1) -> StepTraffic:
     """The traffic of a reshard that a step goes through `calls` times, on `size` ranks."""
     backward = str(reshard.backward) if reshard.differentiable else "none"
-    return StepTraffic(
-        _collective(str(reshard.forward), reshard.bytes, size), _collective(backward, reshard.bytes, size)
-    ).times(calls)
+    whole = reshard.padded_bytes(size)
+    return StepTraffic(_collective(str(reshard.forward), whole, size), _collective(backward, whole, size)).times(calls)
 
 
 def module_traffic(modules: Iterable[ModuleProgram], size: int) -> StepTraffic:

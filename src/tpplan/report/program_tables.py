@@ -47,8 +47,8 @@ def memory_table(program: Program) -> Table:
     return table
 
 
-def module_table(items: Sequence[Item], width: int) -> Table:
-    """Every module with its style, its parameters, and what else is local to a rank."""
+def module_table(items: Sequence[Item], size: int, width: int) -> Table:
+    """Every module with its style, its parameters, and what else is local to one of `size` ranks."""
     dtypes = {parameter.dtype for unit, _ in units_of(items) for parameter in unit.parameters}
     common = dtypes.pop() if len(dtypes) == 1 else ""
     title = f"modules, {common}" if common else "modules"
@@ -56,18 +56,28 @@ def module_table(items: Sequence[Item], width: int) -> Table:
     def make(stacked: bool) -> Table:
         separator = "\n" if stacked else " "
         table = new_table(title, "style", "", f"whole{separator}→ each rank", "placement", tight=stacked)
-        _add_modules(table, items, common, separator, 0)
+        _add_modules(table, items, size, common, separator, 0)
         return table
 
     return fitted(width, make)
 
 
-def sizes_text(parameter: ParameterPlacement, common_dtype: str = "", separator: str = " ") -> str:
-    """`(64, 64) → (16, 64)`, or one shape if it stays whole; with the dtype unless it is `common_dtype`."""
+def sizes_text(parameter: ParameterPlacement, size: int, common_dtype: str = "", separator: str = " ") -> str:
+    """`(64, 64) → (16, 64)`, or one shape if it stays whole; with the dtype unless it is `common_dtype`.
+
+    Where the ranks' parts differ in size, all sizes are shown: `(107, 64) → (54|53, 64)`.
+    """
     dtype = "" if parameter.dtype == common_dtype else f" {parameter.dtype}"
     if parameter.shape == parameter.local_shape:
         return shape_text(parameter.shape) + dtype
-    return f"{shape_text(parameter.shape)}{separator}→ {shape_text(parameter.local_shape)}{dtype}"
+    stored = [parameter.stored_shape(size, rank) for rank in range(size)]
+    local = ", ".join(by_rank_text(sizes) for sizes in zip(*stored, strict=True))
+    return f"{shape_text(parameter.shape)}{separator}→ ({local}){dtype}"
+
+
+def by_rank_text(values: Sequence[int]) -> str:
+    """`54|53`: the values on the ranks, each once."""
+    return "|".join(map(str, dict.fromkeys(values)))
 
 
 def placement_text(parameter: ParameterPlacement) -> str:
@@ -81,24 +91,24 @@ def _add_memory(table: Table, name: str, parameters: Sequence[ParameterPlacement
     table.add_row(name, count, bytes_text(held.whole), bytes_text(held.local), f"{held.share:.1%}", style=style)
 
 
-def _add_modules(table: Table, items: Sequence[Item], common_dtype: str, separator: str, depth: int) -> None:
+def _add_modules(table: Table, items: Sequence[Item], size: int, common_dtype: str, separator: str, depth: int) -> None:
     for item in items:
         if isinstance(item, Block):
             table.add_row(block_title(item, depth))
-            _add_modules(table, item.items, common_dtype, separator, depth + 1)
+            _add_modules(table, item.items, size, common_dtype, separator, depth + 1)
             continue
         title, style = unit_title(item, depth), _style(item)
-        for row in list(_facts(item, common_dtype, separator)) or [("", "", "")]:
+        for row in list(_facts(item, size, common_dtype, separator)) or [("", "", "")]:
             table.add_row(title, style, *row)
             title, style = Text(), Text()
 
 
-def _facts(unit: Unit, common_dtype: str, separator: str) -> Iterator[tuple[str, str, str]]:
+def _facts(unit: Unit, size: int, common_dtype: str, separator: str) -> Iterator[tuple[str, str, str]]:
     """Rows on a module: what, whole and local value, placement."""
     for parameter in unit.parameters:
         yield (
             parameter.name.rpartition(".")[2],
-            sizes_text(parameter, common_dtype, separator),
+            sizes_text(parameter, size, common_dtype, separator),
             placement_text(parameter),
         )
     for leaf, other in unit.tied:
@@ -106,7 +116,11 @@ def _facts(unit: Unit, common_dtype: str, separator: str) -> Iterator[tuple[str,
     if unit.module is None:
         return
     for attribute in unit.module.local_attributes:
-        yield "attribute", f"{attribute.name} {attribute.whole} → {attribute.local}", ""
+        yield (
+            "attribute",
+            f"{attribute.name} {attribute.whole} → {by_rank_text(attribute.by_rank or (attribute.local,))}",
+            "",
+        )
     if unit.module.random == "split":
         yield "random", "numbers differ by rank", ""
 

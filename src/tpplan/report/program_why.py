@@ -17,7 +17,7 @@ from tpplan.plan import Pattern
 from tpplan.report.program import legend, to_text
 from tpplan.report.program_cost import Traffic, reshard_traffic
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
-from tpplan.report.program_tables import placement_text, sizes_text
+from tpplan.report.program_tables import by_rank_text, placement_text, sizes_text
 from tpplan.report.quantities import bytes_text, path_text, shape_text
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def _unit(name: str, count: int, unit: Unit, program: Program, *, boundaries_onl
     module = unit.module
     origin = "inferred" if module is None or module.style is None else f"{module.style}, {module.origin}"
     title.append("  " + (f"{module.kind}, {origin}" if module is not None else origin), style="not bold")
-    facts = [] if boundaries_only else [*map(_parameter, unit.parameters), *map(_tie, unit.tied)]
+    owned = [_parameter(parameter, program.size) for parameter in unit.parameters]
+    facts = [] if boundaries_only else [*owned, *map(_tie, unit.tied)]
     if module is not None:
         facts += _boundaries(module, program.size)
         facts += [] if boundaries_only else _local_facts(module)
@@ -92,9 +93,9 @@ def _unit(name: str, count: int, unit: Unit, program: Program, *, boundaries_onl
     return Group(*lines)
 
 
-def _parameter(parameter: ParameterPlacement) -> tuple[str, str]:
+def _parameter(parameter: ParameterPlacement, size: int) -> tuple[str, str]:
     leaf = parameter.name.rpartition(".")[2]
-    fact = f"{leaf}  {placement_text(parameter)}  {sizes_text(parameter)}"
+    fact = f"{leaf}  {placement_text(parameter)}  {sizes_text(parameter, size)}"
     why = parameter.origin
     if parameter.summed and parameter.trainable:
         why += "; its gradient comes out in parts, one on each rank"
@@ -127,7 +128,7 @@ def _cost(traffic: Traffic, collective: str) -> str:
 
 def _local_facts(module: ModuleProgram) -> list[tuple[str, str]]:
     facts = [
-        (f"{a.name}  {a.whole} → {a.local}", "it counts what each rank holds a share of")
+        (f"{a.name}  {a.whole} → {by_rank_text(a.by_rank or (a.local,))}", "it counts what each rank holds a share of")
         for a in module.local_attributes
     ]
     if module.random == "split":

@@ -35,7 +35,7 @@ class MeshDistributor:
         distributed = DTensor.from_local(
             local,
             self.mesh,
-            [placement.layout.stored],
+            [placement.layout.stored_placement(self.axis.size)],
             run_check=False,
             shape=torch.Size(placement.shape),
             stride=_contiguous_stride(placement.shape),
@@ -44,7 +44,8 @@ class MeshDistributor:
 
     def _local(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
         if whole.is_meta:
-            return torch.empty(placement.local_shape, dtype=whole.dtype, device="meta")
+            shape = placement.stored_shape(self.axis.size, self.axis.rank)
+            return torch.empty(shape, dtype=whole.dtype, device="meta")
         whole = self._agreed(whole)
         layout = placement.layout
         if layout.dim is None or layout.has_replicas:

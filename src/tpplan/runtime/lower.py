@@ -9,8 +9,8 @@ Everything that can fail is prepared first; the changes are then made in one go 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,19 +18,15 @@ from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.attributes import replaced_attribute
-from tpplan.compiler.capture import argument_names
-from tpplan.compiler.layout import PARTIAL, Collective, Layout
-from tpplan.compiler.program import KernelUse, LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
-from tpplan.compiler.replay import Replay
+from tpplan.compiler.layout import Layout
+from tpplan.compiler.program import ParameterPlacement, Program
 from tpplan.compiler.skeleton import make_skeleton
+from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
-from tpplan.runtime.modules import RUNTIME, EntryStep, ExitStep, ModuleRuntime, swapped_class
-from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader
-from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
-from tpplan.runtime.reshard import CallContext, make_reshard
-from tpplan.runtime.split_norm import split_norm_body
+from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, swapped_class
 from tpplan.runtime.state import from_stock_order, to_stock_order
+
+Guard = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
 
 
 class Distributor(Protocol):
@@ -54,16 +50,15 @@ class _Change:
     undo: Callable[[], None]
 
 
-def lower(
-    model: nn.Module, program: Program, distributor: Distributor, guard: Callable[..., None] | None = None
-) -> nn.Module:
+def lower(model: nn.Module, program: Program, distributor: Distributor, guard: Guard | None = None) -> nn.Module:
     """Rewrite `model` in place and return it; on any error it is left as it was.
 
     Args:
         model: the stock model that `program` was compiled for.
         program: what to do.
         distributor: makes the local parts, and knows the axis.
-        guard: called with the arguments of each call of the root, to raise for calls that weren't proved.
+        guard: called with the mode and the arguments of each call of the root, to raise for calls that weren't proved,
+            and to tell which program the call runs by: `program`, or another that places all parameters alike.
     """
     modules = dict(named_modules(model))
     changes = [*_parameter_changes(model, program, distributor), *_buffer_changes(modules, distributor)]
@@ -114,120 +109,26 @@ def _swap_entry(table: dict[str, Any], key: str, replacement: Any) -> _Change:
 
 
 def _module_changes(
-    modules: dict[str, nn.Module], program: Program, distributor: Distributor, guard: Callable[..., None] | None
+    modules: dict[str, nn.Module], program: Program, distributor: Distributor, guard: Guard | None
 ) -> list[_Change]:
-    placements = {name: placement for placement in program.parameters for name in placement.names}
-    handed_out = HandedOut(distributor.axis)
-    readers = _readers(modules, program, handed_out)
-    context = CallContext()
-    opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
-    random = _randomness(program, distributor)
-    uses = active_uses(program, distributor.device)
+    axis = distributor.axis
+    # Bodies that run from their records are recorded on the stock model, also by a program of which a call asks later.
+    stock = dict(named_modules(make_skeleton(modules[""]).model)) if program.replays or guard is not None else {}
+    prepared = prepare(modules, program, axis, distributor.device, stock)
     changes: list[_Change] = []
-    for spec in _with_kernels(program, uses, modules):
-        module = modules[spec.name]
-        is_root = spec.name == ""
-        use = uses.get(spec.name)
-        left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
-        body = without_bias(spec.transposed, module) if left else None
-        runtime = ModuleRuntime(
-            label=_label(spec, placements, use),
-            axis=distributor.axis,
-            entries=tuple(s for r in spec.entries for s in _entries(module, r, distributor.axis, context)),
-            exits=tuple(s for r in spec.exits for s in _exits(spec, r, distributor.axis, context)),
-            reads=tuple((*_owner(modules, n), read) for n, read in _reads(spec, placements, readers, handed_out)),
-            random=random.get(spec.random),
-            handed_out=handed_out if is_root else None,
-            opened=opened if is_root else (),
-            guard=guard if is_root else None,
-            context=context if is_root and (program.flattens_batch or program.replays) else None,
-            transposed=spec.transposed,
-            shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_body(spec, use, module, modules, placements, distributor.axis, context) or body,
-            bias_elsewhere=left,
-            packs=_packs(module, spec.name, placements),
-        )
-        changes.append(_swap_class(module, swapped_class(type(module), spec.style, is_root), runtime))
-        if any(layout.is_in_rank_order for layout in runtime.packs.values()):
-            changes.append(_keep_stock_order(module, runtime.packs, distributor.axis))
-        if spec.local_attributes:
-            changes.append(_swap_attributes(module, spec.local_attributes))
-    return changes
+    for held in prepared:
+        replacement = swapped_class(type(held.module), held.style, held.module is modules[""])
+        changes.append(_swap_class(held.module, replacement))
+        if any(layout.is_in_rank_order(axis.size) for layout in held.runtime.packs.values()):
+            changes.append(_keep_stock_order(held.module, held.runtime.packs, axis))
+    variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared)
+    return [*changes, _Change(lambda: variants.put_in(prepared), variants.take_out)]
 
 
-def _reads(
-    spec: ModuleProgram,
-    placements: dict[str, ParameterPlacement],
-    readers: dict[str, Callable[[Tensor], Tensor]],
-    handed_out: HandedOut,
-) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
-    """How a body reads its parameters: all features of a replicated one, but where it works on a part of these."""
-    if spec.split_norm is None:
-        return [(name, readers[name]) for name in spec.reads]
-    layout, summed = replace(spec.split_norm.layout, dim=0), SummedReader(handed_out)
-    return [(name, PartReader(summed, layout, placements[name].shape, handed_out.axis)) for name in spec.reads]
-
-
-def _body(
-    spec: ModuleProgram,
-    use: KernelUse | None,
-    module: nn.Module,
-    modules: dict[str, nn.Module],
-    placements: dict[str, ParameterPlacement],
-    axis: Communicator,
-    context: CallContext,
-) -> Body | None:
-    """What runs in place of the module's own forward, if anything does."""
-    if spec.split_norm is not None:
-        step = spec.inner[-1]
-        reduce = make_reshard(step.source, step.target, step.forward, Collective.ALL_REDUCE, axis, False, context)
-        return split_norm_body(spec.split_norm, module, reduce, axis.size)
-    if spec.recorded is not None:
-        return _replayed(spec, module, placements, axis, context)
-    return None if use is None else body_of(use, module, modules)
-
-
-def _replayed(
-    spec: ModuleProgram,
-    module: nn.Module,
-    placements: dict[str, ParameterPlacement],
-    axis: Communicator,
-    context: CallContext,
-) -> Body:
-    """A body that runs from its record."""
-    assert spec.recorded is not None
-    prefix = f"{spec.name}." if spec.name else ""
-    own = {name.removeprefix(prefix): held.layout for name, held in placements.items() if name.startswith(prefix)}
-    replay = Replay(make_skeleton(module).model, spec.recorded, own, axis.size, lambda: context.batch)
-    return lambda stock, args, kwargs: replay(module, args, kwargs)
-
-
-def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[str, nn.Module]) -> list[ModuleProgram]:
-    """The modules to swap: those of the program, and those whose body alone is replaced."""
-    known = {spec.name: spec for spec in program.modules}
-    found = list(program.modules)
-    for name, use in uses.items():
-        if name not in known:
-            found.append(ModuleProgram(name, type(modules[name]).__name__, None, "inferred", calls=1))
-        if use.kind == "bias_gelu":
-            place = next(i for i, spec in enumerate(found) if spec.name == name)
-            found[place] = replace(found[place], reads=(*found[place].reads, f"{use.parts[0]}.bias"))
-    return found
-
-
-def _randomness(program: Program, distributor: Distributor) -> dict[str | None, SplitRandomness | ReplicatedRandomness]:
-    """The contexts that modules draw random numbers in, by kind; none are needed where nothing is split."""
-    if all(spec.random != "split" for spec in program.modules):
-        return {}
-    split = SplitRandomness(distributor.axis, distributor.device)
-    return {"split": split, "same": split.replicated()}
-
-
-def _swap_class(module: nn.Module, replacement: type[nn.Module], runtime: ModuleRuntime) -> _Change:
+def _swap_class(module: nn.Module, replacement: type[nn.Module]) -> _Change:
     stock = type(module)
 
     def apply() -> None:
-        module.__dict__[RUNTIME] = runtime
         module.__class__ = replacement
 
     def undo() -> None:
@@ -237,10 +138,72 @@ def _swap_class(module: nn.Module, replacement: type[nn.Module], runtime: Module
     return _Change(apply, undo)
 
 
-def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacement]) -> dict[str, Layout]:
-    prefix = f"{name}." if name else ""
-    held = {leaf: placements.get(f"{prefix}{leaf}") for leaf in own_parameters(module)}
-    return {leaf: found.layout for leaf, found in held.items() if found is not None and found.layout.packs}
+class Variants:
+    """The programs that a lowered model can run by; one is in place at a time, and stays until a call needs another.
+
+    They share parameters and classes. What differs is how modules reshard, which gradients are summed, and what local
+    attributes count.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        stock: Mapping[str, nn.Module],
+        axis: Communicator,
+        device: torch.device,
+        guard: Guard | None,
+        program: Program,
+        prepared: tuple[Prepared, ...],
+    ) -> None:
+        """Start with one program; see `lower` for `guard`, and `prepare` for the others."""
+        self._modules = modules
+        self._skeletons = stock
+        self._axis = axis
+        self._device = device
+        self._guard = guard
+        self._current = program
+        self._held = [(program, prepared)]
+        self._stock: list[tuple[nn.Module, str, Any]] = []
+
+    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Put the program in place that a call of the root runs by; raises if there is none."""
+        assert self._guard is not None
+        program = self._guard(training, arguments, keywords)
+        if program is not self._current:
+            self._change_to(program)
+
+    def _change_to(self, program: Program) -> None:
+        found = next((prepared for known, prepared in self._held if known is program), None)
+        if found is None:
+            found = prepare(self._modules, program, self._axis, self._device, self._skeletons)
+            self._held.append((program, found))
+        before = next(prepared for known, prepared in self._held if known is self._current)
+        self.take_out()
+        idle = ModuleRuntime("", self._axis)
+        for held in before:
+            held.module.__dict__[RUNTIME] = idle
+        for held in found:
+            if not isinstance(held.module, ShardedModule):
+                held.module.__class__ = swapped_class(type(held.module), held.style, False)
+        self.put_in(found)
+        self._current = program
+
+    def put_in(self, prepared: tuple[Prepared, ...]) -> None:
+        """Give modules what they need at run time, and set their attributes."""
+        for held in prepared:
+            if held.module is self._modules[""]:
+                held.runtime.guard = None if self._guard is None else self
+            held.module.__dict__[RUNTIME] = held.runtime
+            for attribute, value in held.attributes:
+                name, local = replaced_attribute(held.module, attribute, value)
+                self._stock.append((held.module, name, getattr(held.module, name)))
+                setattr(held.module, name, local)
+
+    def take_out(self) -> None:
+        """Set the attributes back to what they were in the stock model."""
+        while self._stock:
+            module, name, held = self._stock.pop()
+            setattr(module, name, held)
 
 
 def _keep_stock_order(module: nn.Module, packs: Mapping[str, Layout], axis: Communicator) -> _Change:
@@ -259,90 +222,4 @@ def _keep_stock_order(module: nn.Module, packs: Mapping[str, Layout], axis: Comm
     return _Change(apply, undo)
 
 
-def _swap_attributes(module: nn.Module, attributes: Sequence[LocalAttribute]) -> _Change:
-    stock: dict[str, Any] = {}
-
-    def apply() -> None:
-        for attribute in attributes:
-            name, held = replaced_attribute(module, attribute.name, attribute.local)
-            stock.setdefault(name, getattr(module, name))
-            setattr(module, name, held)
-
-    def undo() -> None:
-        for name, held in stock.items():
-            setattr(module, name, held)
-
-    return _Change(apply, undo)
-
-
-def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
-    owner, _, leaf = name.rpartition(".")
-    return modules[owner], leaf
-
-
-def _readers(
-    modules: dict[str, nn.Module], program: Program, handed_out: HandedOut
-) -> dict[str, Callable[[Tensor], Tensor]]:
-    """How to read each parameter, by each of its names."""
-    summed = SummedReader(handed_out)
-    members: dict[str, list[tuple[nn.Module, str]]] = {}
-    for placement in program.parameters:
-        if not placement.summed:
-            members.setdefault(_block(modules, placement.name), []).append(_owner(modules, placement.name))
-    blocks = {block: BlockReader(handed_out, held) for block, held in members.items()}
-    found: dict[str, Callable[[Tensor], Tensor]] = {}
-    for placement in program.parameters:
-        read = summed if placement.summed else blocks[_block(modules, placement.name)]
-        if placement.layout.has_replicas:
-            read = PartReader(summed, placement.layout, placement.shape, handed_out.axis)
-        if placement.layout == PARTIAL:
-            read = OnceReader(read, handed_out.axis)
-        found |= dict.fromkeys(placement.names, read)
-    return found
-
-
-def _block(modules: dict[str, nn.Module], name: str) -> str:
-    """The outermost element of a list of modules that holds a parameter; its own module where there is none."""
-    *path, _ = name.split(".")
-    for depth in range(1, len(path)):
-        if isinstance(modules[".".join(path[:depth])], (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            return ".".join(path[: depth + 1])
-    return ".".join(path)
-
-
-def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: CallContext) -> list[EntryStep]:
-    names = argument_names(type(module).forward)
-    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, False, context)
-    steps: list[EntryStep] = []
-    for name, *inner in (reshard.path, *reshard.aliases):
-        text = str(name)
-        if text.startswith("*"):
-            position: int | None = int(text[1:])
-        else:
-            position = names.index(text) if text in names else None
-        steps.append(EntryStep(text, position, tuple(inner), step))
-    return steps
-
-
-def _exits(spec: ModuleProgram, reshard: Reshard, axis: Communicator, context: CallContext) -> list[ExitStep]:
-    fresh = spec.style in ("rowwise", "vocab")
-    step = make_reshard(reshard.source, reshard.target, reshard.forward, reshard.backward, axis, fresh, context)
-    return [ExitStep(path, step) for path in (reshard.path, *reshard.aliases)]
-
-
-def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:
-    parts = [f"kernel={use.kind}"] if use is not None else []
-    for name in spec.reads:
-        layout: Layout = placements[name].layout
-        if layout.is_sharded:
-            parts.append(f"{name.rpartition('.')[2]}={layout}")
-    parts += [f"{_shown(r)}: {r.source} -> {r.target}" for r in (*spec.entries, *spec.inner)]
-    parts += [f"result: {r.source} -> {r.target}" for r in spec.exits]
-    return ", ".join(parts)
-
-
-def _shown(reshard: Reshard) -> str:
-    return ".".join(str(part) for part in reshard.path)
-
-
-__all__ = ["Distributor", "Sequence", "lower"]
+__all__ = ["Distributor", "Guard", "lower"]

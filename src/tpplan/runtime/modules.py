@@ -56,12 +56,14 @@ class ModuleRuntime:
         random: a context for bodies that draw random numbers: different on each rank, or alike inside of such a body.
         handed_out: for the root: the tensors to read in a forward.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
-        guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved.
+        guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
+            put the program in place that the call runs by.
         context: for the root, where a reshard needs the batch size: where to note it.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
         body: what runs in place of the stock forward; None for that.
         packs: the layouts of its own parameters that pack several stretches, by their names in the module.
         bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
+        first_row: of an embedding table split by rows, the first that this rank holds.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
     """
 
@@ -79,6 +81,7 @@ class ModuleRuntime:
     shared: bool = False
     body: Body | None = None
     bias_elsewhere: bool = False
+    first_row: int = 0
     packs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -178,6 +181,7 @@ class ShardedRoot(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.guard is not None:
             runtime.guard(self.training, args, kwargs)
+            runtime = self.__dict__[RUNTIME]
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
@@ -234,16 +238,25 @@ class VocabularyEmbedding(ShardedModule):
         """Ids (…) to rows (…, hidden)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         table = runtime.reads[0][2](self._parameters["weight"])  # pyright: ignore
-        rows, axis = table.shape[0], runtime.axis
-        local = input - axis.rank * rows
+        rows = table.shape[0]
+        local = input - runtime.first_row
         foreign = (local < 0) | (local >= rows)
         padding: int | None = self.__dict__["padding_idx"]
         if padding is not None:
-            padding -= axis.rank * rows
+            padding -= runtime.first_row
             padding = padding if 0 <= padding < rows else None
-        result = functional.embedding(local.masked_fill(foreign, 0), table, padding)
+        if rows:
+            result = functional.embedding(local.masked_fill(foreign, 0), table, padding)
+        else:  # a sum of no rows, whose gradient is an empty table's
+            result = table.sum(0).expand(*input.shape, -1)
         result = result.masked_fill(foreign.unsqueeze(-1), 0)
         return runtime.exits[0].step(result) if runtime.exits else result
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote, of a module that was swapped or wasn't."""
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, ShardedModule))
 
 
 _PREFIX: dict[str | None, str] = {

@@ -17,7 +17,7 @@ from tpplan.compat import native_apply
 from tpplan.compiler.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.stretches import in_packs, in_ranks, taken
+from tpplan.runtime.stretches import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
 
@@ -111,6 +111,7 @@ def make_reshard(
     axis: Communicator,
     fresh: bool,
     context: CallContext,
+    shape: tuple[int, ...],
 ) -> Move:
     """Bind a reshard to an axis: a function on local tensors, differentiable.
 
@@ -121,32 +122,15 @@ def make_reshard(
         fresh: whether the tensor that arrives is nobody else's and not saved for a backward, so that an all-reduce may
             write to it.
         context: tells the batch size of a call, for sequences flattened with their batch.
+        shape: of the whole tensor in the example call: what the ranks can't share evenly has that size in every call.
     """
     if fresh and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
         return SumInPlace(axis)
-    there, back = _move(forward, source, target, axis), _move(backward, target, source, axis)
-    packs = source.packs or target.packs
-    if packs:
-        dim = _dim(source if source.is_sharded else target)
-        return ReshardStep(_stretched(forward, dim, packs, axis), _stretched(backward, dim, packs, axis))
+    before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
+    there, back = _move(forward, before, after, axis), _move(backward, after, before, axis)
     if source.interleave == 1 and target.interleave == 1:
         return ReshardStep(there, back)
     return ReshardStep(_flattened(there, context), _flattened(back, context), context)
-
-
-def _stretched(collective: Collective, dim: int, packs: tuple[Pack, ...], axis: Communicator) -> Move:
-    """The move along a dim of several packs, each of which is shared out by itself."""
-    if collective is Collective.NONE:
-        return _identity
-    if collective is Collective.ALL_GATHER:
-        return lambda tensor: in_packs(axis.all_gather(tensor, dim), dim, packs, axis.size)
-    if collective is Collective.REDUCE_SCATTER:
-        return lambda tensor: axis.reduce_scatter(in_ranks(tensor, dim, packs, axis.size), dim)
-    if collective is Collective.SLICE:
-        held = Layout("S", "S", dim, packs=packs).intervals(sum(p.size for p in packs), axis.size, axis.rank)
-        return lambda tensor: taken(tensor, dim, held)
-    assert collective is Collective.PAD, collective
-    return lambda tensor: in_packs(_pad(tensor, dim, axis), dim, packs, axis.size)
 
 
 def _flattened(move: Move, context: CallContext) -> Move:
@@ -168,47 +152,132 @@ def _flattened(move: Move, context: CallContext) -> Move:
     return moved
 
 
-def _move(collective: Collective, source: Layout, target: Layout, axis: Communicator) -> Move:
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """How the ranks share a dim, as what has to be done to it around a collective, which knows equal parts only.
+
+    Attributes:
+        dim: the dim.
+        part: a whole tensor to this rank's part.
+        parts: a whole tensor to the ranks' parts, equally long, one after the other.
+        joined: the inverse.
+        padded: this rank's part to one as long as all others.
+        own: the inverse.
+    """
+
+    dim: int
+    part: Move
+    parts: Move
+    joined: Move
+    padded: Move
+    own: Move
+
+
+def _sharing(layout: Layout, shape: tuple[int, ...], axis: Communicator) -> _Sharing | None:
+    """How the ranks share the sharded dim; None where none is sharded."""
+    if layout.dim is None:
+        return None
+    count = shape[layout.dim]
+    if layout.packs or not layout.is_even(count, axis.size):
+        return _fixed(layout.dim, layout.stretches(count), axis)
+    # Of a flattened sequence it is the sequence's own dim, once it is unflattened.
+    return _equal(layout.dim if layout.interleave == 1 else layout.dim + 1, axis)
+
+
+def _equal(dim: int, axis: Communicator) -> _Sharing:
+    """Equal parts of a dim that may have another size in each call."""
+
+    def even(tensor: Tensor) -> Tensor:
+        if tensor.shape[dim] % axis.size:
+            raise UnevenShardError(
+                f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} can't be split over "
+                f"{axis.size} ranks\n  help: pad the sequence to a multiple of {axis.size}, or call the whole "
+                "model with tensors that show the length of the sequence"
+            )
+        return tensor
+
+    def part(tensor: Tensor) -> Tensor:
+        count = even(tensor).shape[dim] // axis.size
+        return tensor.narrow(dim, axis.rank * count, count)
+
+    return _Sharing(dim, part, even, _identity, _identity, _identity)
+
+
+def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
+    """Parts of a dim that has the same size in each call: of several packs, or of one that isn't shared evenly."""
+    size, layout = axis.size, Layout("S", "S", dim, packs=packs)
+    whole = sum(pack.size for pack in packs)
+    held, longest = layout.intervals(whole, size, axis.rank), layout.local_size(whole, size, 0)
+    mine = sum(length for _, length in held)
+
+    def expect(tensor: Tensor, count: int) -> None:
+        if tensor.shape[dim] != count:
+            raise UnevenShardError(
+                f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} isn't of size {count} "
+                f"as in the example, and can't be shared by {size} ranks otherwise\n  help: pass `inputs=` of the "
+                "sizes that calls have, or remove the rule that splits this dim"
+            )
+
+    def part(tensor: Tensor) -> Tensor:
+        expect(tensor, whole)
+        return taken(tensor, dim, held)
+
+    def parts(tensor: Tensor) -> Tensor:
+        expect(tensor, whole)
+        return in_ranks(tensor, dim, packs, size)
+
+    def pad(tensor: Tensor) -> Tensor:
+        expect(tensor, mine)
+        return padded(tensor, dim, longest)
+
+    return _Sharing(
+        dim,
+        part,
+        parts,
+        lambda tensor: in_packs(tensor, dim, packs, size),
+        pad,
+        _identity if mine == longest else lambda tensor: tensor.narrow(dim, 0, mine),
+    )
+
+
+def _move(collective: Collective, source: _Sharing | None, target: _Sharing | None, axis: Communicator) -> Move:
     if collective is Collective.NONE:
         return _identity
     if collective is Collective.ALL_REDUCE:
         return lambda tensor: axis.all_reduce(tensor.clone())
-    if collective is Collective.ALL_TO_ALL:
-        split, joined = _dim(target), _dim(source)
-        return lambda tensor: axis.all_to_all(_even(tensor, split, axis), split, joined)
-    dim = _dim(source if source.is_sharded else target)
+    if source is not None and target is not None:
+        assert collective is Collective.ALL_TO_ALL, collective
+        split, joined = target.dim, source.dim
+        exchange: Move = lambda tensor: axis.all_to_all(tensor, split, joined)  # noqa: E731
+        return _chain(source.padded, target.parts, exchange, target.own, source.joined)
+    shared = source or target
+    assert shared is not None
+    dim = shared.dim
     if collective is Collective.ALL_GATHER:
-        return lambda tensor: axis.all_gather(tensor, dim)
+        return _chain(shared.padded, lambda tensor: axis.all_gather(tensor, dim), shared.joined)
     if collective is Collective.REDUCE_SCATTER:
-        return lambda tensor: axis.reduce_scatter(_even(tensor, dim, axis), dim)
+        return _chain(shared.parts, lambda tensor: axis.reduce_scatter(tensor, dim), shared.own)
     if collective is Collective.SLICE:
-        return lambda tensor: _slice(_even(tensor, dim, axis), dim, axis)
-    return lambda tensor: _pad(tensor, dim, axis)
+        return shared.part
+    return _chain(shared.padded, lambda tensor: _pad(tensor, dim, axis), shared.joined)
+
+
+def _chain(*moves: Move) -> Move:
+    """The moves one after the other."""
+    kept = [move for move in moves if move is not _identity]
+    if len(kept) == 1:
+        return kept[0]
+
+    def moved(tensor: Tensor) -> Tensor:
+        for move in kept:
+            tensor = move(tensor)
+        return tensor
+
+    return moved
 
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _dim(layout: Layout) -> int:
-    """The dim to move along; of a flattened sequence, the sequence's own once it is unflattened."""
-    assert layout.dim is not None
-    return layout.dim if layout.interleave == 1 else layout.dim + 1
-
-
-def _even(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:
-    if tensor.shape[dim] % axis.size:
-        raise UnevenShardError(
-            f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} can't be split over "
-            f"{axis.size} ranks\n  help: pad the sequence to a multiple of {axis.size}, or use a plan without "
-            "`sequence` styles for such calls"
-        )
-    return tensor
-
-
-def _slice(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:
-    count = tensor.shape[dim] // axis.size
-    return tensor.narrow(dim, axis.rank * count, count)
 
 
 def _pad(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from tpplan.compat import local_of, new_distributed_tensor
 from tpplan.compiler.layout import Layout
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.stretches import in_packs, taken
+from tpplan.runtime.stretches import in_packs, padded, taken
 
 
 def whole_of(tensor: Tensor, layout: Layout | None) -> Tensor:
@@ -25,10 +25,14 @@ def whole_of(tensor: Tensor, layout: Layout | None) -> Tensor:
         return tensor.detach()
     detached = tensor.detach()
     assert isinstance(detached, DTensor)
-    whole = detached.full_tensor()
-    if layout is None or layout.dim is None or not layout.is_in_rank_order:
-        return whole
-    return in_packs(whole, layout.dim, layout.packs, tensor.device_mesh.size())
+    size = tensor.device_mesh.size()
+    if layout is None or layout.dim is None or not layout.is_in_rank_order(size):
+        return detached.full_tensor()
+    count = tensor.shape[layout.dim]
+    if not layout.is_even(count, size):  # DTensor would take the parts of a plain shard for granted
+        longest = padded(local_of(detached), layout.dim, layout.local_size(count, size, 0))
+        detached = DTensor.from_local(longest, tensor.device_mesh, tensor.placements, run_check=False)
+    return in_packs(detached.full_tensor(), layout.dim, layout.packs, size)
 
 
 def to_stock_order(
@@ -37,7 +41,7 @@ def to_stock_order(
     """A hook on `state_dict`: whole tensors in the stock order, as replicated DTensors."""
     for leaf, layout in packs.items():
         held = state.get(prefix + leaf)
-        if layout.is_in_rank_order and isinstance(held, DTensor) and not held.is_meta:
+        if layout.is_in_rank_order(axis.size) and isinstance(held, DTensor) and not held.is_meta:
             with torch.no_grad():
                 whole = whole_of(held, layout)
             state[prefix + leaf] = DTensor.from_local(whole, held.device_mesh, [Replicate()], run_check=False)
@@ -49,7 +53,7 @@ def from_stock_order(
     """A hook on `load_state_dict`: this rank's part of what `to_stock_order` wrote."""
     for leaf, layout in packs.items():
         held, parameter = state.get(prefix + leaf), getattr(module, leaf)
-        if not layout.is_in_rank_order or held is None or layout.dim is None:
+        if not layout.is_in_rank_order(axis.size) or held is None or layout.dim is None:
             continue
         replicated = not isinstance(held, DTensor) or all(p.is_replicate() for p in held.placements)
         if replicated and isinstance(parameter, DTensor) and held.shape == parameter.shape:

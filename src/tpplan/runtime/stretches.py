@@ -20,23 +20,54 @@ def taken(tensor: Tensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """`tensor` with zeros at the end of `dim`, up to `length`."""
+    missing = length - tensor.shape[dim]
+    return tensor if not missing else torch.cat([tensor, _zeros(tensor, dim, missing)], dim)
+
+
 def in_ranks(tensor: Tensor, dim: int, packs: tuple[Pack, ...], size: int) -> Tensor:
-    """A whole tensor with what each of `size` ranks holds together, rank after rank."""
-    return taken(tensor, dim, _rank_order(packs, size))
+    """A whole tensor with what each of `size` ranks holds together, rank after rank, padded to the longest part."""
+    parts: list[Tensor] = []
+    for held in _by_rank(packs, size):
+        parts += [tensor.narrow(dim, start, length) for start, length in held]
+        missing = _longest(packs, size) - sum(length for _, length in held)
+        if missing:
+            parts.append(_zeros(tensor, dim, missing))
+    return torch.cat(parts, dim)
 
 
 def in_packs(tensor: Tensor, dim: int, packs: tuple[Pack, ...], size: int) -> Tensor:
-    """The inverse of `in_ranks`: a concatenation of the ranks' parts in the order of the packs."""
-    order = _rank_order(packs, size)
+    """The inverse of `in_ranks`: the ranks' padded parts, one after the other, as the packs without the padding."""
     places: dict[int, tuple[int, int]] = {}
-    offset = 0
-    for start, length in order:
-        places[start] = (offset, length)
-        offset += length
-    return taken(tensor, dim, [places[start] for start in sorted(places)])
+    for rank, held in enumerate(_by_rank(packs, size)):
+        offset = rank * _longest(packs, size)
+        for start, length in held:
+            if length:
+                places[start] = (offset, length)
+            offset += length
+    return taken(tensor, dim, _merged([places[start] for start in sorted(places)]))
 
 
-def _rank_order(packs: tuple[Pack, ...], size: int) -> list[tuple[int, int]]:
+def _by_rank(packs: tuple[Pack, ...], size: int) -> list[list[tuple[int, int]]]:
     layout = Layout("S", "S", 0, packs=packs)
     whole = sum(pack.size for pack in packs)
-    return [held for rank in range(size) for held in layout.intervals(whole, size, rank)]
+    return [layout.intervals(whole, size, rank) for rank in range(size)]
+
+
+def _longest(packs: tuple[Pack, ...], size: int) -> int:
+    return sum(pack.local(size, 0) for pack in packs)
+
+
+def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The intervals with those that touch made one."""
+    found: list[tuple[int, int]] = []
+    for start, length in intervals:
+        if found and sum(found[-1]) == start:
+            start, length = found[-1][0], found.pop()[1] + length
+        found.append((start, length))
+    return found
+
+
+def _zeros(tensor: Tensor, dim: int, length: int) -> Tensor:
+    return tensor.new_zeros((*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]))

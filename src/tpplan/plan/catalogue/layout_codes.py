@@ -32,11 +32,12 @@ modules:
         code="TP102",
         name="not-divisible",
         severity=Severity.ERROR,
-        summary="A size isn't divisible by the size of the axis.",
+        summary="What a style or `local` counts can't be shared by the ranks.",
         explanation="""
-The dim that the style splits has to be shared out evenly: every rank runs the same program on shards of the same
-size. Use a number of ranks that divides it, or leave the module `replicate`. A vocabulary can be padded in the
-model's config.
+Features and vocabularies need not be divisible by the size of the axis: the last ranks then hold fewer, or none, as
+with `torch.chunk`. Heads can't be cut, so features that the model views as heads have to be divisible, and there have
+to be as many features as ranks. Use a number of ranks that divides the heads, or leave the module `replicate`. An
+attribute that `local` names has to be an integer of the module.
 """,
         bad="$ tpplan validate llama --model hf:llama --tp 3",
         good="$ tpplan validate llama --model hf:llama --tp 4",

@@ -136,9 +136,12 @@ model(inputs_embeds=embeddings)
         severity=Severity.ERROR,
         summary="A call's sequence can't be split evenly over the axis.",
         explanation="""
-Under sequence parallelism each rank holds an equal part of the sequence between the blocks. Pad the sequence to a
-multiple of the axis's size. For decoding, whose sequence has a length of 1, parallelize with a plan without
-`sequence` styles.
+Under sequence parallelism each rank holds an equal part of the sequence between the blocks. A call whose sequence the
+axis doesn't divide, such as a token in decoding, runs by a second program, compiled from the same plan with all
+sequences whole. This code is left for calls of which that can't be said: the model's own tensors don't show the length
+of the sequence (it's made in the body, as of the patches of an image), a module inside the model is called by itself,
+or the plan can't be compiled without `sequence`. Pad the sequence to a multiple of the axis's size there, or
+parallelize with a plan without `sequence` styles.
 """,
     ),
     Entry(

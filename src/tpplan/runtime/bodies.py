@@ -1,0 +1,247 @@
+"""Bodies: what each module of a model needs at run time, by a program.
+
+in:  the model's modules, a program, this rank's view of the axis
+out: `Prepared` modules: their `ModuleRuntime`, and the attributes that hold a local count
+
+Nothing is changed here: `lower` puts it into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import own_parameters
+from tpplan.compiler.capture import argument_names
+from tpplan.compiler.layout import PARTIAL, Layout
+from tpplan.compiler.program import KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.replay import Replay
+from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
+from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_class
+from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader
+from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
+from tpplan.runtime.reshard import CallContext, Move, make_reshard
+from tpplan.runtime.split_norm import split_norm_body
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A module that a program makes something of.
+
+    Attributes:
+        module: the module.
+        style: the plan's style of it.
+        runtime: what it needs at run time.
+        attributes: the integer attributes that count what this rank holds, with their values.
+    """
+
+    module: nn.Module
+    style: str | None
+    runtime: ModuleRuntime
+    attributes: tuple[tuple[str, int], ...] = ()
+
+
+def prepare(
+    modules: dict[str, nn.Module],
+    program: Program,
+    axis: Communicator,
+    device: torch.device,
+    stock: Mapping[str, nn.Module],
+) -> tuple[Prepared, ...]:
+    """What `program` makes of `modules`.
+
+    Args:
+        modules: of the stock or the lowered model, by qualified name.
+        program: what to do.
+        axis: the ranks.
+        device: where the model runs.
+        stock: the stock modules without their numbers, by qualified name; those whose bodies run from their records
+            are looked up.
+    """
+    placements = {name: placement for placement in program.parameters for name in placement.names}
+    handed_out = HandedOut(axis)
+    readers = _readers(modules, program, handed_out)
+    context = CallContext()
+    opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
+    random = _randomness(program, axis, device)
+    uses = active_uses(program, device)
+    found: list[Prepared] = []
+    for spec in _with_kernels(program, uses, modules):
+        module = modules[spec.name]
+        is_root = spec.name == ""
+        use = uses.get(spec.name)
+        left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
+        body = without_bias(spec.transposed, module) if left else None
+        runtime = ModuleRuntime(
+            label=_label(spec, placements, use),
+            axis=axis,
+            entries=tuple(s for r in spec.entries for s in _entries(module, r, axis, context)),
+            exits=tuple(s for r in spec.exits for s in _exits(spec, r, axis, context)),
+            reads=tuple((*_owner(modules, n), read) for n, read in _reads(spec, placements, readers, handed_out)),
+            random=random.get(spec.random),
+            handed_out=handed_out if is_root else None,
+            opened=opened if is_root else (),
+            context=context if is_root and (program.flattens_batch or program.replays) else None,
+            transposed=spec.transposed,
+            shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
+            body=_replaced(spec, module, stock, placements, axis, context)
+            or (body if use is None else body_of(use, module, modules)),
+            bias_elsewhere=left,
+            first_row=_first_row(spec, placements, axis),
+            packs=_packs(module, spec.name, placements),
+        )
+        local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
+        found.append(Prepared(module, spec.style, runtime, local))
+    return tuple(found)
+
+
+def _reads(
+    spec: ModuleProgram,
+    placements: dict[str, ParameterPlacement],
+    readers: dict[str, Callable[[Tensor], Tensor]],
+    handed_out: HandedOut,
+) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """How a body reads its parameters: all features of a replicated one, but where it works on a part of these."""
+    if spec.split_norm is None:
+        return [(name, readers[name]) for name in spec.reads]
+    layout, summed = replace(spec.split_norm.layout, dim=0), SummedReader(handed_out)
+    return [(name, PartReader(summed, layout, placements[name].shape, handed_out.axis)) for name in spec.reads]
+
+
+def _replaced(
+    spec: ModuleProgram,
+    module: nn.Module,
+    stock: Mapping[str, nn.Module],
+    placements: dict[str, ParameterPlacement],
+    axis: Communicator,
+    context: CallContext,
+) -> Body | None:
+    """What the program has in place of the module's own body, kernels apart."""
+    if spec.split_norm is not None:
+        return split_norm_body(spec.split_norm, module, _step(spec.inner[-1], axis, False, context), axis.size)
+    if spec.recorded is None:
+        return None
+    prefix = f"{spec.name}." if spec.name else ""
+    own = {name.removeprefix(prefix): held.layout for name, held in placements.items() if name.startswith(prefix)}
+    replay = Replay(stock[spec.name], spec.recorded, own, axis.size, axis.rank, lambda: context.batch)
+    return lambda stock, args, kwargs: replay(module, args, kwargs)
+
+
+def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[str, nn.Module]) -> list[ModuleProgram]:
+    """The modules to swap: those of the program, and those whose body alone is replaced."""
+    known = {spec.name: spec for spec in program.modules}
+    found = list(program.modules)
+    for name, use in uses.items():
+        if name not in known:
+            found.append(ModuleProgram(name, type(modules[name]).__name__, None, "inferred", calls=1))
+        if use.kind == "bias_gelu":
+            place = next(i for i, spec in enumerate(found) if spec.name == name)
+            found[place] = replace(found[place], reads=(*found[place].reads, f"{use.parts[0]}.bias"))
+    return found
+
+
+def _randomness(
+    program: Program, axis: Communicator, device: torch.device
+) -> dict[str | None, SplitRandomness | ReplicatedRandomness]:
+    """The contexts that modules draw random numbers in, by kind; none are needed where nothing is split."""
+    if all(spec.random != "split" for spec in program.modules):
+        return {}
+    split = SplitRandomness(axis, device)
+    return {"split": split, "same": split.replicated()}
+
+
+def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacement]) -> dict[str, Layout]:
+    prefix = f"{name}." if name else ""
+    held = {leaf: placements.get(f"{prefix}{leaf}") for leaf in own_parameters(module)}
+    return {leaf: found.layout for leaf, found in held.items() if found is not None and found.layout.packs}
+
+
+def _first_row(spec: ModuleProgram, placements: dict[str, ParameterPlacement], axis: Communicator) -> int:
+    """Of a table split by rows, the first that this rank holds; 0 for other modules."""
+    if spec.style != "vocab":
+        return 0
+    table = placements[spec.reads[0]]
+    ((start, _),) = table.layout.intervals(table.shape[0], axis.size, axis.rank)
+    return start
+
+
+def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return modules[owner], leaf
+
+
+def _readers(
+    modules: dict[str, nn.Module], program: Program, handed_out: HandedOut
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """How to read each parameter, by each of its names."""
+    summed = SummedReader(handed_out)
+    members: dict[str, list[tuple[nn.Module, str]]] = {}
+    for placement in program.parameters:
+        if not placement.summed:
+            members.setdefault(_block(modules, placement.name), []).append(_owner(modules, placement.name))
+    blocks = {block: BlockReader(handed_out, held) for block, held in members.items()}
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    for placement in program.parameters:
+        read = summed if placement.summed else blocks[_block(modules, placement.name)]
+        if placement.layout.has_replicas:
+            read = PartReader(summed, placement.layout, placement.shape, handed_out.axis)
+        if placement.layout == PARTIAL:
+            read = OnceReader(read, handed_out.axis)
+        found |= dict.fromkeys(placement.names, read)
+    return found
+
+
+def _block(modules: dict[str, nn.Module], name: str) -> str:
+    """The outermost element of a list of modules that holds a parameter; its own module where there is none."""
+    *path, _ = name.split(".")
+    for depth in range(1, len(path)):
+        if isinstance(modules[".".join(path[:depth])], (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            return ".".join(path[: depth + 1])
+    return ".".join(path)
+
+
+def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: CallContext) -> list[EntryStep]:
+    names = argument_names(stock_class(module).forward)
+    step = _step(reshard, axis, False, context)
+    steps: list[EntryStep] = []
+    for name, *inner in (reshard.path, *reshard.aliases):
+        text = str(name)
+        if text.startswith("*"):
+            position: int | None = int(text[1:])
+        else:
+            position = names.index(text) if text in names else None
+        steps.append(EntryStep(text, position, tuple(inner), step))
+    return steps
+
+
+def _exits(spec: ModuleProgram, reshard: Reshard, axis: Communicator, context: CallContext) -> list[ExitStep]:
+    fresh = spec.style in ("rowwise", "vocab")
+    step = _step(reshard, axis, fresh, context)
+    return [ExitStep(path, step) for path in (reshard.path, *reshard.aliases)]
+
+
+def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext) -> Move:
+    ways = (reshard.forward, reshard.backward)
+    return make_reshard(reshard.source, reshard.target, *ways, axis, fresh, context, reshard.shape)
+
+
+def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:
+    parts = [f"kernel={use.kind}"] if use is not None else []
+    for name in spec.reads:
+        layout: Layout = placements[name].layout
+        if layout.is_sharded:
+            parts.append(f"{name.rpartition('.')[2]}={layout}")
+    parts += [f"{_shown(r)}: {r.source} -> {r.target}" for r in (*spec.entries, *spec.inner)]
+    parts += [f"result: {r.source} -> {r.target}" for r in spec.exits]
+    return ", ".join(parts)
+
+
+def _shown(reshard: Reshard) -> str:
+    return ".".join(str(part) for part in reshard.path)
+
+
+__all__ = ["Prepared", "prepare"]

@@ -1,0 +1,127 @@
+"""Sizes that the axis doesn't divide: what each rank gets, which ranks are checked, and what can't be shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshards, x_BSH
+from tests.models.uneven import GATED, MLP, Gated
+from tpplan.compiler import check as check_module
+from tpplan.compiler import pipeline
+from tpplan.compiler.check import CheckInput, Mismatch, check, different_ranks
+from tpplan.compiler.program import LocalAttribute
+from tpplan.report.program import render_program
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The ranks whose shapes each check of a compilation ran on."""
+    found: list[list[int]] = []
+
+    def spying(given: CheckInput, *more: Any) -> Mismatch | None:
+        found.append(different_ranks(given))
+        return check(given, *more)
+
+    monkeypatch.setattr(pipeline, "check", spying)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("features", "tp", "kinds"),
+    [(32, 4, [0]), (107, 2, [0, 1]), (107, 4, [0, 3]), (6, 4, [0, 3]), (9, 4, [0, 3]), (13, 8, [0, 6, 7])],
+)
+def test_each_kind_of_rank_is_checked_once(features: int, tp: int, kinds: list[int], ranks: list[list[int]]) -> None:
+    program = compiled(Mlp(intermediate=features), MLP, tp=tp)
+    assert ranks == [kinds]
+    assert not program.diagnostics
+    assert reshards(program) == reshards(compiled(Mlp(intermediate=32), MLP, tp=tp))
+
+
+def test_parameters_tell_what_each_rank_stores() -> None:
+    up = next(p for p in compiled(Mlp(intermediate=13), MLP, tp=8).parameters if p.name == "up.weight")
+    assert [up.stored_shape(8, rank)[0] for rank in range(8)] == [2, 2, 2, 2, 2, 2, 1, 0]
+    assert up.local_shape == (2, HIDDEN)
+
+
+def test_a_count_becomes_local_on_each_rank() -> None:
+    program = compiled(Gated(107, remembers=True), GATED, tp=4)
+    (found,) = (module.local_attributes for module in program.modules if module.local_attributes)
+    assert found == (LocalAttribute("features", 107, 27, (27, 27, 27, 26)),)
+    assert [found[0].on(rank) for rank in range(4)] == [27, 27, 27, 26]
+    assert tpplan.Program.from_dict(program.to_dict()) == program
+
+
+def test_a_plan_may_name_a_count_that_the_axis_does_not_divide() -> None:
+    model = nn.Sequential(Gated(107, remembers=True))
+    rules = {f"0.{name}": rule for name, rule in GATED.items()}
+    program = compiled(model, {**rules, "0": {"style": "replicate", "local": ["features"]}})
+    (found,) = (module.local_attributes for module in program.modules if module.local_attributes)
+    assert found == (LocalAttribute("features", 107, 54, (54, 53)),)
+
+
+def test_a_literal_in_the_body_is_seen() -> None:
+    class Literal(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).view(*x.shape[:2], 107).relu())
+
+    program = compiled(Literal(intermediate=107), MLP)
+    assert "up (): S(2) -> R" in reshards(program)
+    assert [d.code for d in program.diagnostics] == ["TP104", "TP105"]
+
+
+def test_a_literal_that_fits_the_first_rank_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Literal(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return self.down(h[..., :54].sigmoid() if h.shape[-1] < 54 else h.relu())
+
+    assert "up (): S(2) -> R" in reshards(compiled(Literal(intermediate=107), MLP))
+    monkeypatch.setattr(check_module, "different_ranks", lambda given: [0])
+    assert "up (): S(2) -> R" not in reshards(compiled(Literal(intermediate=107), MLP))
+
+
+def test_views_that_cut_an_uneven_dim_are_refused_or_gathered() -> None:
+    """9 entries of 3 features are 5|4 entries, but 27 features are 14|13."""
+
+    class Cut(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu().view(-1, 9, 3).cos().view(*x.shape[:2], -1))
+
+    with pytest.raises(tpplan.CompileError) as raised:
+        compiled(Cut(intermediate=27), MLP)
+    assert codes(raised.value)[0] == "TP102"
+
+
+@pytest.mark.parametrize("rule", ["colwise", {"style": "colwise", "packed": {"a": 3, "b": 30}}])
+def test_fewer_features_than_ranks_are_refused(rule: Any) -> None:
+    features = 3 if rule == "colwise" else 33
+    with pytest.raises(tpplan.CompileError) as raised:
+        compiled(Mlp(intermediate=features), {"up": rule}, tp=4)
+    assert codes(raised.value) == ["TP102"]
+    assert "has 3 features for 4 ranks" in str(raised.value)
+
+
+def test_heads_are_not_cut() -> None:
+    with pytest.raises(tpplan.CompileError) as raised:
+        compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=3)
+    assert set(codes(raised.value)) == {"TP102"}
+    assert "4 heads, which 3 ranks can't share evenly" in str(raised.value)
+
+
+def test_an_odd_vocabulary_is_split() -> None:
+    table = nn.Embedding(50257, 4, padding_idx=50256, device="meta")
+    program = compiled(nn.Sequential(table), {"0": "vocab"}, torch.zeros(3, 12, dtype=torch.long), tp=4)
+    assert [program.parameters[0].stored_shape(4, rank)[0] for rank in range(4)] == [12565, 12565, 12565, 12562]
+
+
+def test_explain_shows_what_differs_between_ranks() -> None:
+    text = render_program(compiled(Gated(107, remembers=True), GATED, x_BSH(), tp=4))
+    assert "(214, 16) → (54|52, 16)" in text
+    assert "features 107 → 27|26" in text
+    assert "a|b: what the ranks hold, where it differs" in text
+    assert "a|b" not in render_program(compiled(Mlp(), MLP))
