@@ -122,15 +122,20 @@ class CallGuard:
 
         Which dims are sequences shows in the example. Of tensors that it doesn't have, it's dim 1 as in all others.
         """
-        size = self._main.program.size
         names = [*self._names, *(f"*{i}" for i in range(len(self._names), len(arguments)))]
-        for path, tensor in tensors_in({**dict(zip(names, arguments, strict=False)), **keywords}):
-            dims = self._sequence_dims.get(path)
-            if dims is None:
-                dims = (1,) if tensor.dim() in (2, 3) else ()
-            if any(dim < tensor.dim() and tensor.shape[dim] % size for dim in dims):
+        for name, held in (*zip(names, arguments, strict=False), *keywords.items()):
+            if held is None or type(held) in (bool, int, float, str):
+                continue
+            if any(self._has_odd_dim(path, tensor) for path, tensor in tensors_in(held, (name,))):
                 return True
         return False
+
+    def _has_odd_dim(self, path: Path, tensor: Tensor) -> bool:
+        dims = self._sequence_dims.get(path)
+        if dims is None:
+            dims = (1,) if tensor.dim() in (2, 3) else ()
+        size = self._main.program.size
+        return any(dim < tensor.dim() and tensor.shape[dim] % size for dim in dims)
 
     def _with_whole_sequences(self) -> _Proof:
         """The second program; compiled, and compared between the ranks, when it's first asked for."""
