@@ -160,6 +160,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": _causal("starcoder2", **_GROUPED, residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0),
     "glm4": _causal("glm4", **_GROUPED, head_dim=12, partial_rotary_factor=0.5),
     "granite": _causal("granite", **_GROUPED),
+    "gpt_oss": _causal("gpt_oss", **_GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": _causal("olmoe", num_key_value_heads=4, num_experts=4, num_experts_per_tok=2),
     "granitemoe": _causal("granitemoe", **_GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": _causal(
         "deepseek_v3", **_EXPERTS, num_key_value_heads=8, n_routed_experts=4, n_group=2, topk_group=1, q_lora_rank=20,

@@ -30,6 +30,8 @@ from tpplan.compiler.trace import Reference
 
 VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
+REPEAT = "aten.repeat.default"
+GATHER = "aten.gather.default"
 _LARGEST = 1 << 22
 _REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
 
@@ -76,6 +78,12 @@ def results(
         start = node.arguments[2] if len(node.arguments) > 2 else 0
         start = max(0, (start or 0) + (shape[held.dim] if (start or 0) < 0 else 0))
         return _taken(held, [start], [length], size) if step == 1 else "takes every so many entries of a packed dim"
+    if node.name == GATHER:
+        # Every rank looks up its own entries in its own part.
+        alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
+        return (held,) if alike else "looks entries up that other ranks hold"
+    if node.name == REPEAT:
+        return _repeated(node, shape, held, size, batch)
     if node.name == "aten.expand.default" and _repeats(values, number, node, held):
         return (replace(held, spread=held.packs[0].replicas),)
     return _alike(node, values, dict(split), layouts, ask)
@@ -120,6 +128,20 @@ def _taken(held: Layout, starts: Iterable[int], lengths: Iterable[int], size: in
         everywhere = all(p.replicas == size for p in inside)
         found.append(REPLICATED_PARTIAL if everywhere else packed(held.dim, inside))
     return tuple(found)
+
+
+def _repeated(node: OperationNode, shape: tuple[int, ...], held: Layout, size: int, batch: int) -> Layouts | str:
+    """A tensor several times, one after the other: along the sharded dim each time is a stretch of its own."""
+    assert held.dim is not None
+    times: Sequence[int] = node.arguments[1]
+    dim = held.dim + len(times) - len(shape)
+    if times[dim] == 1:
+        return (replace(held, dim=dim),)
+    if not held.is_plain or held.interleave != 1 or not held.is_even(shape[held.dim], size):
+        return "repeats a dim that is packed, or that the ranks can't share evenly"
+    if times[dim] == batch and dim == 0:
+        return (sharded(0, interleave=batch),)
+    return (packed(dim, [Pack(shape[held.dim])] * times[dim]),)
 
 
 def _repeats(values: Sequence[LocalValue], number: int, node: OperationNode, held: Layout) -> bool:
@@ -292,4 +314,4 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
     return mine.reshape(-1)
 
 
-__all__ = ["SPLITS", "VIEWS", "concerns", "results", "viewed"]
+__all__ = ["GATHER", "REPEAT", "SPLITS", "VIEWS", "concerns", "results", "viewed"]

@@ -149,8 +149,11 @@ class Propagator:
         if node.name in _REPEATS and (len(before) != len(after.shape) or whole_gradient):
             return []
         parameter = frozenset(i for i, _ in operands if values[i].parameter is not None and values[i].differentiable)
-        grown = [d for d, n in enumerate(after.shape) if n in self.heads and (not before or before[d] == 1)]
-        return [Outcome((sharded(d),), partial_parameters=parameter) for d in grown]
+        grown = [sharded(d) for d, n in enumerate(after.shape) if n in self.heads and (not before or before[d] == 1)]
+        rows = after.shape[0] if after.shape and self.batch > 1 and (not before or before[0] == 1) else 0
+        if rows in {self.batch * n for n in self.heads}:
+            grown.append(sharded(0, interleave=self.batch))
+        return [Outcome((held,), partial_parameters=parameter) for held in grown]
 
     def _forward(
         self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
@@ -183,7 +186,11 @@ class Propagator:
         operands = tuple(layouts.items())
         if isinstance(known, str):
             kind, _, reason = known.partition(":")
-            if node.name in packed.VIEWS or packed.every_so_many(node, values, layouts):
+            if (
+                node.name in packed.VIEWS
+                or node.name in (packed.REPEAT, packed.GATHER)
+                or packed.every_so_many(node, values, layouts)
+            ):
                 retried = self._packed(node, values, layouts)
                 return Refusal(kind, reason, operands) if isinstance(retried, Refusal) else retried
             return Refusal(kind, reason, operands)

@@ -12,7 +12,7 @@ The rules are the compiler's own propagator's. Nothing is known here of names or
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -92,6 +92,7 @@ class _Walk:
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
         self.whole_inputs: set[str] = set()
         self.norms: dict[int, bool] = {}
+        self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
         self.addends = {
@@ -184,6 +185,8 @@ class _Walk:
         if given in self.poisoned:
             self.found.starved[name] = self.sources.get(given, _NONE)
             self.found.read |= self.found.starved[name]
+            if self.calls[name] > 1:  # what it makes of another value may meet this
+                self._poison([made], self.found.starved[name])
             return True
         if name in self.found.rows:
             self.found.mixed.add(name)
