@@ -92,6 +92,7 @@ class _Walk:
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
         self.whole_inputs: set[str] = set()
         self.norms: dict[int, bool] = {}
+        self.normed: set[int] = set()  # split values that come out of a norm
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
@@ -133,13 +134,14 @@ class _Walk:
             self.norms[id(region)] = isinstance(recognise(region), Norm)
         if self.norms[id(region)]:
             self._copy(given, made)
+            self.normed.add(made)
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
         for held in (self.layouts, self.sources):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
-        for marked in (self.dynamic, self.poisoned):
+        for marked in (self.dynamic, self.poisoned, self.normed):
             if source in marked:
                 marked.add(target)
 
@@ -177,6 +179,12 @@ class _Walk:
     def _contract(self, name: str, given: int, made: int, made_dim: int, given_dim: int) -> bool:
         self.dynamic |= {made} if given in self.dynamic else set()
         held = self.layouts.get(given)
+        if held is not None and held.dim == given_dim and given in self.normed:
+            # To sum the statistics, and the products as well, would cost more than to keep the first layer whole.
+            for column in self.sources[given]:
+                self.found.refused.setdefault(column, f"a norm stands between it and `{name}`")
+            self._poison([made], self.sources[given])
+            return True
         if held is not None and held.dim == given_dim:
             self._row(name, held, self.sources[given])
             return True
