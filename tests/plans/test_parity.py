@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import tpplan
 from tests.models.tiny import ARCHITECTURES, tiny_model
 from tests.plans.parity import PLANS, assert_same_run, run, tolerance, whole
+from tests.plans.test_families import FAMILIES, WITHOUT_SEQUENCE
 from tests.runtime.world import Member, world
 
 pytestmark = pytest.mark.processes
@@ -21,8 +22,9 @@ ON_FOUR_RANKS = ("llama", "bert", "torch_transformer")
 
 def test_every_shipped_plan_is_tested() -> None:
     shipped = {path.stem.removesuffix("-sequence") for path in PLANS.glob("*.yaml")}
-    assert shipped == set(ARCHITECTURES)
-    assert all((PLANS / f"{name}-sequence.yaml").exists() for name in ARCHITECTURES)
+    assert shipped == {*ARCHITECTURES, *FAMILIES}
+    both = {*ARCHITECTURES, *FAMILIES} - {*WITHOUT_SEQUENCE}
+    assert all((PLANS / f"{name}-sequence.yaml").exists() for name in both)
 
 
 @pytest.mark.parametrize("style", ["tp", "sequence"])

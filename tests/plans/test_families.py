@@ -1,0 +1,40 @@
+"""The plans for further families of models, on the tiny configurations of the zoo: outputs and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tpplan
+from tests.plans.parity import PLANS
+from tests.zoo.architectures import build
+
+FAMILIES = (
+    "bart", "bloom", "clip", "cohere", "deberta-v2", "deepseek_v3", "electra", "gemma", "gemma2", "gemma3_text", "glm4",
+    "gpt_neo", "gpt_oss", "gptj", "granite", "granitemoe", "mixtral", "mpt", "olmo2", "olmoe", "phi", "qwen2_moe",
+    "qwen3_moe", "siglip", "stablelm", "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
+)  # fmt: skip
+WITHOUT_SEQUENCE = ("vit",)  # an image's patches and the class token are an odd number
+
+CASES = [
+    (f"{name}{style}", size)
+    for name in FAMILIES
+    for style in ("", "-sequence")
+    for size in (2, 4)
+    if not (style and name in WITHOUT_SEQUENCE)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "size"), CASES)
+def test_a_plan_computes_what_the_stock_model_computes(plan: str, size: int) -> None:
+    model, inputs = build(plan.removesuffix("-sequence"))
+    report = tpplan.verify(model, PLANS / f"{plan}.yaml", size, inputs, dtype=torch.float32)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmo2", "torch_encoder"])
+def test_a_family_of_each_kind(name: str) -> None:
+    model, inputs = build(name)
+    report = tpplan.verify(model, PLANS / f"{name}.yaml", 2, inputs, dtype=torch.float32)
+    assert report.ok, report.problems
