@@ -1,7 +1,7 @@
 """The plans for further families of models, on the tiny configurations of the zoo: outputs and every gradient.
 
-Each is tried alone on two ranks and with its sequence-parallel form on four; the zoo has suggestions that say the same in
-the other two settings.
+Each is tried by itself on two ranks, and in its sequence-parallel form on four; the zoo has suggestions that say the
+same in the other two settings.
 """
 
 from __future__ import annotations

@@ -57,6 +57,8 @@ def results(
         ask: DTensor's rules, for layouts that are plain.
     """
     split = [(number, held) for number, held in layouts.items() if held.is_sharded]
+    if not split:
+        return "needs values that other ranks hold"
     number, held = split[0]
     assert held.dim is not None
     shape = values[number].shape

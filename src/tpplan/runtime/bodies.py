@@ -162,7 +162,7 @@ def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacemen
 
 def _first_row(spec: ModuleProgram, placements: dict[str, ParameterPlacement], axis: Communicator) -> int:
     """Of a table split by rows, the first that this rank holds; 0 for other modules."""
-    if spec.style != "vocab":
+    if spec.style != "vocab" or not spec.reads:  # a table that the example doesn't call isn't read
         return 0
     table = placements[spec.reads[0]]
     ((start, _),) = table.layout.intervals(table.shape[0], axis.size, axis.rank)
