@@ -235,6 +235,8 @@ def _difference(ours: Program, other: Program) -> str:
         known = mine.get(module.name)
         if known is None or _moves(known) != _moves(module) or known.local_attributes != module.local_attributes:
             return f"`{module.name or 'the model'}` needs other reshards for it"
+        if (known.recorded is None) != (module.recorded is None) or known.split_norm != module.split_norm:
+            return f"`{module.name or 'the model'}` needs another body for it"
     summed = {p.name for p in other.summed_parameters} ^ {p.name for p in ours.summed_parameters}
     if summed:
         return f"the gradient of `{min(summed)}` is summed in one case only"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import tpplan
 from tpplan.compat import fake_process_group
 from tpplan.compiler import replay
-from tpplan.compiler.program import Program
+from tpplan.compiler.layout import REPLICATED
+from tpplan.compiler.program import Program, RecordedBody
 from tpplan.parity import verify_program
 
 WIDTH, HEADS, LENGTH = 16, 4, 6
@@ -121,6 +122,18 @@ def test_a_new_geometry_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> Non
         for length in (4, 5, 4):
             sharded(torch.randn(3, length, WIDTH, requires_grad=True))
         assert len(recorded) == 1
+
+
+def test_a_tensor_in_two_places_is_another_geometry_than_two_tensors() -> None:
+    with torch.device("meta"):
+        attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    whole = tuple(((name,), REPLICATED) for name in ("query", "key", "value"))
+    body = RecordedBody(whole, (), (((0,), REPLICATED), ((1,), REPLICATED)))
+    run = replay.Replay(attention, body, {}, 2, 0, lambda: 3)
+    stock = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    x, y = (torch.randn(3, LENGTH, WIDTH, requires_grad=True) for _ in range(2))
+    for arguments in ((x, x, x), (x, y, y), (x, x, x)):
+        torch.testing.assert_close(run(stock, arguments, {})[0], stock(*arguments)[0], rtol=0, atol=1e-5)
 
 
 class TakesAnObject(nn.Module):

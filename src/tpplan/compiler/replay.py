@@ -74,7 +74,7 @@ class Replay:
             ReplayError: the body can't be recorded on such arguments, or its operations can't run on shards.
         """
         batch = self._batch()
-        key = (_geometry(args), _geometry(kwargs), module.training, torch.is_grad_enabled(), batch)
+        key = (_geometry((args, kwargs), {}), module.training, torch.is_grad_enabled(), batch)
         script = self._scripts.get(key)
         first = script is None
         if script is None:
@@ -254,13 +254,14 @@ def _referred(held: Any, recorder: Recorder, instead: Mapping[int, int] | None =
     raise ReplayError(f"the body passes on an object of class `{type(held).__name__}`")
 
 
-def _geometry(held: Any) -> object:
+def _geometry(held: Any, seen: dict[int, int]) -> object:
+    """What a record depends on; also which places hold one and the same tensor, as attention looks at that."""
     if isinstance(held, Tensor):
-        return (tuple(held.shape), held.dtype, held.requires_grad)
+        return (tuple(held.shape), held.dtype, held.requires_grad, seen.setdefault(id(held), len(seen)))
     if type(held) is tuple:
-        return tuple(map(_geometry, held))  # pyright: ignore
+        return tuple(_geometry(item, seen) for item in held)  # pyright: ignore
     if type(held) is dict:
-        return tuple((name, _geometry(item)) for name, item in held.items())  # pyright: ignore
+        return tuple((name, _geometry(item, seen)) for name, item in held.items())  # pyright: ignore
     if isinstance(held, _PLAIN):
         return (type(held).__name__, held)
     raise ReplayError(f"the body takes an object of class `{type(held).__name__}`")
