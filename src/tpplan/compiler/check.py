@@ -26,10 +26,10 @@ from tpplan.compiler.assign import Assignment, PlacedReshard
 from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import BodyError, Capture, record
 from tpplan.compiler.layout import REPLICATED, Layout, Pack
-from tpplan.compiler.packed import SPLITS
+from tpplan.compiler.packed import PICKS, SPLITS, picked_dim
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.recorder import Recorder
-from tpplan.compiler.region import Instance
+from tpplan.compiler.region import Instance, picks_of
 from tpplan.compiler.replay import Replay, recorded_body
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
@@ -409,7 +409,7 @@ def _compare_operation(
     if found is not None:
         return found
     for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
-        if not _same_numbers(given.trace.values[mine], values[its]):
+        if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant that has other numbers")
     if not _same_scalars(given, ours, theirs):
         mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
@@ -434,10 +434,23 @@ def _compare_shapes(
     return None
 
 
-def _same_numbers(ours: Value, theirs: Value) -> bool:
-    if ours.numbers is None or theirs.numbers is None:
-        return True
-    return torch.equal(ours.numbers, theirs.numbers)
+def _same_numbers(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    return ours is None or theirs is None or torch.equal(ours, theirs)
+
+
+def _numbers_on_rank(given: CheckInput, operation: Operation, value: int) -> Tensor | None:
+    """The numbers of a constant; where they pick stretches of a packed dim, as they have to be on a rank."""
+    numbers = given.trace.values[value].numbers
+    picks = picks_of(numbers)
+    layout = given.assignment.layouts.get(operation.inputs[0], REPLICATED)
+    if picks is None or layout.dim is None or not layout.packs or operation.name not in PICKS:
+        return numbers
+    shape = given.trace.values[operation.inputs[0]].shape
+    made = next(o for o in operation.outputs if o is not None)
+    if picked_dim(operation.name, operation.arguments) != layout.dim:
+        return numbers
+    first = _start_on_rank(given, layout, shape[layout.dim], picks[0])
+    return torch.arange(first, first + _promised_shape(given, given.trace.values[made])[layout.dim])
 
 
 def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], failure: str) -> Mismatch:
@@ -475,13 +488,13 @@ def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
         return held
     if not layout.packs:
         return held  # of a dim that is one stretch, a slice of every so many entries begins alike on each rank
-    start, edge, local = held[1] % shape[layout.dim], 0, 0
-    for stretch in layout.packs:
-        if edge < start:
-            edge, local = edge + stretch.size, local + stretch.local(given.size, given.rank)
-    if held[1] < 0:
-        local -= layout.local_size(shape[layout.dim], given.size, given.rank)
-    return (held[0], local)
+    return (held[0], _start_on_rank(given, layout, shape[layout.dim], held[1]))
+
+
+def _start_on_rank(given: CheckInput, layout: Layout, count: int, start: int) -> int:
+    """Where a stretch begins on a rank, counted from the same end."""
+    local = layout.local_start(start, count, given.size, given.rank)
+    return local - layout.local_size(count, given.size, given.rank) if start < 0 else local
 
 
 def _shown(operation: Operation) -> str:

@@ -2,7 +2,7 @@
 
 On the meta device such a tensor has no entries, and torch issues no operation for it, so that a division by
 `torch.tensor(x.shape[1])` would look the same on whole and on local shapes. Their numbers are kept aside, for the check
-to compare.
+to compare. Nor has what torch makes of the list in `x[:, [-2]]`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,18 @@ from torch.overrides import TorchFunctionMode
 from tpplan.compiler.recorder import Recorder
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
+_INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
+
+
+def _index_of(index: Any) -> Any:
+    """An index with tensors for lists of numbers, which torch itself would turn into tensors without entries."""
+    if type(index) is tuple:
+        return tuple(_row(item) for item in index)  # pyright: ignore[reportUnknownVariableType]
+    return _row(index)
+
+
+def _row(item: Any) -> Any:
+    return torch.tensor(item) if type(item) is list and item and all(type(n) is int for n in item) else item  # pyright: ignore
 
 
 class ConstantWatcher(TorchFunctionMode):
@@ -32,6 +44,8 @@ class ConstantWatcher(TorchFunctionMode):
     ) -> Any:
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
+        if func in _INDEXING:
+            args = (args[0], _index_of(args[1]), *args[2:])
         result = func(*args, **keywords)
         position = _POSITION_OF_DATA.get(func)
         if position is not None and isinstance(result, Tensor) and result.is_meta:

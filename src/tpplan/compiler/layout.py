@@ -189,6 +189,15 @@ class Layout:
         """How many of the `count` entries of the sharded dim `rank` holds; no rank holds more than the first."""
         return sum(pack.local(size, rank) for pack in self.stretches(count))
 
+    def local_start(self, start: int, count: int, size: int, rank: int) -> int:
+        """Where a stretch of the packed dim, of `count` entries, that begins at `start` begins on `rank`."""
+        start += count if start < 0 else 0
+        edge = local = 0
+        for pack in self.stretches(count):
+            if edge < start:
+                edge, local = edge + pack.size, local + pack.local(size, rank)
+        return local
+
     def intervals(self, count: int, size: int, rank: int) -> list[tuple[int, int]]:
         """What `rank` holds of the `count` entries of the sharded dim: (start, length), in local order."""
         found: list[tuple[int, int]] = []

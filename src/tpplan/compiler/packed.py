@@ -31,7 +31,9 @@ from tpplan.compiler.trace import Reference
 VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 REPEAT = "aten.repeat.default"
+EXPAND = "aten.expand.default"
 GATHER = "aten.gather.default"
+PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
 _LARGEST = 1 << 22
 _REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
 
@@ -80,13 +82,15 @@ def results(
         start = node.arguments[2] if len(node.arguments) > 2 else 0
         start = max(0, (start or 0) + (shape[held.dim] if (start or 0) < 0 else 0))
         return _taken(held, [start], [length], size) if step == 1 else "takes every so many entries of a packed dim"
+    if node.name in PICKS and picked_dim(node.name, node.arguments) == held.dim:
+        return _picked(node, values, held, shape[held.dim], size)
     if node.name == GATHER:
         # Every rank looks up its own entries in its own part.
         alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
         return (held,) if alike else "looks entries up that other ranks hold"
     if node.name == REPEAT:
         return _repeated(node, shape, held, size, batch)
-    if node.name == "aten.expand.default" and _repeats(values, number, node, held):
+    if node.name == EXPAND and _repeats(values, number, node, held):
         return (replace(held, spread=held.packs[0].replicas),)
     return _alike(node, values, dict(split), layouts, ask)
 
@@ -112,6 +116,31 @@ def _along(node: OperationNode, shape: tuple[int, ...]) -> int:
     position = 1 if node.name == "aten.slice.Tensor" else 2
     dim: int = node.arguments[position] if len(node.arguments) > position else 0
     return dim % len(shape)
+
+
+def picked_dim(name: str, arguments: Sequence[Any]) -> int | None:
+    """The dim of which a single row of numbers picks entries."""
+    if name == "aten.index_select.default":
+        return arguments[1]
+    rows = [dim for dim, index in enumerate(arguments[1]) if index is not None]
+    return rows[0] if len(rows) == 1 else None
+
+
+def picked_stretch(picks: Sequence[int] | None, count: int) -> tuple[int, int] | None:
+    """The stretch, as start and length, of `count` entries that these are, one after the other; None if they aren't."""
+    if not picks:
+        return None
+    start = picks[0] + (count if picks[0] < 0 else 0)
+    return (start, len(picks)) if tuple(picks) == tuple(range(picks[0], picks[0] + len(picks))) else None
+
+
+def _picked(node: OperationNode, values: Sequence[LocalValue], held: Layout, count: int, size: int) -> Layouts | str:
+    """Entries that are picked by numbers that the model's own code holds: a stretch, if they follow one another."""
+    numbers = [i for i in node.inputs[1:] if values[i].picks is not None]
+    stretch = picked_stretch(values[numbers[0]].picks, count) if len(numbers) == 1 else None
+    if stretch is None or not held.packs:
+        return "needs values that other ranks hold"
+    return _taken(held, stretch[:1], stretch[1:], size)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
@@ -316,4 +345,16 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
     return mine.reshape(-1)
 
 
-__all__ = ["GATHER", "REPEAT", "SPLITS", "VIEWS", "concerns", "results", "viewed"]
+__all__ = [
+    "EXPAND",
+    "GATHER",
+    "PICKS",
+    "REPEAT",
+    "SPLITS",
+    "VIEWS",
+    "concerns",
+    "picked_dim",
+    "picked_stretch",
+    "results",
+    "viewed",
+]

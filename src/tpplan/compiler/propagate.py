@@ -25,7 +25,6 @@ from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layo
 from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
 
-_REPEATS = frozenset(("aten.expand.default",))
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
 _FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
@@ -140,13 +139,13 @@ class Propagator:
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
     ) -> list[Outcome]:
         """The ways in which each rank makes what belongs to its own heads, from replicated values or from none."""
-        if (node.name not in _REPEATS and node.name not in _FILLS) or not self.heads:
+        if (node.name != packed.EXPAND and node.name not in _FILLS) or not self.heads:
             return []
         (output,) = (o for o in node.outputs if o is not None)
         after = values[output]
         before = values[operands[0][0]].shape if operands else ()
         whole_gradient = bool(operands) and operands[0][1] == REPLICATED and after.differentiable
-        if node.name in _REPEATS and (len(before) != len(after.shape) or whole_gradient):
+        if node.name == packed.EXPAND and (len(before) != len(after.shape) or whole_gradient):
             return []
         parameter = frozenset(i for i, _ in operands if values[i].parameter is not None and values[i].differentiable)
         grown = [sharded(d) for d, n in enumerate(after.shape) if n in self.heads and (not before or before[d] == 1)]

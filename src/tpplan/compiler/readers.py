@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.dataflow import DataFlow
-from tpplan.compiler.packed import SPLITS, VIEWS
+from tpplan.compiler.packed import PICKS, SPLITS, VIEWS, picked_dim, picked_stretch
+from tpplan.compiler.region import picks_of
 from tpplan.compiler.trace import Frame, Operation
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
@@ -91,12 +92,10 @@ class Readers:
                 if len(parts) > 1:
                     heads = tuple(self._heads(_Dim(o, at.dim, at.unit), n) for o, n in zip(parts, sizes, strict=True))
                     return Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
-            elif operation.name == "aten.slice.Tensor" and _argument(operation, 1, 0) % len(shape) == at.dim:
+            elif (stretch := self._stretch(at, operation)) is not None:
                 (part,) = (o for o in operation.outputs if o is not None)
-                length = self.trace.values[part].shape[at.dim]
-                if length < shape[at.dim] and _argument(operation, 4, 1) == 1:
-                    start = _argument(operation, 2, 0) or 0
-                    start += shape[at.dim] if start < 0 else 0
+                start, length = stretch
+                if length < shape[at.dim]:
                     slices[start] = (length, self._heads(_Dim(part, at.dim, at.unit), length))
                     if sum(n for n, _ in slices.values()) == shape[at.dim]:
                         held = [slices[key] for key in sorted(slices)]
@@ -105,6 +104,20 @@ class Readers:
                 found = self._step(at, frame, operation, whole, depth)
                 if found is not None:
                     return found
+        return None
+
+    def _stretch(self, at: _Dim, operation: Operation) -> tuple[int, int] | None:
+        """The stretch of a dim, as start and length, that an operation takes out of it."""
+        shape = self.trace.values[at.value].shape
+        if operation.inputs[:1] != (at.value,):
+            return None
+        if operation.name == "aten.slice.Tensor" and _argument(operation, 1, 0) % len(shape) == at.dim:
+            start = _argument(operation, 2, 0) or 0
+            made = next(o for o in operation.outputs if o is not None)
+            length = self.trace.values[made].shape[at.dim]
+            return (start + (shape[at.dim] if start < 0 else 0), length) if _argument(operation, 4, 1) == 1 else None
+        if operation.name in PICKS and picked_dim(operation.name, operation.arguments) == at.dim:
+            return picked_stretch(picks_of(self.trace.values[operation.inputs[1]].numbers), shape[at.dim])
         return None
 
     def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:

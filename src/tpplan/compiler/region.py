@@ -21,10 +21,19 @@ from tpplan.compiler.layout import Layout, Pack
 from tpplan.compiler.trace import Frame, Location, Operation, Path, Reference, Trace
 from tpplan.plan import Pin, Style
 
+_PICKS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class LocalValue:
-    """A value of a region. `parameter` is set for a parameter: its layout when sharded, REPLICATED otherwise."""
+    """A value of a region.
+
+    Attributes:
+        shape, stride, dtype, differentiable: see `Value`.
+        parameter: of a parameter: its layout when sharded, REPLICATED otherwise.
+        constant: whether it is there before the call.
+        picks: the numbers of a short row of integers that the model made of Python's.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,6 +41,7 @@ class LocalValue:
     differentiable: bool
     parameter: Layout | None = None
     constant: bool = False
+    picks: tuple[int, ...] | None = None
 
     @property
     def bytes(self) -> int:
@@ -206,11 +216,19 @@ class _Builder:
         value = self.trace.values[identifier]
         names = self.trace.parameters.get(identifier)
         layout = None if names is None else self.binding.parameters[names[0]]
-        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, identifier in self.constants)
+        constant, picks = identifier in self.constants, picks_of(value.numbers)
+        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks)
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = LocalValue(*key)
         return found
+
+
+def picks_of(numbers: torch.Tensor | None) -> tuple[int, ...] | None:
+    """The numbers of a row of integers that is short enough to be written out."""
+    if numbers is None or numbers.dtype is not torch.int64 or numbers.dim() != 1 or not 0 < len(numbers) <= _PICKS:
+        return None
+    return tuple(int(n) for n in numbers)
 
 
 class _Numbers:

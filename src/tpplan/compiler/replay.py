@@ -24,7 +24,7 @@ from tpplan.compiler.bind import Binding
 from tpplan.compiler.capture import Capture, argument_names, record
 from tpplan.compiler.effects import held_tensors
 from tpplan.compiler.layout import REPLICATED, Layout
-from tpplan.compiler.packed import SPLITS, VIEWS
+from tpplan.compiler.packed import PICKS, SPLITS, VIEWS
 from tpplan.compiler.program import RecordedBody
 from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
 from tpplan.compiler.recorder import Recorder
@@ -291,19 +291,12 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
             lengths = [shape[along] for shape in shapes if shape is not None]
             arguments[1] = tuple(lengths) if name == "aten.split_with_sizes.default" else lengths[0]
         elif held.dim == along and held.packs and made is not None:
-            start = _local_start(held, arguments[2] or 0, whole[along], size, rank)
+            start = held.local_start(arguments[2] or 0, whole[along], size, rank)
             arguments[2:4] = [start, start + local(made)[along]]
+    elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
+        raise ReplayError("the body picks entries of a packed dim by their numbers")
     on_device = not node.inputs and takes_device(node.target)
     return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
-
-
-def _local_start(held: Layout, start: int, whole: int, size: int, rank: int) -> int:
-    start += whole if start < 0 else 0
-    edge = local = 0
-    for pack in held.packs:
-        if edge < start:
-            edge, local = edge + pack.size, local + pack.local(size, rank)
-    return local
 
 
 def recorded_body(frame: Frame, layouts: Mapping[int, Layout]) -> RecordedBody:

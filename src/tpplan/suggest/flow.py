@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.linear import Product
-from tpplan.compiler.packed import VIEWS
+from tpplan.compiler.packed import EXPAND, VIEWS
 from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
 from tpplan.compiler.recognise import Norm, recognise
 from tpplan.compiler.region import Instance, OperationNode
@@ -93,6 +93,7 @@ class _Walk:
         self.whole_inputs: set[str] = set()
         self.norms: dict[int, bool] = {}
         self.normed: set[int] = set()  # split values that come out of a norm
+        self.repeats: dict[int, frozenset[Layout]] = {}  # of whole values: how they'd lie if each rank repeated its own
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
@@ -138,7 +139,7 @@ class _Walk:
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
-        for held in (self.layouts, self.sources):
+        for held in (self.layouts, self.sources, self.repeats):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
         for marked in (self.dynamic, self.poisoned, self.normed):
@@ -250,6 +251,7 @@ class _Walk:
             self._poison(outputs, sources)
             return
         if not any(i in self.layouts for i in inputs):
+            self._repeat(instance, node)
             return
         answer = self._ask(instance, node, {})
         if isinstance(answer, Refusal) and self.lenient:
@@ -264,6 +266,25 @@ class _Walk:
                 for value in (outer[output], *(outer[i] for i in node.overwritten)):
                     self.layouts[value] = held
                     self.sources[value] = sources
+
+    def _repeat(self, instance: Instance, node: OperationNode) -> None:
+        """Follow what one head is repeated to, for it may stand beside as many heads that are split."""
+        values = instance.region.values
+        output = next((o for o in node.outputs if o is not None), None)
+        if output is None or len(node.outputs) > 1 or node.overwritten:
+            return
+        found: set[Layout] = set()
+        for i in node.inputs:
+            for held in self.repeats.get(instance.values[i], ()):
+                answer = self._ask(instance, node, {i: held})
+                if not isinstance(answer, Refusal) and answer.outputs[0].is_sharded:
+                    found.add(answer.outputs[0])
+        if node.name == EXPAND:
+            before, after = values[node.inputs[0]].shape, values[output].shape
+            grown = [len(after) - len(before) + d for d, n in enumerate(before) if n == 1]
+            found |= {sharded(d) for d in grown if after[d] > 1 and after[d] % self.propagator.size == 0}
+        if found:
+            self.repeats[instance.values[output]] = frozenset(found)
 
     def _poison(self, outputs: list[int], sources: Names) -> None:
         self.poisoned.update(outputs)
@@ -296,9 +317,10 @@ class _Walk:
                 dim = held.dim - len(values[j].shape) + len(values[i].shape)
                 if dim < 0 or values[i].shape[dim] != values[j].shape[held.dim]:
                     continue
+                wanted = replace(held, dim=dim)
                 free = outer not in self.dynamic or not values[i].differentiable
-                if free or values[i].stride[dim] == 0:
-                    instead[i] = replace(held, dim=dim)
+                if free or values[i].stride[dim] == 0 or wanted in self.repeats.get(outer, ()):
+                    instead[i] = wanted
         answer = self._ask(instance, node, instead) if instead else None
         if answer is None or isinstance(answer, Refusal):
             return None
