@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.capture import argument_names
+from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import ModuleProgram, Program, Reshard
 from tpplan.parity.tree import Path, map_tensors, tensors_in
@@ -161,7 +162,7 @@ class CallGuard:
             program = compile_program(self._stock, plan, main.program.size, *self._example, main.program.training)
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
-        ours, theirs = ({p.names: p.layout for p in held.parameters} for held in (main.program, program))
+        ours, theirs = ({p.names: _stored(p.layout) for p in held.parameters} for held in (main.program, program))
         other = next((names[0] for names, layout in ours.items() if theirs.get(names) != layout), None)
         if other is not None:
             raise UnevenShardError(
@@ -241,6 +242,11 @@ def _difference(ours: Program, other: Program) -> str:
     if summed:
         return f"the gradient of `{min(summed)}` is summed in one case only"
     return ""
+
+
+def _stored(layout: Layout) -> Layout:
+    """How a parameter is stored: a bias that one rank adds is whole on all of them."""
+    return REPLICATED if layout == PARTIAL else layout
 
 
 def _moves(module: ModuleProgram) -> tuple[frozenset[object], frozenset[object]]:

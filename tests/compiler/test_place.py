@@ -25,6 +25,7 @@ from tests.compiler.toys import (
     reshards,
     x_BSH,
 )
+from tpplan.compiler.layout import PARTIAL
 
 
 def inside(rules: dict[str, Any]) -> dict[str, Any]:
@@ -66,8 +67,13 @@ def in_stack(rules: dict[str, Any]) -> dict[str, Any]:
 def test_a_rowwise_bias_is_added_after_the_sum() -> None:
     program = compiled(Mlp(), MLP)
     assert "down (): P -> R" in reshards(program)
-    with_bias = compiled(TwoWays(bias=True), TWO_WAYS)
-    assert {"one.down (): P -> R", "two.down (): P -> R"} <= set(reshards(with_bias))
+    assert all(p.layout != PARTIAL for p in program.parameters)
+
+
+def test_biases_of_partial_results_that_are_added_are_added_on_one_rank() -> None:
+    program = compiled(TwoWays(bias=True), TWO_WAYS)
+    assert program.count_collectives(backward=False) == {"all-reduce": 1}
+    assert {p.name for p in program.parameters if p.layout == PARTIAL} == {"one.down.bias", "two.down.bias"}
 
 
 class TwoWays(nn.Module):

@@ -70,12 +70,14 @@ class Assignment:
         frames: by module and call, in order of execution.
         partial: names of replicated parameters that get a partial gradient, with the modules whose bodies cause it.
         whole: names of replicated parameters that get a whole gradient, likewise.
+        once: names of biases that one rank alone adds to a partial result, with the modules that they are added in.
     """
 
     layouts: dict[int, Layout] = field(default_factory=dict[int, Layout])
     frames: list[FrameAssignment] = field(default_factory=list[FrameAssignment])
     partial: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     whole: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    once: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 def assign(root: Instance, solution: Solution, parameters: dict[int, tuple[str, ...]]) -> Assignment:
@@ -136,6 +138,7 @@ class _Reader:
                 self._cross(instance, region.exits, choice.layouts, decided.exits)
                 self._note(choice.partial_parameters, self.assignment.partial, instance)
                 self._note(choice.replicated_parameters, self.assignment.whole, instance)
+                self._note(choice.added_once, self.assignment.once, instance)
 
     def _cross(
         self,

@@ -12,7 +12,8 @@ import functools
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -116,6 +117,7 @@ def record(
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     modules = dict(named_modules(skeleton.model))
+    recorder.containers = frozenset(_alike(modules.values()))
     for name, module in modules.items():
         _wrap(module, name, state)
     outliving = [tensor for _, tensor in held_tensors(skeleton.model)]
@@ -153,7 +155,15 @@ def record(
         training,
         tuple(dict.fromkeys(recorder.assumptions)),
         kept,
+        frozenset(recorder.chosen),
     )
+
+
+def _alike(modules: Iterable[nn.Module]) -> Iterator[int]:
+    """How many modules of one class the lists and dicts of modules hold."""
+    for module in modules:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from Counter(map(type, module.children())).values()
 
 
 def _wrap(module: nn.Module, name: str, state: Capture) -> None:

@@ -13,7 +13,7 @@ from tpplan.compiler.assign import Assignment
 from tpplan.compiler.bind import Binding
 from tpplan.compiler.emit import drawn_kinds
 from tpplan.compiler.region import Instance
-from tpplan.compiler.trace import Trace, quoted
+from tpplan.compiler.trace import Operation, Trace, quoted
 from tpplan.plan import Diagnostic
 
 
@@ -48,6 +48,16 @@ def shared_module_findings(names: frozenset[str], binding: Binding) -> list[Diag
 def mixed_gradients(assignment: Assignment) -> frozenset[str]:
     """Replicated parameters whose gradient is partial in one body and whole in another: the two can't be added."""
     return frozenset(set(assignment.partial) & set(assignment.whole))
+
+
+def shared_biases(assignment: Assignment, trace: Trace) -> frozenset[str]:
+    """Biases that one rank adds to a partial result in one body, and that another body reads as they are."""
+    values = {value: names[0] for value, names in trace.parameters.items() if names[0] in assignment.once}
+    found: set[str] = set()
+    for frame in trace.root.walk() if values else ():
+        read = (values.get(i) for node in frame.body if isinstance(node, Operation) for i in node.inputs)
+        found.update(n for n in read if n is not None and frame.module not in assignment.once[n])
+    return frozenset(found)
 
 
 def uses_of(names: frozenset[str], instance: Instance, trace: Trace) -> set[tuple[tuple[str, int], int]]:
@@ -101,6 +111,7 @@ __all__ = [
     "mixed_gradient_findings",
     "mixed_gradients",
     "randomness_findings",
+    "shared_biases",
     "shared_module_findings",
     "uses_of",
 ]

@@ -63,6 +63,7 @@ def emit(
         assumptions=tuple(
             f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
         ),
+        picking=tuple(sorted({module for module, _ in trace.chosen})),
         diagnostics=diagnostics,
     )
 
@@ -86,7 +87,7 @@ def _parameters(
     found: list[ParameterPlacement] = []
     for key, parameter in parameters.items():
         first = names[key][0]
-        layout = binding.parameters[first]
+        layout = PARTIAL if first in assignment.once else binding.parameters[first]
         shape = tuple(parameter.shape)
         owner = binding.owners.get(first)
         found.append(

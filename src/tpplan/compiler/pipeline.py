@@ -20,13 +20,15 @@ from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
 from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.bind import Binding, bind, once
-from tpplan.compiler.capture import BodyError, Capture, record, without_collection
+from tpplan.compiler.branches import record_model
+from tpplan.compiler.capture import BodyError, without_collection
 from tpplan.compiler.check import CheckInput, Mismatch, check
 from tpplan.compiler.conflicts import (
     conflicting_modules,
     mixed_gradient_findings,
     mixed_gradients,
     randomness_findings,
+    shared_biases,
     shared_module_findings,
     uses_of,
 )
@@ -48,9 +50,7 @@ from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
 from tpplan.compiler.propagate import Propagator
-from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, RegionTable, build_regions
-from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
 from tpplan.compiler.trace import Frame, Trace
@@ -229,9 +229,9 @@ def _capture(
     """Record the model in the first of `modes` (training or not) in which it runs."""
     errors: list[BaseException] = []
     for training in modes:
-        state = Capture(Recorder())
         try:
-            return record(make_skeleton(model), arguments, keywords, training, state), state.results
+            trace, state = record_model(model, arguments, keywords, training)
+            return trace, state.results
         except BodyError as error:
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding
@@ -272,6 +272,10 @@ def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
         work.fixed |= clashes
         return True
     work.findings += shared_module_findings(clashes, work.binding)
+    biases = shared_biases(assignment, work.trace)
+    if biases:
+        work.constraints.reduced_biases |= uses_of(biases, instance, work.trace)
+        return True
     mixed = mixed_gradients(assignment)
     uses = uses_of(mixed, instance, work.trace)
     if uses - work.constraints.whole_gradients:

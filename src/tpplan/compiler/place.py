@@ -226,26 +226,33 @@ class Placer:
 
     # -- linear layers and tables whose product is partial ----------------------------------------------------------
     def _solve_reduced(self, region: Region, inputs: Codes) -> _States | Failure:
-        """A rowwise linear or a vocabulary-split table: the product is partial, and is reduced before the bias."""
+        """A rowwise linear or a vocabulary-split table: the product is partial, and is reduced before the bias.
+
+        It may also leave as it is; a bias is then added on one rank.
+        """
         body = Body(region, self._numbering)
         bias = next((i for i, v in enumerate(region.values) if v.parameter is not None and len(v.shape) == 1), None)
         exit_boundary = region.exits[0]
         finished: _States = {}
         for _, cost, choice in self._entered(region, body, inputs):
             for target, extra in self.boundaries.exit_options(region, exit_boundary, PARTIAL):
-                if bias is not None and target == PARTIAL:
-                    continue
-                partial = replicated = frozenset[int]()
+                partial = replicated = once = frozenset[int]()
                 total = (cost[0] + extra[0], cost[1] + extra[1])
+                if bias is not None and target == PARTIAL:
+                    if (region.example, bias) in self.constraints.reduced_biases:
+                        continue
+                    # Only to save a collective: as dear as a gradient to be summed, so that ties go to the plain bias.
+                    once = frozenset({bias})
+                    total = (total[0] + self.boundaries.gradient_sum(region.values[bias]), total[1] + 1)
                 if bias is not None and region.values[bias].differentiable:
-                    if target == REPLICATED:
+                    if target in (REPLICATED, PARTIAL):
                         replicated = frozenset({bias})
                     else:
                         if (region.example, bias) in self.constraints.whole_gradients:
                             continue
                         partial = frozenset({bias})
                         total = (total[0] + self.boundaries.gradient_sum(region.values[bias]), total[1])
-                left = Left((target,), partial, replicated)
+                left = Left((target,), partial, replicated, once)
                 _keep(finished, (self._numbering.code(target),), total, left, Steps(choice, None))
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 

@@ -268,6 +268,7 @@ class Program:
         parameters, modules: in the model's order.
         kernels: the candidates for a kernel, in order of execution.
         assumptions: data-dependent branches that the proof leaves aside, with their place.
+        picking: modules whose bodies call modules by what they find in a tensor, such as the experts that are hit.
         diagnostics: warnings and notes; not part of the digest.
     """
 
@@ -281,6 +282,7 @@ class Program:
     modules: tuple[ModuleProgram, ...]
     kernels: tuple[KernelUse, ...] = ()
     assumptions: tuple[str, ...] = ()
+    picking: tuple[str, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     version: int = PROGRAM_VERSION
 
@@ -291,13 +293,20 @@ class Program:
             for reshard in module.reshards:
                 yield module, reshard
 
-    def count_collectives(self, backward: bool = True) -> Counter[str]:
+    def count_collectives(self, backward: bool = True, picked: bool = True) -> Counter[str]:
         """How often each collective runs in one forward, or in one forward and backward.
 
         The coalesced sum of parameter gradients counts as one all-reduce per dtype, in the backward.
+
+        Args:
+            backward: whether to count those of the backward.
+            picked: whether to count those inside of modules that are called for some data only, as if all were called.
         """
         counted: Counter[str] = Counter()
+        inside = tuple(f"{name}." if name else "" for name in self.picking)
         for module, reshard in self.reshards():
+            if not picked and inside and module.name.startswith(inside):
+                continue
             ways = [reshard.forward] + ([reshard.backward] if backward and reshard.differentiable else [])
             for way in ways:  # the same collective each way counts twice
                 if way.communicates:
@@ -356,6 +365,8 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
         plain = asdict(self)
         del plain["diagnostics"]
+        if not self.picking:
+            del plain["picking"]
         return json.loads(json.dumps(plain))
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -375,6 +386,7 @@ class Program:
         fields["modules"] = tuple(_module(m) for m in plain["modules"])
         fields["kernels"] = tuple(_kernel(k) for k in plain["kernels"])
         fields["assumptions"] = tuple(plain["assumptions"])
+        fields["picking"] = tuple(plain.get("picking", ()))
         return cls(**fields)
 
     @property

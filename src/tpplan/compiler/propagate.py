@@ -27,6 +27,7 @@ from tpplan.compiler.trace import Reference
 
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
+_ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
 _FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
 
 
@@ -80,7 +81,9 @@ class Propagator:
             return self._new(node, values, operands)
         if all(held.is_replicated for _, held in operands):
             found = self._replicated(node, values, operands)
-            return found if isinstance(found, Refusal) else found + self._by_heads(node, values, operands)
+            if isinstance(found, Refusal):
+                return found
+            return [*found, *self._by_heads(node, values, operands), *_partial_zeros(node, values)]
         if node.overwritten:
             if node.name == _COPY and len({held for _, held in operands}) == 1 and operands[0][1].is_plain:
                 return [Outcome((operands[0][1],))]  # each rank fills its part of the tensor from its part of the other
@@ -113,7 +116,8 @@ class Propagator:
         (output,) = (o for o in node.outputs if o is not None)
         like, held = operands[0]
         same = values[like].shape == values[output].shape and held.is_sharded
-        return [Outcome((held if same else REPLICATED,)), *self._by_heads(node, values, ())]
+        made = Outcome((held if same else REPLICATED,))
+        return [made, *self._by_heads(node, values, ()), *_partial_zeros(node, values)]
 
     def _replicated(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
@@ -218,6 +222,8 @@ class Propagator:
         self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
     ) -> tuple[Layout, ...] | Refusal:
         def ask(plain: dict[int, Layout]) -> tuple[Layout, ...] | str:
+            if plain == layouts:
+                return "needs values that other ranks hold"
             answer = self._forward(node, values, plain)
             return answer.reason if isinstance(answer, Refusal) else answer
 
@@ -244,6 +250,15 @@ class Propagator:
         if len(placements) != len(node.outputs):
             return "no-rule:DTensor's rule doesn't tell the placement of every result"
         return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
+
+
+def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
+    """Zeros are the sum of every rank's zeros: partial products may be added to them before they are reduced."""
+    output = next((o for o in node.outputs if o is not None), None)
+    if node.name not in _ZEROS or output is None:
+        return []
+    made = values[output]
+    return [Outcome((PARTIAL,))] if made.dtype.is_floating_point and len(made.shape) > 1 else []
 
 
 def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] | None:

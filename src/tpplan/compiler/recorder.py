@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import OpOverload, RecordingMode, Unwatched, schema_mutates, schema_returns_view
+from tpplan.compiler.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace import Assumption, Crossing, Frame, Geometry, Location, Operation, Reference, Value
 
 _INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parent.parent))
@@ -45,8 +46,12 @@ class Recorder(RecordingMode):
     Python are slower than everything else in a capture.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, taken: frozenset[Location] = frozenset()) -> None:
+        """Start a record; branches on data go to their true side at `taken`, elsewhere to their false one."""
         super().__init__()
+        self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
+        self.chosen: set[tuple[str, int]] = set()  # frames that look for entries that aren't zero
+        self._taken = taken
         self.values: list[Value] = []
         self.assumptions: list[Assumption] = []
         self.frames: list[OpenFrame] = []
@@ -133,6 +138,11 @@ class Recorder(RecordingMode):
             operands = _tensors((*args, *keywords.values()))
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assume(operands[0])
+        if func is torch.ops.aten.nonzero.default:
+            return self._find(func, args, operands)
+        if func in INDEXING and has_boolean_rows(args):
+            with self:
+                return func(*with_numbered_rows(args), **keywords)
         return self._record(func, args, keywords, operands)
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]) -> Any:
@@ -230,8 +240,29 @@ class Recorder(RecordingMode):
         location = self._location()
         if tensor.dtype is not torch.bool:
             raise DataDependentError(f"reads the value of a tensor at {location}")
-        self.assumptions.append(Assumption(self.frames[-1].module, location))
-        return False
+        taken = location in self._taken
+        self.assumptions.append(Assumption(self.frames[-1].module, location, taken))
+        return taken
+
+    def _find(self, func: OpOverload, args: tuple[Any, ...], operands: list[Tensor]) -> Tensor:
+        """Where a tensor isn't zero: all of it, in numbers, if that may pick modules; else so many places."""
+        (tensor,) = operands
+        picks = tensor.dim() == 1 and len(tensor) in self.containers
+        count = len(tensor) if picks else found_count(tensor.numel())
+        found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=_META)
+        inputs = (self.value_of(tensor),)
+        made = self.new_value(found, False)
+        self.effects.add(made)  # what is made of its numbers doesn't show that it is read
+        self.frames[-1].body.append(
+            Operation(func, tuple(map(self._refer, args)), {}, inputs, (made,), (), self._location())
+        )
+        self.chosen.add((self.frames[-1].module, self.frames[-1].call))
+        if not picks:
+            return found
+        places = torch.arange(count)[:, None]
+        self._meta_copies[id(places)] = found
+        self._alive.append(places)
+        return places
 
     @staticmethod
     def _location() -> Location | None:

@@ -125,6 +125,8 @@ class Replay:
 
     def _script(self, trace: Trace, state: Capture, model: nn.Module, layouts: Mapping[int, Layout]) -> Script:
         recorder = state.recorder
+        if trace.chosen or trace.assumptions:
+            raise ReplayError("what the body runs depends on the numbers in its tensors")
         read = set(_read(trace))
         held = {value: names[0] for value, names in trace.parameters.items() if value in read}
         for name, tensor in held_tensors(model):

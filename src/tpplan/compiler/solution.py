@@ -75,11 +75,18 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The layouts given to the region's exits on the outside."""
+    """The layouts given to the region's exits on the outside.
+
+    Attributes:
+        layouts: these.
+        partial_parameters, replicated_parameters: parameters with such a gradient, as in `Outcome`.
+        added_once: parameters that are added to a partial result, by one rank alone.
+    """
 
     layouts: State
     partial_parameters: frozenset[int] = frozenset()
     replicated_parameters: frozenset[int] = frozenset()
+    added_once: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,7 @@ class Constraints:
         unsharded: (region's example, local value): a value that must not be sharded there, as its size is read.
         forgiven: (region's example, node): operations already reported; taken as replicated to find the next mistake.
         whole_gradients: (region's example, local value): parameters whose gradient must not be partial there.
+        reduced_biases: (region's example, local value): biases that must be added after the reduction.
         heads: numbers of heads; a dim of such a size may be split at any boundary. Empty until that is worth a try.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
@@ -126,13 +134,19 @@ class Constraints:
     unsharded: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     forgiven: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     whole_gradients: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
+    reduced_biases: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     heads: frozenset[int] = frozenset()
     slice_constants: bool = False
     sequence: bool = False
 
     def snapshot(self) -> Obeyed:
         """What holds now."""
-        kinds = {"size": self.unsharded, "forgiven": self.forgiven, "gradient": self.whole_gradients}
+        kinds = {
+            "size": self.unsharded,
+            "forgiven": self.forgiven,
+            "gradient": self.whole_gradients,
+            "bias": self.reduced_biases,
+        }
         places = frozenset((name, number, kind) for kind, held in kinds.items() for name, number in held)
         return Obeyed((self.heads, self.slice_constants, self.sequence), places)
 

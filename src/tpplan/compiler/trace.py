@@ -141,10 +141,11 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """A branch of the model that depends on data: the trace holds the side on which `location`'s test was false."""
+    """A branch of the model that depends on data: the trace holds the side on which `location`'s test was `taken`."""
 
     module: str
     location: Location | None
+    taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,7 @@ class Trace:
         training: whether the run was in training mode.
         assumptions: data-dependent branches met on the way.
         kept: values that modules hold in attributes after the run, with the attributes' names.
+        chosen: frames, as (module, call), whose bodies look for the entries of a tensor that aren't zero.
     """
 
     root: Frame
@@ -170,6 +172,12 @@ class Trace:
     training: bool
     assumptions: tuple[Assumption, ...] = field(default=())
     kept: dict[int, str] = field(default_factory=dict[int, str])
+    chosen: frozenset[tuple[str, int]] = frozenset()
+
+    @property
+    def taken(self) -> frozenset[Location]:
+        """Where data-dependent branches were taken on their true side."""
+        return frozenset(a.location for a in self.assumptions if a.taken and a.location is not None)
 
 
 def quoted(module: str) -> str:

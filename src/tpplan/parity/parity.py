@@ -58,6 +58,7 @@ class ParityReport:
         divergence: the first one; None if there is none, or if it can't be told.
         modules_compared: how many module calls were compared.
         collectives, predicted: how often each collective ran on a rank, and how often the program says it does.
+        least: how often it says each does where no module is called that data may pick.
         problems: everything that is wrong, in words.
     """
 
@@ -74,6 +75,7 @@ class ParityReport:
     modules_compared: int
     collectives: dict[str, int]
     predicted: dict[str, int]
+    least: dict[str, int]
     problems: tuple[str, ...]
 
     @property

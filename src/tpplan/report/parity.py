@@ -67,9 +67,9 @@ def _tensors(heading: str, tensors: Sequence[TensorParity]) -> Table:
 def _collectives(report: ParityReport) -> Table:
     table = new_table("collective", "counted", "predicted", "", right=(1, 2))
     for name in sorted({*report.collectives, *report.predicted}):
-        counted, predicted = report.collectives.get(name, 0), report.predicted.get(name, 0)
-        mark = Text("ok", style=_GOOD) if counted == predicted else Text("off", style=_BAD)
-        table.add_row(name, str(counted), str(predicted), mark)
+        counted, least, most = (held.get(name, 0) for held in (report.collectives, report.least, report.predicted))
+        mark = Text("ok", style=_GOOD) if least <= counted <= most else Text("off", style=_BAD)
+        table.add_row(name, str(counted), str(most) if least == most else f"{least} to {most}", mark)
     return table
 
 

@@ -106,6 +106,9 @@ def _assumptions(program: Program) -> Iterator[Text]:
         counted = Counter(program.assumptions)
         places = [place if count == 1 else f"{place} (× {count})" for place, count in counted.items()]
         yield _listed("Assumed to go the same way on every call, since they depend on data:", places)
+    if program.count_collectives() != program.count_collectives(picked=False):
+        title = "Modules in these are called for some data only, and with them the collectives inside:"
+        yield _listed(title, [name or "the model" for name in program.picking])
 
 
 def _listed(title: str, entries: Iterable[str]) -> Text:

@@ -161,6 +161,19 @@ class ShardedModule(nn.Module):
                 owner.__dict__.pop(name, None)
         return runtime.leave(result) if runtime.exits else result
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Convert the parameters, as `to` does; a conversion that changes nothing leaves them in place.
+
+        torch would swap even equal DTensors, and a model that calls `to` in its forward (routers in float32) then has
+        no gradients.
+        """
+        held = (*self._parameters.values(), *self._buffers.values())
+        if all(tensor is None or fn(tensor) is tensor for tensor in held):
+            for child in self.children() if recurse else ():
+                child._apply(fn)
+            return self
+        return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+
     def _body(self, runtime: ModuleRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if runtime.body is not None:
             return runtime.body(super().forward, args, kwargs)

@@ -18,7 +18,7 @@ from torch import nn
 from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.bind import Binding, bind
-from tpplan.compiler.capture import Capture, record
+from tpplan.compiler.branches import record_model
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import Pack as Stretch
@@ -27,9 +27,7 @@ from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.packing import pack, taken_apart
 from tpplan.compiler.products import find_use
 from tpplan.compiler.readers import Readers, Taken
-from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, build_regions
-from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.trace import Frame, Trace
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
 from tpplan.plan.pattern import Pattern
@@ -156,7 +154,7 @@ def _captured(model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str,
     errors: list[BaseException] = []
     for training in (True, False):
         try:
-            return record(make_skeleton(model), arguments, keywords, training, Capture(Recorder()))
+            return record_model(model, arguments, keywords, training)[0]
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
     raise CompileError([explain_failure.of_capture(errors[-1])])

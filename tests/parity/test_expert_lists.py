@@ -1,0 +1,194 @@
+"""Experts in a list of modules, of which the numbers in a tensor pick: every expert sees the tokens routed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional
+
+import tpplan
+from tpplan.api import suggest_text
+from tpplan.compat import fake_process_group
+from tpplan.compiler.choices import found_count
+from tpplan.parity import verify_program
+from tpplan.report.program import render_program
+from tpplan.runtime.parameters import OnceReader
+
+WIDTH, INNER, EXPERTS, CHOSEN = 16, 24, 6, 2
+ACTIVATIONS = (torch.randn(3, 8, WIDTH, requires_grad=True),)
+RULES: dict[str, Any] = {"moe.experts.*.{gate,up}": "colwise", "moe.experts.*.down": "rowwise"}
+PLAN = {"version": 1, "modules": RULES}
+SEQUENCE = {"version": 1, "modules": {**RULES, "norm": "sequence", "last": "sequence"}}
+
+Dispatch = Callable[[nn.ModuleList, Tensor, Tensor, Tensor], Tensor]
+
+
+class Expert(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, INNER, bias) for _ in range(2))
+        self.down = nn.Linear(INNER, WIDTH, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+def of_hit(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The experts that are hit are looked up by number."""
+    out = torch.zeros_like(x)
+    mask = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    number: Any
+    for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        place, rows = torch.where(mask[number].squeeze(0))
+        out.index_add_(0, rows, experts[number](x[None, rows].reshape(-1, WIDTH)) * weights[rows, place, None])
+    return out
+
+
+def of_each(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """All experts in turn; those without tokens are passed over by a size."""
+    out = x.new_zeros(x.shape)
+    for number, expert in enumerate(experts):
+        rows, place = torch.where(chosen == number)
+        if rows.shape[0] == 0:
+            continue
+        out = out.index_add(0, rows, expert(x[rows]) * weights[rows, place, None])
+    return out
+
+
+def of_any(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Tokens are picked by true and false; those without tokens are passed over by a branch on data."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        here = (chosen == number).any(-1)
+        if here.any():
+            share = (weights * (chosen == number)).sum(-1)[here]
+            out[here] += share[:, None] * expert(x[here])
+    return out
+
+
+def of_all(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Every expert sees every token."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        out = out + (weights * (chosen == number)).sum(-1, keepdim=True) * expert(x)
+    return out
+
+
+class Mixture(nn.Module):
+    def __init__(self, dispatch: Dispatch, bias: bool) -> None:
+        super().__init__()
+        self.dispatch = dispatch
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(Expert(bias) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = torch.topk(functional.softmax(self.router(tokens), -1), CHOSEN, -1)
+        return self.dispatch(self.experts, tokens, weights, chosen).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, dispatch: Dispatch = of_hit, bias: bool = True) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.moe = Mixture(dispatch, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.moe(self.norm(x)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
+@pytest.mark.parametrize("dispatch", [of_hit, of_each, of_any, of_all])
+def test_experts_take_one_reduction_each_way(dispatch: Dispatch, plan: dict[str, Any], bias: bool) -> None:
+    model = Block(dispatch, bias)
+    program = tpplan.compile_plan(model, plan, 2, ACTIVATIONS)
+    counts = program.count_collectives()
+    if plan is PLAN:
+        assert counts == {"all-reduce": 2 + 1}  # the third is of the router's gradient
+    else:
+        assert counts["reduce-scatter"] == 2
+        assert counts["all-reduce"] == 1
+    report = verify_program(model, program, (ACTIVATIONS, {}))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("dispatch", [of_hit, of_any])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_that_all_go_to_the_same_experts(dispatch: Dispatch, size: int) -> None:
+    """The trace calls all of them; experts that aren't called have no gradient, on no rank."""
+    model = Block(dispatch)
+    with torch.no_grad():
+        model.moe.router.bias.copy_(torch.arange(EXPERTS) * 100.0)
+    report = tpplan.verify(model, PLAN, size, ACTIVATIONS)
+    assert report.ok, report.problems
+
+
+def test_on_processes() -> None:
+    report = tpplan.verify(Block(), PLAN, 2, ACTIVATIONS, processes=True)
+    assert report.ok, report.problems
+
+
+def test_counted_as_predicted() -> None:
+    model = Block()
+    predicted = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS).count_collectives()
+    with fake_process_group(2):
+        sharded = tpplan.parallelize(model, PLAN, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), ACTIVATIONS)
+        with CommDebugMode() as mode:
+            sharded(*ACTIVATIONS).sum().backward()
+    assert mode.get_total_counts() == sum(predicted.values())
+
+
+def test_a_bias_that_every_rank_adds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Block()
+    program = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS)
+    monkeypatch.setattr(OnceReader, "__call__", lambda self, parameter: self._read(parameter))
+    assert not verify_program(model, program, (ACTIVATIONS, {})).ok
+
+
+def test_a_bias_that_another_layer_reads_is_added_after_the_reduction() -> None:
+    model = Block()
+    model.moe.experts.get_submodule("0.down").bias = model.last.bias
+    program = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS)
+    assert program.count_collectives()["all-reduce"] > 2 + 1
+    report = verify_program(model, program, (ACTIVATIONS, {}))
+    assert report.ok, report.problems
+
+
+def test_a_plan_writes_itself() -> None:
+    text = suggest_text(Block(), 2, False, ACTIVATIONS)
+    assert "moe.experts.*.{gate,up}: colwise" in text
+    assert "moe.experts.*.down: rowwise" in text
+
+
+def test_what_is_found_is_no_size_that_an_axis_divides() -> None:
+    assert [found_count(n) for n in (1, 2, 3, 8, 96)] == [1, 2, 3, 7, 89]
+
+
+def test_collectives_of_experts_run_as_often_as_experts_are_hit() -> None:
+    """A function that isn't linear stands behind each expert, so that each has to reduce by itself."""
+
+    def of_squashed(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(experts):
+            rows, place = torch.where(chosen == number)
+            if rows.shape[0]:
+                out = out.index_add(0, rows, torch.tanh(expert(x[rows])) * weights[rows, place, None])
+        return out
+
+    model = Block(of_squashed)
+    with torch.no_grad():
+        model.moe.router.bias.copy_(torch.arange(EXPERTS) * 100.0)
+    program = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS)
+    assert program.picking == ("moe",)
+    assert tpplan.Program.from_dict(program.to_dict()) == program
+    assert "called for some data only" in render_program(program)
+    report = verify_program(model, program, (ACTIVATIONS, {}))
+    assert report.ok, report.problems
+    assert report.least["all-reduce"] < report.collectives["all-reduce"] < report.predicted["all-reduce"]
