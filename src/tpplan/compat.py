@@ -44,8 +44,10 @@ __all__ = [
     "all_gather_single",
     "fake_mesh",
     "fake_process_group",
+    "innermost_mode",
     "interleaved_shard",
     "interleaving",
+    "is_random",
     "is_registered_container",
     "local_of",
     "named_modules",
@@ -58,6 +60,7 @@ __all__ = [
     "rebuild_container",
     "reduce_scatter_single",
     "register_sharding",
+    "schema_defaults",
     "schema_mutates",
     "schema_returns_view",
     "takes_device",
@@ -370,6 +373,24 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     from torch.utils import _python_dispatch
 
     return cast("AbstractContextManager[Any]", _python_dispatch._disable_current_modes())
+
+
+def innermost_mode() -> TorchDispatchMode | None:
+    """The dispatch mode that sees an operation first."""
+    from torch.utils import _python_dispatch
+
+    return _python_dispatch._get_current_dispatch_mode()
+
+
+def is_random(operator: OpOverload) -> bool:
+    """Whether it makes a tensor, and may draw random numbers to do so."""
+    returned = [argument.type.kind() for argument in operator._schema.returns]
+    return torch.Tag.nondeterministic_seeded in operator.tags and "TensorType" in returned
+
+
+def schema_defaults(operator: OpOverload) -> tuple[tuple[str, Any], ...]:
+    """The names of its arguments, with their defaults; None for those without one."""
+    return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
 
 
 def takes_device(operator: OpOverload) -> bool:

@@ -238,6 +238,8 @@ def _difference(ours: Program, other: Program) -> str:
             return f"`{module.name or 'the model'}` needs other reshards for it"
         if (known.recorded is None) != (module.recorded is None) or known.split_norm != module.split_norm:
             return f"`{module.name or 'the model'}` needs another body for it"
+        if module.random not in (None, known.random):
+            return f"`{module.name or 'the model'}` draws other random numbers for it"
     summed = {p.name for p in other.summed_parameters} ^ {p.name for p in ours.summed_parameters}
     if summed:
         return f"the gradient of `{min(summed)}` is summed in one case only"

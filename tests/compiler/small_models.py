@@ -119,17 +119,6 @@ class Shared(nn.Module):
         return self.down(self.down(self.up(x)))
 
 
-class MixedRandomness(nn.Module):
-    """One body with a dropout of columns and a dropout of the residual stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(self.down(functional.dropout(self.up(x), 0.1, self.training)), 0.1, self.training)
-
-
 class WritesThroughAView(nn.Module):
     """Writes to a value that it reads again through a view."""
 

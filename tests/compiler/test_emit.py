@@ -125,17 +125,6 @@ def test_bodies_that_draw_for_shards_are_told_from_those_that_do_not() -> None:
     assert (kinds["inner_dropout"], kinds["outer_dropout"]) == ("split", "same")
 
 
-def test_a_body_that_draws_for_both_is_refused() -> None:
-    class Both(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            h = functional.dropout(self.up(x), 0.5, self.training)
-            return self.down(h) + functional.dropout(x, 0.5, self.training)
-
-    with pytest.raises(tpplan.CompileError) as raised:
-        compiled(Both(), {"up": {"style": "colwise", "output": "shard"}, "down": "rowwise"})
-    assert "TP119" in codes(raised.value)
-
-
 def test_warnings_are_no_part_of_what_ranks_compare() -> None:
     quiet = compiled(Normed(), {"proj": {"style": "colwise", "output": "replicate"}})
     loud = compiled(Normed(), {"proj": "colwise"})

@@ -36,7 +36,6 @@ CASES: dict[str, Case] = {
     "TP112": (lambda: toys.Table(max_norm=1.0), IDS, 2),
     "TP113": (toys.WritesThroughAView, toys.activations(), 2),
     "TP114": (toys.Mlp, toys.activations(), 3),
-    "TP119": (toys.MixedRandomness, toys.activations(), 2),
     "TP120": (toys.Block, toys.activations(), 2),
 }
 
@@ -47,6 +46,7 @@ ELSEWHERE = {
     "TP116": "runtime/test_agreement.py",
     "TP117": "runtime/test_guard.py",
     "TP118": "runtime/test_guard.py",
+    "TP119": "runtime/test_mixed_draws.py",
     "TP121": "checkpoint/test_round_trip.py",
     "TP122": "cli/test_validate.py",
     "TP123": "suggest/test_suggest.py",

@@ -191,4 +191,4 @@ def test_collectives_of_experts_run_as_often_as_experts_are_hit() -> None:
     assert "called for some data only" in render_program(program)
     report = verify_program(model, program, (ACTIVATIONS, {}))
     assert report.ok, report.problems
-    assert report.least["all-reduce"] < report.collectives["all-reduce"] < report.predicted["all-reduce"]
+    assert report.least.get("all-reduce", 0) < report.collectives["all-reduce"] < report.predicted["all-reduce"]

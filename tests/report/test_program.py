@@ -128,6 +128,13 @@ def test_every_decision_is_shown_with_its_origin() -> None:
     assert "num_heads 8 → 2" in text and "random numbers differ by rank" in text
 
 
+def test_draws_that_differ_by_rank_are_counted_where_not_all_do() -> None:
+    program = toy_program()
+    mixed = tuple(replace(m, random=("same", "split", "same")) if m.random else m for m in program.modules)
+    text = render_why(replace(program, modules=mixed), Pattern.parse("model.layers.0"), width=100)
+    assert "random numbers differ by rank in 1 of 3 draws" in " ".join(text.split())
+
+
 def test_of_equal_modules_none_is_named_alone() -> None:
     text = reasons("model.layers.*.self_attn.o_proj")
     assert "model.layers.*.self_attn.o_proj × 3" in text and "layers.0.self_attn.o_proj" not in text

@@ -107,7 +107,7 @@ def patches(member: Member, count: int) -> str:
 
 
 class Dropouts(nn.Module):
-    """Whole sequences would need one random stream for the features and another one for the norm's result."""
+    """Whole sequences need one random stream for the features and another one for the norm's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,9 +119,32 @@ class Dropouts(nn.Module):
         return self.down(functional.dropout(self.up(h), 0.1, self.training))
 
 
-def two_streams(member: Member) -> str:
-    rules = {"norm": "sequence", "up": "colwise", "down": "rowwise"}
-    return error_of(build(Dropouts, member, rules), torch.zeros(3, 13, HIDDEN, dtype=torch.float64))
+NORMED = {"norm": "sequence", "up": "colwise", "down": "rowwise"}
+
+
+def two_streams(member: Member) -> list[Tensor]:
+    model = build(Dropouts, member, NORMED)
+    return [model(torch.ones(3, length, HIDDEN, dtype=torch.float64)).detach() for length in (13, 12, 1)]
+
+
+class Breaks(Dropouts):
+    """A model that can't be run a second time."""
+
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Breaks.broken:
+            raise ValueError("broken")
+        return super().forward(x)
+
+
+def no_second_program(member: Member) -> str:
+    model = build(Breaks, member, NORMED)
+    Breaks.broken = True
+    try:
+        return error_of(model, torch.zeros(3, 13, HIDDEN, dtype=torch.float64))
+    finally:
+        Breaks.broken = False
 
 
 @pytest.mark.processes
@@ -161,7 +184,13 @@ def test_a_sequence_that_the_call_does_not_show_is_split_or_refused() -> None:
 
 
 @pytest.mark.processes
-def test_a_plan_that_needs_split_sequences_refuses_others() -> None:
-    for text in world(2).run(two_streams):
+def test_each_program_of_a_model_draws_by_its_own_streams() -> None:
+    for one, other in zip(*world(2).run(two_streams), strict=True):
+        assert torch.equal(one, other) and one.std() > 0
+
+
+@pytest.mark.processes
+def test_a_sequence_that_no_second_program_runs_is_refused() -> None:
+    for text in world(2).run(no_second_program):
         assert text.startswith("TP118 uneven-sequence: ") and "can't be compiled without `sequence`" in text
-        assert "TP119" in text
+        assert "broken" in text

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tpplan
+from tests.models.mixed_draws import mixed_draws
 from tests.models.tiny import tiny_model
 from tpplan.api import suggest_text
 
@@ -122,6 +123,12 @@ def test_the_suggestion_is_proved_and_right(sequence: bool) -> None:
     plan = tpplan.suggest_plan(Tokens(), tp=4, sequence_parallel=sequence, inputs=IDS)
     report = tpplan.verify(Tokens(), plan, tp=4, inputs=IDS)
     assert report.ok, report
+
+
+@pytest.mark.parametrize("name", ["functional", "one dropout in two places"])
+def test_dropouts_of_features_and_of_the_stream_in_one_body_are_no_obstacle(name: str) -> None:
+    model, rules, inputs = mixed_draws(name)
+    assert styles(tpplan.suggest_plan(model, tp=2, inputs=inputs)) == rules["modules"]
 
 
 def test_what_needs_all_features_stays_whole_with_the_reason() -> None:

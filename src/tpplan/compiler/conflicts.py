@@ -1,8 +1,7 @@
-"""Conflicts: what can't be served by one module, one parameter or one random stream at a time.
+"""Conflicts: what can't be served by one module or one parameter at a time.
 
 in:  an assignment
-out: modules whose calls were decided differently; parameters whose gradient is partial here and whole there; bodies
-     that draw random numbers for split and for replicated values alike
+out: modules whose calls were decided differently; parameters whose gradient is partial here and whole there
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from collections import defaultdict
 
 from tpplan.compiler.assign import Assignment
 from tpplan.compiler.bind import Binding
-from tpplan.compiler.emit import drawn_kinds
 from tpplan.compiler.region import Instance
-from tpplan.compiler.trace import Operation, Trace, quoted
+from tpplan.compiler.trace import Operation, Trace
 from tpplan.plan import Diagnostic
 
 
@@ -85,32 +83,10 @@ def mixed_gradient_findings(names: frozenset[str], assignment: Assignment) -> li
     ]
 
 
-def randomness_findings(assignment: Assignment, binding: Binding) -> list[Diagnostic]:
-    """Report bodies that draw for split and for replicated values alike."""
-    found: list[Diagnostic] = []
-    for held in assignment.frames:
-        if drawn_kinds(held.frame, assignment) == {"split", "same"}:
-            name = held.frame.module
-            bound = binding.first_inside(name)
-            found.append(
-                Diagnostic(
-                    code="TP119",
-                    message=f"the body of {quoted(name)} draws random numbers for sharded and for replicated values",
-                    help="move one of the two dropouts into a module of its own (nn.Dropout), or set its "
-                    "probability to 0",
-                    span=bound.rule.style_span if bound is not None else None,
-                    label="shards a part of what it draws for" if bound is not None else "",
-                    subject=name,
-                )
-            )
-    return found
-
-
 __all__ = [
     "conflicting_modules",
     "mixed_gradient_findings",
     "mixed_gradients",
-    "randomness_findings",
     "shared_biases",
     "shared_module_findings",
     "uses_of",

@@ -6,18 +6,18 @@ out: `Program`, and diagnostics for what the plan's author should know
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 
 import torch
 from torch import nn
 
-from tpplan.compat import OpOverload, named_modules, own_parameters
+from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding
 from tpplan.compiler.dataflow import DataFlow
-from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
+from tpplan.compiler.draws import random_draws
+from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Collective, reshard_between
 from tpplan.compiler.linear import LinearForm
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.program import (
@@ -118,7 +118,7 @@ def _modules(
     by_module: dict[str, list[FrameAssignment]] = defaultdict(list)
     for decided in assignment.frames:
         by_module[decided.frame.module].append(decided)
-    reads = _reads(trace)
+    reads, drawn = _reads(trace), random_draws(trace, assignment.layouts)
     found: list[ModuleProgram] = []
     for name, module in named_modules(model):
         calls = by_module.get(name, [])
@@ -126,7 +126,7 @@ def _modules(
         entries = _reshards(trace, calls, origins, inward=True)
         exits = _reshards(trace, calls, origins, inward=False)
         bound = binding.modules.get(name)
-        random = _randomness(calls, assignment)
+        random = drawn.get(name)
         normed = next((decided for decided in calls if decided.normed is not None), None)
         if not (own or entries or exits or bound or random or name in attributes or name in recorded or name == ""):
             continue
@@ -236,24 +236,4 @@ def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:
     )  # fmt: skip
 
 
-def _randomness(calls: list[FrameAssignment], assignment: Assignment) -> str | None:
-    kinds = {kind for decided in calls for kind in drawn_kinds(decided.frame, assignment)}
-    return "split" if "split" in kinds else ("same" if kinds else None)
-
-
-@functools.cache
-def _draws(operator: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-def drawn_kinds(frame: Frame, assignment: Assignment) -> set[str]:
-    """Which random streams a frame's own body needs: "split", "same", or both (which can't be served)."""
-    kinds: set[str] = set()
-    for node in frame.body:
-        if isinstance(node, Operation) and _draws(node.target):
-            layouts = [assignment.layouts.get(o, REPLICATED) for o in node.outputs if o is not None]
-            kinds.add("split" if any(held.is_sharded for held in layouts) else "same")
-    return kinds
-
-
-__all__ = ["drawn_kinds", "emit"]
+__all__ = ["emit"]

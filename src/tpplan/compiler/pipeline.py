@@ -27,7 +27,6 @@ from tpplan.compiler.conflicts import (
     conflicting_modules,
     mixed_gradient_findings,
     mixed_gradients,
-    randomness_findings,
     shared_biases,
     shared_module_findings,
     uses_of,
@@ -258,7 +257,6 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
         )
         mismatch = check(given, work.attributes, work.excused, work.recorded)
         if mismatch is None:
-            work.findings += randomness_findings(assignment, work.binding)
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
             return instance, assignment
         _learn(work, given, mismatch)

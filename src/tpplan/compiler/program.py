@@ -150,6 +150,10 @@ class SplitNorm:
     bias: str | None
 
 
+Draws = str | tuple[str, ...]
+"""How a body draws random numbers: "split", others on each rank; "same", the same on all; the one or the other for each
+draw, in order of execution; or "caller", as the body that calls it, among whose draws its own count."""
+
 PathLayouts = tuple[tuple[tuple[str | int, ...], Layout], ...]
 
 
@@ -183,7 +187,7 @@ class ModuleProgram:
         recorded: for a body that runs from its record: how its values lie; None for one that runs its own Python.
         split_norm: what takes the body's place, if that is a norm over split features.
         reads: names of the parameters that its body reads, relative to the root.
-        random: "split" if it draws different random numbers on each rank, "same" if it draws the same, None if none.
+        random: how it draws random numbers, None if it draws none.
         local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
     """
@@ -196,7 +200,7 @@ class ModuleProgram:
     entries: tuple[Reshard, ...] = ()
     exits: tuple[Reshard, ...] = ()
     reads: tuple[str, ...] = ()
-    random: str | None = None
+    random: Draws | None = None
     local_attributes: tuple[LocalAttribute, ...] = ()
     transposed: bool = False
     inner: tuple[Reshard, ...] = ()
@@ -207,6 +211,11 @@ class ModuleProgram:
     def reshards(self) -> tuple[Reshard, ...]:
         """All of them, in order of execution."""
         return (*self.entries, *self.inner, *self.exits)
+
+    @property
+    def draws_by_rank(self) -> bool:
+        """Whether ranks draw different random numbers in its body."""
+        return self.random == "split" or isinstance(self.random, tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +462,8 @@ def _module(plain: Mapping[str, Any]) -> ModuleProgram:
         "local_attributes": tuple(_attribute(a) for a in plain["local_attributes"]),
         "inner": tuple(_reshard(r) for r in plain["inner"]),
     }
+    if plain["random"] is not None and not isinstance(plain["random"], str):
+        fields["random"] = tuple(plain["random"])
     norm = plain["split_norm"]
     if norm is not None:
         details: dict[str, Any] = {**norm, "layout": _layout(norm["layout"])}

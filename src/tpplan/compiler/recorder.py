@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tpplan.compat import OpOverload, RecordingMode, Unwatched, schema_mutates, schema_returns_view
 from tpplan.compiler.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
+from tpplan.compiler.draws import is_draw
 from tpplan.compiler.trace import Assumption, Crossing, Frame, Geometry, Location, Operation, Reference, Value
 
 _INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parent.parent))
@@ -128,7 +129,9 @@ class Recorder(RecordingMode):
         operands = _tensors((*args, *keywords.values()))
         on_meta = [operand.is_meta for operand in operands]
         if not any(on_meta):
-            if operands or not _is_meta_device(keywords.get("device")):
+            if not operands and is_draw(func, args, keywords):
+                keywords = {**keywords, "device": _META}  # a number that each run draws anew is no constant
+            elif operands or not _is_meta_device(keywords.get("device")):
                 result = func(*args, **keywords)  # real constants stay real: the model may read their values
                 if operands and isinstance(result, Tensor) and result.is_meta:
                     self.new_value(result, False, numbers=operands[0].to(result.dtype))

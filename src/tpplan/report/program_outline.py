@@ -78,7 +78,7 @@ def without_boundaries(items: Iterable[Unit]) -> Iterator[Unit]:
         module = unit.module
         if module is not None:
             module = replace(module, entries=(), exits=())
-            if module.style is None and module.random != "split" and not module.local_attributes:
+            if module.style is None and not module.draws_by_rank and not module.local_attributes:
                 module = None
         if module is not None or unit.parameters or unit.tied:
             yield replace(unit, module=module)

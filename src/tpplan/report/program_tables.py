@@ -19,7 +19,7 @@ from tpplan.report.program_outline import Block, Item, Unit, units_of
 from tpplan.report.quantities import bytes_text, count_text, shape_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.program import ParameterPlacement, Program
+    from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program
 
 
 def cost_table(program: Program) -> Table:
@@ -85,6 +85,14 @@ def placement_text(parameter: ParameterPlacement) -> str:
     return f"{parameter.layout}, summed" if parameter.summed and parameter.trainable else str(parameter.layout)
 
 
+def randomness_text(module: ModuleProgram) -> str:
+    """`differ by rank`, for a body that draws for sharded values; or for how many of its draws that's so."""
+    draws = module.random
+    if not isinstance(draws, tuple):
+        return "differ by rank"
+    return f"differ by rank in {draws.count('split')} of {count_text(len(draws), 'draw')}"
+
+
 def _add_memory(table: Table, name: str, parameters: Sequence[ParameterPlacement], style: str) -> None:
     held = memory(parameters)
     count = count_text(len(parameters), "tensor")
@@ -121,8 +129,8 @@ def _facts(unit: Unit, size: int, common_dtype: str, separator: str) -> Iterator
             f"{attribute.name} {attribute.whole} → {by_rank_text(attribute.by_rank or (attribute.local,))}",
             "",
         )
-    if unit.module.random == "split":
-        yield "random", "numbers differ by rank", ""
+    if unit.module.draws_by_rank:
+        yield "random", f"numbers {randomness_text(unit.module)}", ""
 
 
 def _style(unit: Unit) -> Text:

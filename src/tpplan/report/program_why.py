@@ -17,7 +17,7 @@ from tpplan.plan import Pattern
 from tpplan.report.program import legend, to_text
 from tpplan.report.program_cost import Traffic, reshard_traffic
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
-from tpplan.report.program_tables import by_rank_text, placement_text, sizes_text
+from tpplan.report.program_tables import by_rank_text, placement_text, randomness_text, sizes_text
 from tpplan.report.quantities import bytes_text, path_text, shape_text
 
 if TYPE_CHECKING:
@@ -131,6 +131,6 @@ def _local_facts(module: ModuleProgram) -> list[tuple[str, str]]:
         (f"{a.name}  {a.whole} → {by_rank_text(a.by_rank or (a.local,))}", "it counts what each rank holds a share of")
         for a in module.local_attributes
     ]
-    if module.random == "split":
-        facts.append(("random numbers  differ by rank", "they fall on a sharded tensor"))
+    if module.draws_by_rank:
+        facts.append((f"random numbers  {randomness_text(module)}", "they fall on a sharded tensor"))
     return facts

@@ -20,10 +20,11 @@ from tpplan.compiler.layout import PARTIAL, Layout
 from tpplan.compiler.program import KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.replay import Replay
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_class
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader
-from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
+from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.split_norm import split_norm_body
 
@@ -82,7 +83,7 @@ def prepare(
             entries=tuple(s for r in spec.entries for s in _entries(module, r, axis, context)),
             exits=tuple(s for r in spec.exits for s in _exits(spec, r, axis, context)),
             reads=tuple((*_owner(modules, n), read) for n, read in _reads(spec, placements, readers, handed_out)),
-            random=random.get(spec.random),
+            random=random.get(spec.name),
             handed_out=handed_out if is_root else None,
             opened=opened if is_root else (),
             context=context if is_root and (program.flattens_batch or program.replays) else None,
@@ -144,14 +145,24 @@ def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[st
     return found
 
 
-def _randomness(
-    program: Program, axis: Communicator, device: torch.device
-) -> dict[str | None, SplitRandomness | ReplicatedRandomness]:
-    """The contexts that modules draw random numbers in, by kind; none are needed where nothing is split."""
-    if all(spec.random != "split" for spec in program.modules):
+def _randomness(program: Program, axis: Communicator, device: torch.device) -> dict[str, Randomness]:
+    """The contexts that modules draw random numbers in; none are needed where nothing is split."""
+    drawn = {spec.name: spec.random for spec in program.modules if spec.random is not None}
+    if not any(spec.draws_by_rank for spec in program.modules):
         return {}
     split = SplitRandomness(axis, device)
-    return {"split": split, "same": split.replicated()}
+    streams = {"split": split, "same": split.replicated()}
+    if all(kind in streams for kind in drawn.values()):
+        return {name: streams[str(kind)] for name, kind in drawn.items()}
+    bodies = OpenBodies()
+    alone = {kind: OneStream(stream, bodies) for kind, stream in streams.items()}
+    found: dict[str, Randomness] = {}
+    for name, kind in drawn.items():
+        if isinstance(kind, tuple):
+            found[name] = MixedStreams(name, kind, streams, bodies)
+        else:
+            found[name] = CallersStream(name, bodies) if kind == "caller" else alone[kind]
+    return found
 
 
 def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacement]) -> dict[str, Layout]:

@@ -17,9 +17,9 @@ from torch.nn import functional
 from tpplan.compiler.fitness import MARK
 from tpplan.compiler.layout import Layout
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
 from tpplan.runtime.parameters import HandedOut
-from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move
 
 Reader = Callable[[Tensor], Tensor]
@@ -53,7 +53,7 @@ class ModuleRuntime:
         entries, exits: reshards at the boundary.
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
         axis: the ranks.
-        random: a context for bodies that draw random numbers: different on each rank, or alike inside of such a body.
+        random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         handed_out: for the root: the tensors to read in a forward.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
@@ -72,7 +72,7 @@ class ModuleRuntime:
     entries: tuple[EntryStep, ...] = ()
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
-    random: SplitRandomness | ReplicatedRandomness | None = None
+    random: Randomness | None = None
     handed_out: HandedOut | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None

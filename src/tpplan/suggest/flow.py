@@ -90,6 +90,7 @@ class _Walk:
         self.sources: dict[int, Names] = {}
         self.dynamic: set[int] = set(subject.trace.inputs)  # values that depend on the call's data
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
+        self.unsure: set[int] = set()  # made of poisoned values by what may be a column: whole for now
         self.whole_inputs: set[str] = set()
         self.norms: dict[int, bool] = {}
         self.normed: set[int] = set()  # split values that come out of a norm
@@ -142,7 +143,7 @@ class _Walk:
         for held in (self.layouts, self.sources, self.repeats):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
-        for marked in (self.dynamic, self.poisoned, self.normed):
+        for marked in (self.dynamic, self.poisoned, self.unsure, self.normed):
             if source in marked:
                 marked.add(target)
 
@@ -196,6 +197,8 @@ class _Walk:
             self.found.read |= self.found.starved[name]
             if self.calls[name] > 1:  # what it makes of another value may meet this
                 self._poison([made], self.found.starved[name])
+            elif name in self.columns:
+                self.unsure.add(made)
             return True
         if name in self.found.rows:
             self.found.mixed.add(name)
@@ -250,6 +253,9 @@ class _Walk:
         if any(i in self.poisoned for i in inputs):
             self._poison(outputs, sources)
             return
+        unsure = any(i in self.unsure for i in inputs)
+        if unsure:
+            self.unsure.update(outputs)
         if not any(i in self.layouts for i in inputs):
             self._repeat(instance, node)
             return
@@ -258,7 +264,8 @@ class _Walk:
             answer = self._beside_slices(instance, node) or answer
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
             reason = answer.reason if isinstance(answer, Refusal) else "sums over the split features"
-            self._refuse(instance, node, sources, reason)
+            if not unsure:
+                self._refuse(instance, node, sources, reason)
             self._poison(outputs, sources)
             return
         for output, held in zip(node.outputs, answer.outputs, strict=True):

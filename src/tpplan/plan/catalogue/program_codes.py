@@ -148,10 +148,21 @@ parallelize with a plan without `sequence` styles.
         code="TP119",
         name="randomness-mixed",
         severity=Severity.ERROR,
-        summary="A forward draws random numbers for replicated and for sharded values alike.",
+        summary="A forward that draws random numbers for replicated and for sharded values draws others than expected.",
         explanation="""
-Where a value is replicated every rank has to draw the same numbers, and where it's sharded different ones; one
-forward that does both can't be given one generator. Put the two dropouts into modules of their own.
+Where a value is replicated every rank has to draw the same numbers, and where it's sharded different ones. A forward
+that does both is given the right stream for each draw by their order in the example. This code is left for calls in
+which that order says nothing: the forward draws more or less often than in the example (a dropout was set to 0 or
+above it since, another path was taken); an activation checkpoint inside of it computes a part of it again; or a module
+that it calls for both (one `nn.Dropout` in two places) is called by itself. A call that draws nothing is right, as in
+evaluation.
+""",
+        bad="""
+layer.activation_dropout = 0.0  # the forward's other dropouts go on
+""",
+        good="""
+layer.activation_dropout = 0.0
+model = tpplan.parallelize(model, plan, inputs=inputs)
 """,
     ),
     Entry(
