@@ -8,7 +8,8 @@ out: the binding, its modules with their packs; findings for packs that don't fi
     k_proj: colwise, its result viewed as 1 head                        ->  replicate
     experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
 
-A rule on a linear layer that is never called, whose parameters another body reads, is a rule on these parameters.
+A rule on a linear layer that is never called, whose parameters another body reads, is a rule on these parameters; so is
+one on a convolution.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class Packed:
         binding: with the modules' packs.
         findings: packs that don't fit.
         heads: the numbers of heads into which sharded features are viewed, as far as the axis divides them.
+        features: the numbers of features that are split.
     """
 
     binding: Binding
     findings: list[Diagnostic]
     heads: frozenset[int]
+    features: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,14 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int) -> Packe
             modules[name] = held
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
-    return Packed(binding, once(findings), heads)
+    return Packed(binding, once(findings), heads, frozenset(n for b in modules.values() for n in _made(b)))
+
+
+def _made(bound: Bound) -> list[int]:
+    """The stretches of the features that a column makes."""
+    if bound.form is None or bound.style is not Style.COLWISE:
+        return []
+    return [pack.size for pack in bound.packs] or [bound.form.outputs]
 
 
 def _with_parameters(
@@ -93,14 +103,15 @@ def _with_parameters(
     modules: dict[str, Bound] = {}
     for name, bound in binding.modules.items():
         read = [f"{name}.{leaf}" for leaf in ("weight", "bias") if f"{name}.{leaf}" in values]
-        if bound.form is not None and name not in frames and read:
+        convolves = bound.form is None and bound.style is Style.COLWISE and not bound.is_parameter
+        if read and (convolves or (bound.form is not None and name not in frames)):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
         else:
             modules[name] = bound
     for name, bound in modules.items():
         if bound.is_parameter and bound.style is not Style.REPLICATE:
             form = find_use(readers, values[name]) if name in values else None
-            lone = isinstance(form, Addend) and form.made is None
+            lone = isinstance(form, Addend) and not form.is_added
             if form is None or (lone and bound.style is Style.ROWWISE):
                 findings.append(_no_product(bound))
             modules[name] = replace(bound, form=form)

@@ -47,13 +47,13 @@ from tpplan.compiler.localise import (
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
-from tpplan.compiler.propagate import Propagator
+from tpplan.compiler.propagate import FILLS, Propagator
 from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, RegionTable, build_regions
 from tpplan.compiler.skeleton import make_skeleton
 from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
-from tpplan.compiler.trace import Frame, Trace
+from tpplan.compiler.trace import Frame, Operation, Trace
 from tpplan.compiler.uncovered import uncovered_finding
 from tpplan.compiler.warn import gathers_columns, warnings_for
 from tpplan.cost.communication import NVLINK
@@ -81,6 +81,7 @@ class _Work:
     table: RegionTable = field(default_factory=RegionTable)
     attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
     heads: frozenset[int] = frozenset()
+    features: frozenset[int] = frozenset()
     recorded: frozenset[str] = frozenset()
     fixed: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
@@ -145,7 +146,7 @@ def _compile(
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, flow, results,
         constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
-        findings=list(diagnostics),
+        features=_filled(trace, unpacked.features), findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
@@ -190,6 +191,20 @@ def _batch(trace: Trace) -> int:
     """The example's batch size: the first size of its first tensor."""
     shape = trace.values[trace.inputs[0]].shape if trace.inputs else ()
     return shape[0] if shape else 1
+
+
+def _filled(trace: Trace, features: frozenset[int]) -> frozenset[int]:
+    """Of these numbers of features those that tensors made anew, such as the first state of a scan, have as a size."""
+    made = (
+        size
+        for frame in trace.root.walk()
+        for node in frame.body
+        if isinstance(node, Operation) and node.name in FILLS
+        for output in node.outputs
+        if output is not None
+        for size in trace.values[output].shape
+    )
+    return features.intersection(made)
 
 
 def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
@@ -247,9 +262,8 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
             raise CompileError(work.findings)
         instance, assignment = placed
         dump.assignment(assignment, attempt)
-        if work.heads and not work.constraints.heads and gathers_columns(work.flow, work.binding, assignment):
-            # Something that counts heads too may be in the way: a bias made elsewhere, a head that all share.
-            _try_heads(work)
+        # Something that counts heads or features too may be in the way: a bias made elsewhere, a head that all share.
+        if gathers_columns(work.flow, work.binding, assignment) and _try_more(work):
             continue
         if _reconcile(work, instance, assignment):
             continue
@@ -302,8 +316,7 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
         if work.constraints.sequence and not work.constraints.slice_constants:
             work.constraints.slice_constants = True
             continue
-        if work.heads and not work.constraints.heads:
-            _try_heads(work)
+        if _try_more(work):
             continue
         failed = True
         if work.learned_from is not None:
@@ -317,10 +330,15 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
     return None
 
 
-def _try_heads(work: _Work) -> None:
-    """From now on, let values be split by heads at every boundary."""
-    work.constraints.heads = work.heads
-    work.propagator.heads = work.heads
+def _try_more(work: _Work) -> bool:
+    """From now on, let new tensors be split by features; then, let values be split by heads at every boundary."""
+    if work.features and not work.constraints.features:
+        work.constraints.features = work.propagator.features = work.features
+        return True
+    if work.heads and not work.constraints.heads:
+        work.constraints.heads = work.propagator.heads = work.heads
+        return True
+    return False
 
 
 def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:

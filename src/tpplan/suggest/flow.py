@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from tpplan.compiler.convolution import CONVOLUTION, weight_layout
 from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.linear import Product
 from tpplan.compiler.packed import VIEWS
@@ -43,7 +44,8 @@ class Flow:
         leaving: columns whose split result leaves the model.
         mixed: modules that take split features in one call and whole ones in another.
         addends: parameters that are added to what a column or a row makes, with that column's or row's name.
-        vectors: parameters of an entry for each feature or head, that stand beside what a column makes, with its name.
+        beside: parameters that stand beside what a column makes, feature by feature or head by head, with its name
+            and the sizes of the packs, where they are several.
         starved: linear layers that would read what becomes of refused columns, with these.
     """
 
@@ -54,7 +56,7 @@ class Flow:
     read: set[str] = field(default_factory=set[str])
     leaving: set[str] = field(default_factory=set[str])
     addends: dict[str, str] = field(default_factory=dict[str, str])
-    vectors: dict[str, str] = field(default_factory=dict[str, str])
+    beside: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict[str, tuple[str, tuple[int, ...]]])
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
     mixed: set[str] = field(default_factory=set[str])
 
@@ -97,7 +99,10 @@ class _Walk:
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
         self.addends = {
-            part.made: n for n, addend in subject.addends.items() for part in addend.parts if part.made is not None
+            part.made: n
+            for n, addend in subject.addends.items()
+            for part in addend.parts
+            if part.made is not None and part.is_added
         }
 
     def frame(self, instance: Instance) -> None:
@@ -286,10 +291,10 @@ class _Walk:
         """The outcome if values that need no data, or that repeat along the dim, are sliced to fit sharded operands."""
         values = instance.region.values
         split = [(i, held) for i in node.inputs if (held := self.layouts.get(instance.values[i])) is not None]
-        instead: dict[int, Layout] = {}
+        instead = self._with_channels(instance, node)
         for i in (*node.inputs, *node.overwritten):
             outer = instance.values[i]
-            if outer in self.layouts:
+            if outer in self.layouts or node.name == CONVOLUTION:
                 continue
             for j, held in split:
                 assert held.dim is not None
@@ -302,11 +307,23 @@ class _Walk:
         answer = self._ask(instance, node, instead) if instead else None
         if answer is None or isinstance(answer, Refusal):
             return None
-        for i in instead:
-            vector = self.subject.vectors.get(instance.values[i])
-            if vector is not None:
-                self.found.vectors[vector] = min(self.sources[instance.values[split[0][0]]])
+        for i, held in instead.items():
+            name, dim = self.subject.beside.get(instance.values[i], ("", None))
+            if dim == held.dim:
+                source = min(self.sources[instance.values[split[0][0]]])
+                self.found.beside[name] = (source, tuple(pack.size for pack in held.packs))
         return answer
+
+    def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:
+        """How the weight and the bias of a convolution lie if they are split like its channels."""
+        if node.name != CONVOLUTION:
+            return {}
+        held = self.layouts.get(instance.values[node.inputs[0]])
+        weights = [i for i in node.inputs[1:] if instance.values[i] in self.subject.beside]
+        split = (
+            None if held is None else weight_layout(node.arguments, instance.region.values, held, self.propagator.size)
+        )
+        return dict.fromkeys(weights, split) if isinstance(split, Layout) else {}
 
     def _refuse(self, instance: Instance, node: OperationNode, sources: Names, reason: str) -> None:
         place = f" ({node.location.short})" if node.location is not None else ""

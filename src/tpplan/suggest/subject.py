@@ -25,7 +25,7 @@ from tpplan.compiler.layout import Pack as Stretch
 from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.packing import pack, taken_apart
-from tpplan.compiler.products import find_use
+from tpplan.compiler.products import derived, find_use
 from tpplan.compiler.readers import Readers, Taken
 from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance, build_regions
@@ -64,8 +64,9 @@ class Subject:
         root: its calls, over shared regions.
         linears: the linear layers that are called, by name.
         products: parameters that a body multiplies by without calling a layer for it, by name.
-        addends: parameters that a body adds to a product, by name.
-        vectors: bare parameters with an entry for each feature or head, by the values that are views of them.
+        addends: parameters that a body adds to a product, or that may stand beside features, by name.
+        beside: bare parameters that may stand beside features or heads, with the dim that counts these, by the values
+            that are made of them alone.
         weights: the number of entries of each layer's or product's weight, by name.
         columns: the ways to split the output features of layers and products, where they can be split, the simplest
             first; and those of tables.
@@ -82,7 +83,7 @@ class Subject:
     linears: dict[str, LinearForm]
     products: dict[str, Product]
     addends: dict[str, Addend]
-    vectors: dict[int, str]
+    beside: dict[int, tuple[str, int]]
     weights: dict[str, int]
     columns: dict[str, tuple[Column, ...]]
     unsplittable: dict[str, str]
@@ -122,19 +123,21 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     columns |= {name: (Column(None, ()),) for name in wide}
     root = build_regions(trace, bind(model, Plan(), size)[0])
     return Subject(
-        model, size, arguments, keywords, trace, root, linears, products, addends, _vectors(readers, addends), weights,
+        model, size, arguments, keywords, trace, root, linears, products, addends, _beside(readers, addends), weights,
         columns, unsplittable, tables,
     )  # fmt: skip
 
 
-def _vectors(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, str]:
-    names = {value: held[0] for value, held in readers.trace.parameters.items() if held[0] in addends}
-    behind = ((value.identifier, readers.parameter_behind(value.identifier)) for value in readers.trace.values)
-    return {
-        value: names[parameter]
-        for value, parameter in behind
-        if parameter in names and len(readers.trace.values[parameter].shape) == 1
-    }
+def _beside(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, tuple[str, int]]:
+    found: dict[int, tuple[str, int]] = {}
+    for parameter, (name, *_) in readers.trace.parameters.items():
+        addend = addends.get(name)
+        if addend is None or (addend.is_added and len(readers.trace.values[parameter].shape) != 1):
+            continue
+        for value, dims in derived(readers, parameter):
+            if addend.output_dim in dims:
+                found[value] = (name, dims.index(addend.output_dim))
+    return found
 
 
 def _bare_parameters(readers: Readers, called: Collection[str]) -> tuple[dict[str, Product], dict[str, Addend]]:
