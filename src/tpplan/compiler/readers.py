@@ -19,6 +19,7 @@ from tpplan.compiler.packed import SPLITS, VIEWS
 from tpplan.compiler.trace import Frame, Operation
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
+_PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
@@ -159,6 +160,8 @@ class Readers:
         if operation.inputs[0] != at.value:
             return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
         if name in VIEWS:
+            if self._unfolds(at.value, after):
+                return [_Dim(outputs[0], len(after) - 1, at.unit)]
             return [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
         if name == "aten.unsqueeze.default":
             place = operation.arguments[1] % len(after)
@@ -175,6 +178,17 @@ class Readers:
                 order = [d % len(before) for d in operation.arguments[1]]
             return [_Dim(outputs[0], order.index(at.dim), at.unit)]
         return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
+
+    def _unfolds(self, value: int, after: tuple[int, ...]) -> bool:
+        """Whether a view to this shape takes the rows of a product apart again, which were flattened before it."""
+        made = self._flow.made.get(value)
+        if made is None or made.name not in _PRODUCTS:
+            return False
+        flattened = self._flow.made.get(made.inputs[-2])
+        if flattened is None or flattened.name not in VIEWS:
+            return False
+        before = self.trace.values[flattened.inputs[0]].shape
+        return before[:-1] == after[:-1] and after[-1] == self.trace.values[value].shape[-1]
 
     def _beside(self, at: _Dim, operation: Operation) -> bool:
         """Whether the other operands are parameters, or the same for all entries of the dim, as a statistic is."""
