@@ -11,14 +11,17 @@ out: `Taken`: the stretches that splits and slices cut, and into how many heads 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tpplan.compiler.convolution import CONVOLUTION, GROUPS
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.packed import SPLITS, VIEWS
 from tpplan.compiler.trace import Frame, Operation
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
+_ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
+_ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
@@ -32,12 +35,19 @@ class Taken:
         frame, operation: the body and the operation that does it.
         stretches: the sizes of the parts, in order; a single one if the features are only viewed as heads.
         heads: for each stretch into how many heads it is viewed; None where it isn't.
+        finer: the same where stretches are taken apart again further on; None if none is.
     """
 
     frame: Frame
     operation: Operation
     stretches: tuple[int, ...]
     heads: tuple[int | None, ...]
+    finer: Taken | None = None
+
+    @property
+    def ways(self) -> tuple[Taken, ...]:
+        """This, and what is finer."""
+        return (self,) if self.finer is None else (self, self.finer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +100,10 @@ class Readers:
                 parts = [o for o in operation.outputs if o is not None]
                 sizes = [self.trace.values[o].shape[at.dim] for o in parts]
                 if len(parts) > 1:
-                    heads = tuple(self._heads(_Dim(o, at.dim, at.unit), n) for o, n in zip(parts, sizes, strict=True))
-                    return Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
+                    dims = [_Dim(o, at.dim, at.unit) for o in parts]
+                    heads = tuple(self._heads(d, n) for d, n in zip(dims, sizes, strict=True))
+                    taken = Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
+                    return replace(taken, finer=self._finer(taken, dims, depth))
             elif operation.name == "aten.slice.Tensor" and _argument(operation, 1, 0) % len(shape) == at.dim:
                 (part,) = (o for o in operation.outputs if o is not None)
                 length = self.trace.values[part].shape[at.dim]
@@ -107,6 +119,17 @@ class Readers:
                 if found is not None:
                     return found
         return None
+
+    def _finer(self, taken: Taken, parts: Sequence[_Dim], depth: int) -> Taken | None:
+        """The stretches with those in place of them that are split again."""
+        stretches: list[int] = []
+        heads: list[int | None] = []
+        for at, count, held in zip(parts, taken.stretches, taken.heads, strict=True):
+            inner = self._follow(at, count, depth + 1) if at.unit == 1 else None
+            again = inner is not None and inner.operation.name in SPLITS and sum(inner.stretches) == count
+            stretches += inner.ways[-1].stretches if again and inner is not None else (count,)
+            heads += inner.ways[-1].heads if again and inner is not None else (held,)
+        return replace(taken, stretches=tuple(stretches), heads=tuple(heads)) if len(stretches) > len(parts) else None
 
     def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:
         after = self._after(at, operation)
@@ -142,6 +165,8 @@ class Readers:
         if at.unit > 1:
             return count
         for _, operation, seen in self.of(at.value):
+            if operation.name in _ADDITIONS and self._adds_to_each(at, operation, seen, count):
+                return count
             after = self._after(replace(at, value=seen), operation)
             if len(after) > 1:
                 return self.trace.values[after[0].value].shape[after[0].dim]
@@ -149,6 +174,13 @@ class Readers:
             if heads is not None:
                 return heads
         return None
+
+    def _adds_to_each(self, at: _Dim, operation: Operation, seen: int, count: int) -> bool:
+        """Whether a vector is added that has a number for each of the features: each is a head."""
+        others = [i for i in operation.inputs if i != seen]
+        parameter = self.parameter_behind(others[0]) if len(others) == 1 else None
+        last = at.dim == len(self.trace.values[seen].shape) - 1
+        return last and parameter is not None and self.trace.values[parameter].shape == (count,)
 
     def _after(self, at: _Dim, operation: Operation) -> list[_Dim]:
         """Where the dim is after an operation that keeps or splits it: one dim, or those that it was split into."""
@@ -169,6 +201,10 @@ class Readers:
         if name == "aten.squeeze.dim":
             place = operation.arguments[1] % len(before)
             return [_Dim(outputs[0], at.dim - (place < at.dim and len(after) < len(before)), at.unit)]
+        if name == CONVOLUTION:
+            return [_Dim(outputs[0], 1, at.unit)] if at.dim == 1 and operation.arguments[GROUPS] == after[1] else []
+        if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
+            return [_Dim(outputs[0], at.dim, at.unit)]  # what it cuts or pads is another dim
         if name in ("aten.transpose.int", "aten.permute.default"):
             order = list(range(len(before)))
             if name == "aten.transpose.int":

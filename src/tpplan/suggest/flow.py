@@ -94,6 +94,7 @@ class _Walk:
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
         self.whole_inputs: set[str] = set()
         self.norms: dict[int, bool] = {}
+        self.shared: dict[int, Names] = {}  # of single heads that every rank holds
         self.normed: set[int] = set()  # split values that come out of a norm
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
@@ -143,7 +144,7 @@ class _Walk:
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
-        for held in (self.layouts, self.sources):
+        for held in (self.layouts, self.sources, self.shared):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
         for marked in (self.dynamic, self.poisoned, self.normed):
@@ -255,6 +256,7 @@ class _Walk:
             self._poison(outputs, sources)
             return
         if not any(i in self.layouts for i in inputs):
+            self._of_shared(instance, node)
             return
         answer = self._ask(instance, node, {})
         if isinstance(answer, Refusal) and self.lenient:
@@ -269,6 +271,29 @@ class _Walk:
                 for value in (outer[output], *(outer[i] for i in node.overwritten)):
                     self.layouts[value] = held
                     self.sources[value] = sources
+            elif output is not None and held == REPLICATED_PARTIAL:
+                self.shared[outer[output]] = sources
+
+    def _of_shared(self, instance: Instance, node: OperationNode) -> None:
+        """What becomes of a head that all ranks hold: where it is repeated for many heads, each rank needs its own."""
+        outer = instance.values
+        sources = frozenset[str]().union(*(self.shared.get(outer[i], _NONE) for i in node.inputs))
+        if not sources:
+            return
+        self.propagator.heads = self.subject.heads
+        found = self.propagator.outcomes(node, instance.region.values, lambda i: self._assumed(instance, i))
+        self.propagator.heads = frozenset()
+        split = [o for o in found if o.outputs[0].is_sharded] if not isinstance(found, Refusal) else []
+        for position, output in enumerate(node.outputs):
+            if output is not None and split:
+                self.layouts[outer[output]], self.sources[outer[output]] = split[0].outputs[position], sources
+            elif output is not None:
+                self.shared[outer[output]] = sources
+
+    def _assumed(self, instance: Instance, number: int) -> Layout:
+        """How a value that isn't split lies."""
+        value = instance.region.values[number]
+        return REPLICATED_PARTIAL if value.differentiable and value.parameter is None else REPLICATED
 
     def _poison(self, outputs: list[int], sources: Names) -> None:
         self.poisoned.update(outputs)
@@ -278,11 +303,7 @@ class _Walk:
         values = instance.region.values
 
         def layout(i: int) -> Layout:
-            held = instead.get(i) or self.layouts.get(instance.values[i])
-            if held is not None:
-                return held
-            activation = values[i].differentiable and values[i].parameter is None
-            return REPLICATED_PARTIAL if activation else REPLICATED
+            return instead.get(i) or self.layouts.get(instance.values[i]) or self._assumed(instance, i)
 
         answer = self.propagator.outcomes(node, values, layout)
         return answer if isinstance(answer, Refusal) else answer[0]
