@@ -215,7 +215,9 @@ def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
     assert placed is not None
     leaves = [None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in (placed.weight, placed.bias)]
     norm = placed.norm
-    return SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, *leaves)
+    gate, first = (None, False) if norm.gate is None else (norm.gate.entry, norm.gate.first)
+    name = None if gate is None else str(decided.frame.entries[gate].path[0])
+    return SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, *leaves, name, first)
 
 
 def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:

@@ -21,7 +21,7 @@ from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack,
 from tpplan.compiler.linear import Product
 from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
-from tpplan.compiler.recognise import Norm, recognise
+from tpplan.compiler.recognise import Norm, recognise, recognise_gated
 from tpplan.compiler.region import Instance, OperationNode
 from tpplan.compiler.trace import Frame, quoted
 from tpplan.suggest.subject import Column, Subject
@@ -130,17 +130,22 @@ class _Walk:
     def _norm(self, instance: Instance) -> bool:
         """A norm over split features leaves them as they lie: its statistics are summed over the ranks."""
         frame, region = instance.frame, instance.region
-        if len(frame.entries) != 1 or len(frame.exits) != 1:
+        if len(frame.entries) not in (1, 2) or len(frame.exits) != 1:
             return False
         given, made = frame.entries[0].target, frame.exits[0].target
+        gated = len(frame.entries) == 2
         held = self.layouts.get(given)
+        if gated and self.layouts.get(frame.entries[1].target) != held:
+            return False
         if held is None or held.dim != len(self.subject.trace.values[given].shape) - 1 or held.spread != 1:
             return False
         if id(region) not in self.norms:
-            self.norms[id(region)] = isinstance(recognise(region), Norm)
+            self.norms[id(region)] = isinstance(recognise_gated(region) if gated else recognise(region), Norm)
         if self.norms[id(region)]:
             self._copy(given, made)
-            self.normed.add(made)
+            self.sources[made] = frozenset().union(*(self.sources[c.target] for c in frame.entries))
+            if not gated:
+                self.normed.add(made)
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:

@@ -125,8 +125,8 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     columns |= {name: (Column(None, ()),) for name in wide}
     root = build_regions(trace, bind(model, Plan(), size)[0])
     return Subject(
-        model, size, arguments, keywords, trace, root, linears, products, addends, heads, _beside(readers, addends), weights,
-        columns, unsplittable, tables,
+        model, size, arguments, keywords, trace, root, linears, products, addends, heads, _beside(readers, addends),
+        weights, columns, unsplittable, tables,
     )  # fmt: skip
 
 
