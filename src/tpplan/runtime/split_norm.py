@@ -5,8 +5,8 @@ out: a body that stands in for the module's own
 
     y = x / sqrt(Σ_ranks Σ x² / n + eps) · w    (RMSNorm, Zhang & Sennrich 2019; LayerNorm, Ba et al. 2016, likewise)
 
-It may be gated: x · silu(z) for x, or y · silu(z) for y. Each rank's part counts in the statistics of all, so that their
-gradients are summed as well.
+It may be gated: x · silu(z) for x, or y · silu(z) for y. Each rank's part counts in the statistics of all, so that
+their gradients are summed as well.
 """
 
 from __future__ import annotations
