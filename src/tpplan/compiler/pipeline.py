@@ -346,7 +346,7 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     for proposal in propose_attributes(given, mismatch, work.attributes):
         after = check(given, proposal, work.excused, work.recorded)
         if after is None or not _same_place(after, mismatch):
-            work.attributes = proposal
+            work.attributes = _needed(work, given, proposal, after)
             return
     finding = explain_failure.of_check(given, mismatch, work.binding)
     learned = read_sizes(given, mismatch, work.constraints.unsharded)
@@ -361,6 +361,23 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
         raise CompileError(work.findings)
     work.excused |= equal_modules(given.instance, mismatch.frame)
+
+
+def _needed(
+    work: _Work, given: CheckInput, proposal: Mapping[str, tuple[LocalAttribute, ...]], after: Mismatch | None
+) -> dict[str, tuple[LocalAttribute, ...]]:
+    """The proposal without attributes that make no difference: their number is the same by chance alone.
+
+    The example doesn't read those, but another call might.
+    """
+    needed = dict(proposal)
+    added = {a for name, held in proposal.items() for a in held if a not in work.attributes.get(name, ())}
+    for attribute in sorted(added, key=lambda a: a.name) if len(added) > 1 else ():
+        fewer = {name: tuple(a for a in held if a != attribute) for name, held in needed.items()}
+        found = check(given, fewer, work.excused, work.recorded)
+        if found is None or (after is not None and _same_place(after, found)):
+            needed, after = fewer, found
+    return needed
 
 
 def _splits_features(given: CheckInput, mismatch: Mismatch) -> bool:
