@@ -15,8 +15,9 @@ from tests.zoo.architectures import build
 
 FAMILIES = (
     "bart", "bloom", "clip", "cohere", "deberta-v2", "deepseek_v3", "electra", "gemma", "gemma2", "gemma3_text", "glm4",
-    "gpt_neo", "gpt_oss", "gptj", "granite", "granitemoe", "mixtral", "mpt", "olmo2", "olmoe", "phi", "qwen2_moe",
-    "qwen3_moe", "siglip", "stablelm", "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
+    "gpt_neo", "gpt_oss", "gptj", "granite", "granitemoe", "mamba", "mixtral", "mpt", "olmo2", "olmoe", "phi",
+    "qwen2_moe", "qwen3_moe", "siglip", "stablelm", "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit",
+    "whisper",
 )  # fmt: skip
 WITHOUT_SEQUENCE = ("vit",)  # an image's patches and the class token are an odd number
 
@@ -34,7 +35,7 @@ def test_a_plan_computes_what_the_stock_model_computes(plan: str, size: int) -> 
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmo2", "torch_encoder"])
+@pytest.mark.parametrize("name", ["mamba", "mixtral", "olmo2", "torch_encoder"])
 def test_a_family_of_each_kind(name: str) -> None:
     model, inputs = build(name)
     report = tpplan.verify(model, PLANS / f"{name}.yaml", 2, inputs, dtype=torch.float32)

@@ -33,6 +33,8 @@ def convolved(
         layouts: of its operands, by number.
         size: of the axis.
     """
+    x: Reference
+    weight: Reference
     x, weight, bias = arguments[:3]
     split = weight_layout(arguments, values, layouts[x.identifier], size)
     if isinstance(split, str):
@@ -44,8 +46,10 @@ def convolved(
 
 def weight_layout(arguments: Sequence[Any], values: Sequence[LocalValue], held: Layout, size: int) -> Layout | str:
     """How the weight and the bias have to lie where the input lies like `held`; a text tells why nothing will do."""
-    x, weight = arguments[:2]
-    groups: int = arguments[GROUPS]
+    x: Reference
+    weight: Reference
+    groups: int
+    x, weight, groups = arguments[0], arguments[1], arguments[GROUPS]
     if held.dim != 1 or held.interleave != 1 or held.spread != 1 or arguments[_TRANSPOSED]:
         return "needs values that other ranks hold"
     shape = values[weight.identifier].shape

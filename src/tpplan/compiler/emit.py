@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -213,11 +214,14 @@ def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins
 def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
     placed = decided.normed
     assert placed is not None
-    leaves = [None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in (placed.weight, placed.bias)]
+    own = (placed.weight, placed.bias)
+    weight, bias = (None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in own)
     norm = placed.norm
-    gate, first = (None, False) if norm.gate is None else (norm.gate.entry, norm.gate.first)
-    name = None if gate is None else str(decided.frame.entries[gate].path[0])
-    return SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, *leaves, name, first)
+    found = SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, weight, bias)
+    if norm.gate is None:
+        return found
+    gate = str(decided.frame.entries[norm.gate.entry].path[0])
+    return replace(found, gate=gate, gated_first=norm.gate.first)
 
 
 def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:
