@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d
 
 from tpplan.compiler import packed as rules
-from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.packed import viewed
 from tpplan.compiler.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.region import LocalValue, OperationNode
@@ -167,21 +167,21 @@ REFUSED = [
     (
         "a sequence convolved",
         ((3, 8, 8), (8, 1, 4)),
-        (sharded(2), REPLICATED),
+        (sharded(2), sharded(0)),
         aten.convolution.default,
         (x, y, None, (1,), (3,), (1,), False, (0,), 8),
     ),
     (
         "a whole weight for split channels",
         ((3, 8, 7), (8, 1, 4)),
-        (sharded(1), REPLICATED),
+        (sharded(1), REPLICATED_PARTIAL),
         aten.convolution.default,
         (x, y, None, (1,), (3,), (1,), False, (0,), 8),
     ),
     (
         "a whole bias for split channels",
         ((3, 8, 7), (8, 1, 4), (8,)),
-        (sharded(1), sharded(0), REPLICATED),
+        (sharded(1), sharded(0), REPLICATED_PARTIAL),
         aten.convolution.default,
         (x, y, z, (1,), (3,), (1,), False, (0,), 8),
     ),
@@ -209,7 +209,7 @@ REFUSED = [
     (
         "partial channels and a bias",
         ((3, 8, 7), (8, 1, 4), (8,)),
-        (PARTIAL, REPLICATED, REPLICATED),
+        (PARTIAL, REPLICATED_PARTIAL, REPLICATED_PARTIAL),
         aten.convolution.default,
         (x, y, z, (1,), (3,), (1,), False, (0,), 8),
     ),
