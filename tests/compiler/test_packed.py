@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import conv1d
 
 from tpplan.compiler import packed as rules
-from tpplan.compiler.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.packed import viewed
 from tpplan.compiler.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.region import LocalValue, OperationNode
@@ -51,7 +52,7 @@ class Case:
     results: tuple[Layout, ...]
 
 
-x, y = Reference(0), Reference(1)
+x, y, z = map(Reference, range(3))
 CASES = [
     Case("split", ((3, 5, 64),), (QKV,), aten.split_with_sizes.default, (x, (32, 16, 16), -1),
          lambda a: a.split([8, 4, 4], -1), (sharded(2),) * 3),
@@ -97,6 +98,19 @@ CASES = [
     Case("every second feature", ((3, 5, 32),), (sharded(2),), aten.slice.Tensor, (x, 2, 1, 32, 2),
          lambda a: a[..., 1::2], (sharded(2),)),
     Case("add", ((3, 5, 64), (3, 5, 64)), (QKV, QKV), aten.add.Tensor, (x, y), lambda a, b: a + b, (QKV,)),
+    Case("convolve channels", ((3, 8, 7), (8, 1, 4), (8,)), (sharded(1), sharded(0), sharded(0)),
+         aten.convolution.default, (x, y, z, (1,), (3,), (1,), False, (0,), 8),
+         lambda a, w, b: conv1d(a, w, b, padding=3, groups=2), (sharded(1),)),
+    Case("convolve uneven channels", ((3, 10, 7), (10, 1, 4)), (sharded(1), sharded(0)),
+         aten.convolution.default, (x, y, None, (1,), (3,), (1,), False, (0,), 10),
+         lambda a, w: conv1d(a, w, padding=3, groups=a.shape[1]), (sharded(1),)),
+    Case("convolve groups", ((3, 16, 7), (24, 2, 3), (24,)), (sharded(1), sharded(0), sharded(0)),
+         aten.convolution.default, (x, y, z, (2,), (0,), (1,), False, (0,), 8),
+         lambda a, w, b: conv1d(a, w, b, stride=2, groups=2), (sharded(1),)),
+    Case("convolve packs, a group of which all have", ((3, 44, 7), (44, 1, 4)),
+         (packed(1, [Pack(32), Pack(6, 4), Pack(6, 4)]), packed(0, [Pack(32), Pack(6, 4), Pack(6, 4)])),
+         aten.convolution.default, (x, y, None, (1,), (3,), (1,), False, (0,), 44),
+         lambda a, w: conv1d(a, w, padding=3, groups=20), (packed(1, [Pack(32), Pack(6, 4), Pack(6, 4)]),)),
     Case("multiply by columns", ((3, 64), (8, 64)), (packed(1, QKV.packs),) * 2, aten.mul.Tensor, (x, x),
          lambda a, b: a * a, (packed(1, QKV.packs),)),
 ]  # fmt: skip
@@ -150,6 +164,55 @@ REFUSED = [
     ("uneven features as heads", ((3, 5, 14),), (sharded(2),), aten.view.default, (x, (3, 5, 7, 2))),
     ("a mirror image", ((3, 5, 64),), (QKV,), aten.flip.default, (x, (2,))),
     ("a sum over repeats", ((3, 2, 4, 5),), (SPREAD,), aten.sum.dim_IntList, (x, (2,))),
+    (
+        "a sequence convolved",
+        ((3, 8, 8), (8, 1, 4)),
+        (sharded(2), sharded(0)),
+        aten.convolution.default,
+        (x, y, None, (1,), (3,), (1,), False, (0,), 8),
+    ),
+    (
+        "a whole weight for split channels",
+        ((3, 8, 7), (8, 1, 4)),
+        (sharded(1), REPLICATED_PARTIAL),
+        aten.convolution.default,
+        (x, y, None, (1,), (3,), (1,), False, (0,), 8),
+    ),
+    (
+        "a whole bias for split channels",
+        ((3, 8, 7), (8, 1, 4), (8,)),
+        (sharded(1), sharded(0), REPLICATED_PARTIAL),
+        aten.convolution.default,
+        (x, y, z, (1,), (3,), (1,), False, (0,), 8),
+    ),
+    (
+        "channels that all are mixed",
+        ((3, 8, 7), (8, 8, 4)),
+        (sharded(1), sharded(0)),
+        aten.convolution.default,
+        (x, y, None, (1,), (3,), (1,), False, (0,), 1),
+    ),
+    (
+        "groups that several ranks hold",
+        ((3, 8, 7), (8, 4, 4)),
+        (sharded(1), sharded(0)),
+        aten.convolution.default,
+        (x, y, None, (1,), (3,), (1,), False, (0,), 2),
+    ),
+    (
+        "a transposed convolution",
+        ((3, 8, 7), (8, 1, 4)),
+        (sharded(1), sharded(0)),
+        aten.convolution.default,
+        (x, y, None, (1,), (3,), (1,), True, (0,), 8),
+    ),
+    (
+        "partial channels and a bias",
+        ((3, 8, 7), (8, 1, 4), (8,)),
+        (PARTIAL, REPLICATED_PARTIAL, REPLICATED_PARTIAL),
+        aten.convolution.default,
+        (x, y, z, (1,), (3,), (1,), False, (0,), 8),
+    ),
     ("a sequence made longer", ((3, 8, 5), (3, 8, 5)), (sharded(1), sharded(1)), aten.cat.default, ((x, y), 1)),
 ]
 

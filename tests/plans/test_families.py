@@ -16,8 +16,8 @@ from tests.zoo.architectures import build
 FAMILIES = (
     "albert", "bart", "bloom", "clip", "cohere", "deberta-v2", "deepseek_v3", "electra", "falcon", "falcon-multi-query",
     "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite", "granitemoe",
-    "mixtral", "mpt", "nanogpt", "olmo2", "olmoe", "phi", "qwen2_moe", "qwen3_moe", "siglip", "stablelm", "starcoder2",
-    "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
+    "mamba", "mixtral", "mpt", "nanogpt", "olmo2", "olmoe", "phi", "qwen2_moe", "qwen3_moe", "siglip", "stablelm",
+    "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
 )  # fmt: skip
 ARCHITECTURES = {"falcon": "falcon_new", "falcon-multi-query": "falcon_old"}  # where they have other names than plans
 FEW_HEADS = ("falcon",)  # fewer key heads than four ranks, each packed with its queries
@@ -41,7 +41,7 @@ def test_a_plan_computes_what_the_stock_model_computes(plan: str, size: int) -> 
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmo2", "torch_encoder"])
+@pytest.mark.parametrize("name", ["mamba", "mixtral", "olmo2", "torch_encoder"])
 def test_a_family_of_each_kind(name: str) -> None:
     model, inputs = build(name)
     report = tpplan.verify(model, PLANS / f"{name}.yaml", 2, inputs, dtype=torch.float32)

@@ -14,7 +14,7 @@ from torch import nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
-from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
+from tpplan.compiler.linear import Addend, LinearForm, Product, is_grouped_convolution, linear_form
 from tpplan.plan import Diagnostic, Plan, Rule, Style
 
 
@@ -119,7 +119,7 @@ def _misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     """What keeps a rule from being carried out on this module, seen from the module alone."""
     if rule.style in (Style.COLWISE, Style.ROWWISE):
         form = linear_form(module)
-        if form is None:
+        if form is None and not (rule.style is Style.COLWISE and is_grouped_convolution(module)):
             return _mismatch(module, name, rule, f"`{rule.style}` splits a linear layer")
         return None  # whether the features can be shared out depends on what the model does with them, see `packing`
     if rule.style is Style.VOCAB:
@@ -163,6 +163,8 @@ def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic
 def _suggest_style(module: nn.Module) -> str:
     if linear_form(module) is not None:
         return "a linear layer can be `colwise` or `rowwise`"
+    if is_grouped_convolution(module):
+        return "a convolution in groups can be `colwise`"
     if isinstance(module, nn.Embedding):
         return "an embedding table can be `vocab`"
     linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]

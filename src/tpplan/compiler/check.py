@@ -25,6 +25,7 @@ from tpplan.compat import is_registered_container, named_modules, rebuild_contai
 from tpplan.compiler.assign import Assignment, PlacedReshard
 from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import BodyError, Capture, record
+from tpplan.compiler.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.packed import PICKS, SPLITS, picked_dim
 from tpplan.compiler.program import LocalAttribute
@@ -476,6 +477,9 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
         return _local_start(given, ours) == theirs.arguments[1:3] and ours.arguments[4:] == theirs.arguments[4:]
     if ours.name in SPLITS:
         return ours.arguments[2:] == theirs.arguments[2:]  # the results' shapes show the sizes
+    if ours.name == CONVOLUTION:
+        mine, its = ours.arguments, theirs.arguments
+        return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
     return _scalars(ours) == _scalars(theirs)
 
 
@@ -495,6 +499,12 @@ def _start_on_rank(given: CheckInput, layout: Layout, count: int, start: int) ->
     """Where a stretch begins on a rank, counted from the same end."""
     local = layout.local_start(start, count, given.size, given.rank)
     return local - layout.local_size(count, given.size, given.rank) if start < 0 else local
+
+
+def _local_groups(given: CheckInput, operation: Operation) -> int:
+    x = operation.inputs[0]
+    layout, channels = given.assignment.layouts.get(x, REPLICATED), given.trace.values[x].shape[1]
+    return local_groups(operation.arguments[GROUPS], layout, channels, given.size, given.rank)
 
 
 def _shown(operation: Operation) -> str:

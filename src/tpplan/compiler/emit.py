@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -214,9 +215,14 @@ def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins
 def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
     placed = decided.normed
     assert placed is not None
-    leaves = [None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in (placed.weight, placed.bias)]
+    own = (placed.weight, placed.bias)
+    weight, bias = (None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in own)
     norm = placed.norm
-    return SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, *leaves)
+    found = SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, weight, bias)
+    if norm.gate is None:
+        return found
+    gate = str(decided.frame.entries[norm.gate.entry].path[0])
+    return replace(found, gate=gate, gated_first=norm.gate.first)
 
 
 def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:

@@ -85,12 +85,14 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Addend:
-    """A parameter that is added to a product, such as a bias, or that stands beside one, entry by entry.
+    """A parameter that is added to a product, such as a bias, or that stands beside features, entry by entry.
 
     Attributes:
         outputs, output_dim: the number of features, and the parameter's dim that counts them.
-        made, made_dim: the sum, and its dim that counts the features; None if it isn't added.
+        made, made_dim: the sum, or the result of a convolution, and its dim that counts the features; None if it is
+            neither.
         following: see `Product`.
+        is_added: whether it is added to a product, also to a partial one; otherwise it goes with features alone.
     """
 
     outputs: int
@@ -98,6 +100,7 @@ class Addend:
     made: int | None
     made_dim: int
     following: tuple[Addend, ...] = ()
+    is_added: bool = True
 
     @property
     def parts(self) -> tuple[Addend, ...]:
@@ -120,6 +123,11 @@ def linear_form(module: nn.Module) -> LinearForm | None:
         if (bias is None or tuple(bias.shape) == (form.outputs,)) and _is_product(module, form):
             return form
     return None
+
+
+def is_grouped_convolution(module: nn.Module) -> bool:
+    """Whether `module` is a convolution in groups, such as a depthwise one."""
+    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups > 1
 
 
 class _Products(RecordingMode):
@@ -167,4 +175,4 @@ def _is_product(module: nn.Module, form: LinearForm) -> bool:
     return right and not mode.other and mode.sides == [form.transposed]
 
 
-__all__ = ["Addend", "LinearForm", "Product", "linear_form"]
+__all__ = ["Addend", "LinearForm", "Product", "is_grouped_convolution", "linear_form"]

@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from tpplan.compiler.convolution import CONVOLUTION, convolved
 from tpplan.compiler.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
@@ -43,7 +44,7 @@ Ask = Callable[[dict[int, Layout]], "Layouts | str"]
 
 def concerns(node: OperationNode, layouts: dict[int, Layout]) -> bool:
     """Whether these rules decide, and not DTensor's alone."""
-    return any(not held.is_plain for held in layouts.values()) or _joins(node, layouts)
+    return node.name == CONVOLUTION or any(not held.is_plain for held in layouts.values()) or _joins(node, layouts)
 
 
 def results(
@@ -61,6 +62,8 @@ def results(
     split = [(number, held) for number, held in layouts.items() if held.is_sharded]
     if not split:
         return "needs values that other ranks hold"
+    if node.name == CONVOLUTION:
+        return convolved(node.arguments, values, layouts, size)
     number, held = split[0]
     assert held.dim is not None
     shape = values[number].shape

@@ -8,7 +8,8 @@ out: the binding, its modules with their packs; findings for packs that don't fi
     k_proj: colwise, its result viewed as 1 head                        ->  replicate
     experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
 
-A rule on a linear layer that is never called, whose parameters another body reads, is a rule on these parameters.
+A rule on a linear layer that is never called, whose parameters another body reads, is a rule on these parameters; so is
+one on a convolution.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class Packed:
         binding: with the modules' packs.
         findings: packs that don't fit.
         heads: the numbers of heads into which sharded features are viewed, as far as the axis divides them.
+        features: the numbers of features that are split.
     """
 
     binding: Binding
     findings: list[Diagnostic]
     heads: frozenset[int]
+    features: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int) -> Packe
             found = _use(bound, bound.form, frames.get(name), readers)
             if found is not None:
                 uses[name] = found
-    counts = {n for u in uses.values() if (t := u.taken) is not None for n in (*t.heads, len(t.stretches)) if n}
+    taken = [way for use in uses.values() if use.taken is not None for way in use.taken.ways]
+    counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
     heads = frozenset(n for n in counts if n % size == 0)
     for name, use in uses.items():
         held = _refined(modules[name], use, _Axis(size, heads))
@@ -82,7 +86,14 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int) -> Packe
             modules[name] = held
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
-    return Packed(binding, once(findings), heads)
+    return Packed(binding, once(findings), heads, frozenset(n for b in modules.values() for n in _made(b)))
+
+
+def _made(bound: Bound) -> list[int]:
+    """The stretches of the features that a column makes."""
+    if bound.form is None or bound.style is not Style.COLWISE:
+        return []
+    return [pack.size for pack in bound.packs] or [bound.form.outputs]
 
 
 def _with_parameters(
@@ -93,14 +104,15 @@ def _with_parameters(
     modules: dict[str, Bound] = {}
     for name, bound in binding.modules.items():
         read = [f"{name}.{leaf}" for leaf in ("weight", "bias") if f"{name}.{leaf}" in values]
-        if bound.form is not None and name not in frames and read:
+        convolves = bound.form is None and bound.style is Style.COLWISE and not bound.is_parameter
+        if read and (convolves or (bound.form is not None and name not in frames)):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
         else:
             modules[name] = bound
     for name, bound in modules.items():
         if bound.is_parameter and bound.style is not Style.REPLICATE:
             form = find_use(readers, values[name]) if name in values else None
-            lone = isinstance(form, Addend) and form.made is None
+            lone = isinstance(form, Addend) and not form.is_added
             if form is None or (lone and bound.style is Style.ROWWISE):
                 findings.append(_no_product(bound))
             modules[name] = replace(bound, form=form)
@@ -170,6 +182,7 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
     columns = bound.style is Style.COLWISE
     sizes: Sequence[int] = (whole,)
     if bound.rule.packed is not None:
+        taken = None if taken is None else _as_named(bound, taken)
         seen = taken.stretches if taken is not None else use.joined
         found = _sizes(bound, whole, () if columns and taken is None else seen)
         if isinstance(found, Diagnostic):
@@ -177,9 +190,10 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
         sizes = found
     packs = [Pack(n) for n in sizes]
     if taken is not None and taken.stretches == tuple(sizes):
-        # Beside parts that are viewed as heads, one that isn't is a single head.
-        single = 1 if any(taken.heads) else None
-        packs = [axis.shared(n, heads or single) for n, heads in zip(sizes, taken.heads, strict=True)]
+        # Beside a part that is viewed as heads, a smaller one that isn't is a single head.
+        viewed = max((n for n, heads in zip(sizes, taken.heads, strict=True) if heads), default=0)
+        counts = [heads or (1 if n < viewed else None) for n, heads in zip(sizes, taken.heads, strict=True)]
+        packs = [axis.shared(n, heads) for n, heads in zip(sizes, counts, strict=True)]
         for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
             if heads is not None and not held.is_even(size):
                 return _cut_heads(bound, index, held, heads, size)
@@ -189,6 +203,15 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
     if len(packs) == 1 and packs[0].replicas == size:
         return replace(bound, style=Style.REPLICATE, form=None)
     return replace(bound, packs=tuple(packs)) if len(packs) > 1 or packs[0].replicas > 1 else bound
+
+
+def _as_named(bound: Bound, taken: Taken) -> Taken:
+    """Of the ways in which features are taken apart the one that has the packs that the plan names."""
+    named = bound.rule.packed or ()
+    sizes = tuple(pack.size for pack in named)
+    fitting = [way for way in taken.ways if len(way.stretches) == len(named)]
+    exact = [way for way in fitting if None in sizes or way.stretches == sizes]
+    return next(iter((*exact, *fitting, taken)))
 
 
 def _sizes(bound: Bound, whole: int, seen: Sequence[int]) -> tuple[int, ...] | Diagnostic:

@@ -48,11 +48,11 @@ from tpplan.compiler.localise import (
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
-from tpplan.compiler.propagate import Propagator
+from tpplan.compiler.propagate import FILLS, Propagator
 from tpplan.compiler.region import Instance, RegionTable, build_regions
 from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
-from tpplan.compiler.trace import Frame, Trace
+from tpplan.compiler.trace import Frame, Operation, Trace
 from tpplan.compiler.uncovered import uncovered_finding
 from tpplan.compiler.warn import gathers_columns, warnings_for
 from tpplan.cost.communication import NVLINK
@@ -80,6 +80,7 @@ class _Work:
     table: RegionTable = field(default_factory=RegionTable)
     attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
     heads: frozenset[int] = frozenset()
+    features: frozenset[int] = frozenset()
     recorded: frozenset[str] = frozenset()
     fixed: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
@@ -144,7 +145,7 @@ def _compile(
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, flow, results,
         constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
-        findings=list(diagnostics),
+        features=_filled(trace, unpacked.features), findings=list(diagnostics),
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
@@ -189,6 +190,20 @@ def _batch(trace: Trace) -> int:
     """The example's batch size: the first size of its first tensor."""
     shape = trace.values[trace.inputs[0]].shape if trace.inputs else ()
     return shape[0] if shape else 1
+
+
+def _filled(trace: Trace, features: frozenset[int]) -> frozenset[int]:
+    """Of these numbers of features those that tensors made anew, such as the first state of a scan, have as a size."""
+    made = (
+        size
+        for frame in trace.root.walk()
+        for node in frame.body
+        if isinstance(node, Operation) and node.name in FILLS
+        for output in node.outputs
+        if output is not None
+        for size in trace.values[output].shape
+    )
+    return features.intersection(made)
 
 
 def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
@@ -246,9 +261,8 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
             raise CompileError(work.findings)
         instance, assignment = placed
         dump.assignment(assignment, attempt)
-        if work.heads and not work.constraints.heads and gathers_columns(work.flow, work.binding, assignment):
-            # Something that counts heads too may be in the way: a bias made elsewhere, a head that all share.
-            _try_heads(work)
+        # Something that counts heads or features too may be in the way: a bias made elsewhere, a head that all share.
+        if gathers_columns(work.flow, work.binding, assignment) and _try_more(work):
             continue
         if _reconcile(work, instance, assignment):
             continue
@@ -304,8 +318,7 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
         if work.constraints.sequence and not work.constraints.slice_constants:
             work.constraints.slice_constants = True
             continue
-        if work.heads and not work.constraints.heads:
-            _try_heads(work)
+        if _try_more(work):
             continue
         failed = True
         if work.learned_from is not None:
@@ -319,10 +332,15 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
     return None
 
 
-def _try_heads(work: _Work) -> None:
-    """From now on, let values be split by heads at every boundary."""
-    work.constraints.heads = work.heads
-    work.propagator.heads = work.heads
+def _try_more(work: _Work) -> bool:
+    """From now on, let new tensors be split by features; then, let values be split by heads at every boundary."""
+    if work.features and not work.constraints.features:
+        work.constraints.features = work.propagator.features = work.features
+        return True
+    if work.heads and not work.constraints.heads:
+        work.constraints.heads = work.propagator.heads = work.heads
+        return True
+    return False
 
 
 def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
@@ -330,7 +348,7 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     for proposal in propose_attributes(given, mismatch, work.attributes):
         after = check(given, proposal, work.excused, work.recorded)
         if after is None or not _same_place(after, mismatch):
-            work.attributes = proposal
+            work.attributes = _needed(work, given, proposal, after)
             return
     finding = explain_failure.of_check(given, mismatch, work.binding)
     learned = read_sizes(given, mismatch, work.constraints.unsharded)
@@ -345,6 +363,23 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
         raise CompileError(work.findings)
     work.excused |= equal_modules(given.instance, mismatch.frame)
+
+
+def _needed(
+    work: _Work, given: CheckInput, proposal: Mapping[str, tuple[LocalAttribute, ...]], after: Mismatch | None
+) -> dict[str, tuple[LocalAttribute, ...]]:
+    """The proposal without attributes that make no difference: their number is the same by chance alone.
+
+    The example doesn't read those, but another call might.
+    """
+    needed = dict(proposal)
+    added = {a for name, held in proposal.items() for a in held if a not in work.attributes.get(name, ())}
+    for attribute in sorted(added, key=lambda a: a.name) if len(added) > 1 else ():
+        fewer = {name: tuple(a for a in held if a != attribute) for name, held in needed.items()}
+        found = check(given, fewer, work.excused, work.recorded)
+        if found is None or (after is not None and _same_place(after, found)):
+            needed, after = fewer, found
+    return needed
 
 
 def _splits_features(given: CheckInput, mismatch: Mismatch) -> bool:

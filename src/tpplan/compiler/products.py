@@ -5,6 +5,8 @@ out: `Product`: which of the parameter's dims the product contracts and which it
 
     grouped_mm(x, gate_up.transpose(1, 2))   ->  gate_up (experts, outputs, inputs): makes dim 1, contracts dim 2
     addmm(in_proj_bias, x, in_proj.t())      ->  in_proj (outputs, inputs): makes dim 0; in_proj_bias is an addend
+    convolution(x, weight, groups=channels)  ->  weight (channels, 1, width): goes with the channels by dim 0
+    exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tpplan.compiler.convolution import CONVOLUTION, GROUPS
 from tpplan.compiler.linear import Addend, Product
-from tpplan.compiler.packed import SPLITS
+from tpplan.compiler.packed import SPLITS, VIEWS
 from tpplan.compiler.readers import Readers
 from tpplan.compiler.trace import Operation, Reference
 
@@ -30,6 +33,10 @@ _KEEPS = frozenset(
     f"aten.{name}"
     for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
 )
+_ENTRYWISE = frozenset(
+    f"aten.{name}.default" for name in ("exp", "neg", "log", "softplus", "sigmoid", "tanh", "abs", "silu", "sqrt")
+)
+_BESIDE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
 _DEEPEST = 12
 
 Dims = tuple[int | None, ...]
@@ -38,11 +45,45 @@ Dims = tuple[int | None, ...]
 def find_use(readers: Readers, value: int) -> Product | Addend | None:
     """What is done with the parameter `value` first: multiplied by, or added; None for anything else.
 
-    A vector of which neither is seen is an addend too: entries for features or heads, that can be split as these are.
+    One of which neither is seen, but that stands beside features or heads entry by entry, can be split as these are. So
+    can any vector.
     """
     shape = readers.trace.values[value].shape
     found = next(_uses(readers, value, tuple(range(len(shape))), shape, 0), None)
-    return Addend(shape[0], 0, None, 0) if found is None and len(shape) == 1 else found
+    if found is None and shape:
+        dim = 0 if len(shape) == 1 else _dim_beside(readers, value)
+        return None if dim is None else Addend(shape[dim], dim, None, 0, is_added=False)
+    return found
+
+
+def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
+    """What moving entries, or changing each by itself, makes of a parameter; with where its dims are then."""
+    pending: list[tuple[int, Dims, int]] = [(value, tuple(range(len(readers.trace.values[value].shape))), 0)]
+    while pending:
+        held, dims, depth = pending.pop()
+        yield held, dims
+        for _, operation, seen in readers.of(held) if depth < _DEEPEST else ():
+            if seen != held:
+                yield seen, dims
+            after = dims if operation.name in _ENTRYWISE else _moved(readers, operation, seen, dims)
+            made = next((o for o in operation.outputs if o is not None), None)
+            if after is not None and made is not None:
+                pending.append((made, after, depth + 1))
+
+
+def _dim_beside(readers: Readers, parameter: int) -> int | None:
+    """The dim by which a parameter stands beside entries of another tensor: the first that both have."""
+    values = readers.trace.values
+    found: set[int] = set()
+    for value, dims in derived(readers, parameter):
+        for _, operation, seen in readers.of(value):
+            others = [i for i in operation.inputs if i != seen]
+            if operation.name not in _BESIDE or len(others) != 1 or seen != value:
+                continue
+            mine, its = values[seen].shape, values[others[0]].shape
+            pairs = zip(reversed(dims), reversed(mine), reversed(its), strict=False)
+            found |= {dim for dim, count, other in pairs if dim is not None and count == other != 1}
+    return min(found, default=None)
 
 
 def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int) -> Iterator[Product | Addend]:
@@ -52,6 +93,8 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             yield from _in_product(readers, operation, seen, dims, shape, first)
         elif operation.name in _ADDITIONS:
             yield from _added(readers, operation, dims, shape)
+        elif operation.name == CONVOLUTION:
+            yield from _convolved(operation, seen, dims, shape)
         elif operation.name in SPLITS and depth < _DEEPEST:
             yield from _of_parts(readers, operation, seen, dims, shape, depth)
         elif depth < _DEEPEST:
@@ -106,6 +149,13 @@ def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int,
         yield Addend(shape[dims[-1]], dims[-1], made, last)
 
 
+def _convolved(operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
+    """The weight or the bias of a convolution in groups, whose first dim goes with the channels."""
+    (made,) = (o for o in operation.outputs if o is not None)
+    if operation.arguments[GROUPS] > 1 and Reference(value) in operation.arguments[1:3] and dims[0] is not None:
+        yield Addend(shape[dims[0]], dims[0], made, 1, is_added=False)
+
+
 def _made(
     shape: tuple[int, ...], output_dim: int | None, input_dim: int | None, made: int, made_dim: int, given: Reference
 ) -> Iterator[Product]:
@@ -138,6 +188,9 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
     if name == "aten.unsqueeze.default":
         place = arguments[1] % (rank + 1)
         return (*dims[:place], None, *dims[place:])
+    if name == "aten.squeeze.dim":
+        place = arguments[1] % rank
+        return dims if len(after) == rank else (*dims[:place], *dims[place + 1 :])
     if name == "aten.select.int":
         place = arguments[1] % rank
         return (*dims[:place], *dims[place + 1 :])
@@ -151,7 +204,16 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
         grown = (None,) * (len(after) - rank) + dims
         return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
                      for d, held in enumerate(grown))  # fmt: skip
-    return dims if before == after and len(set(operation.inputs)) == 1 and name.startswith("aten.view") else None
+    return _viewed(dims, before, after) if name in VIEWS else None
+
+
+def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
+    """Where the dims are after a view that adds or drops dims of size 1."""
+    kept = [dim for dim, count in zip(dims, before, strict=True) if count != 1]
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    remaining = iter(kept)
+    return tuple(None if count == 1 else next(remaining) for count in after)
 
 
 def _picked_dim(operation: Operation, rank: int) -> int | None:
@@ -161,4 +223,4 @@ def _picked_dim(operation: Operation, rank: int) -> int | None:
     return picks[0] if len(picks) == 1 else None
 
 
-__all__ = ["find_use"]
+__all__ = ["derived", "find_use"]

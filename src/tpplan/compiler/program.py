@@ -139,6 +139,8 @@ class SplitNorm:
         centred: LayerNorm, whose mean is a statistic too; otherwise RMSNorm.
         eps, offset, cast: see `KernelUse`.
         weight, bias: the parameters by their names in the module, stored whole.
+        gate: the argument whose silu gates it; None for a plain norm.
+        gated_first: whether the input is gated, and not the result.
     """
 
     layout: Layout
@@ -148,6 +150,8 @@ class SplitNorm:
     cast: str
     weight: str | None
     bias: str | None
+    gate: str | None = None
+    gated_first: bool = False
 
 
 Draws = str | tuple[str, ...]

@@ -28,7 +28,7 @@ from tpplan.compiler.trace import Reference
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
 _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
-_FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
+FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class Propagator:
         self.size = size
         self.batch = batch
         self.heads: frozenset[int] = frozenset()
+        self.features: frozenset[int] = frozenset()
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
     def outcomes(
@@ -142,8 +143,11 @@ class Propagator:
     def _by_heads(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
     ) -> list[Outcome]:
-        """The ways in which each rank makes what belongs to its own heads, from replicated values or from none."""
-        if (node.name != packed.EXPAND and node.name not in _FILLS) or not self.heads:
+        """The ways in which each rank makes what belongs to its heads or features, from replicated values or none."""
+        counts = (
+            self.heads | self.features if node.name in FILLS else self.heads if node.name == packed.EXPAND else None
+        )
+        if not counts:
             return []
         (output,) = (o for o in node.outputs if o is not None)
         after = values[output]
@@ -152,7 +156,7 @@ class Propagator:
         if node.name == packed.EXPAND and (len(before) != len(after.shape) or whole_gradient):
             return []
         parameter = frozenset(i for i, _ in operands if values[i].parameter is not None and values[i].differentiable)
-        grown = [sharded(d) for d, n in enumerate(after.shape) if n in self.heads and (not before or before[d] == 1)]
+        grown = [sharded(d) for d, n in enumerate(after.shape) if n in counts and (not before or before[d] == 1)]
         rows = after.shape[0] if after.shape and self.batch > 1 and (not before or before[0] == 1) else 0
         if rows in {self.batch * n for n in self.heads}:
             grown.append(sharded(0, interleave=self.batch))
@@ -296,4 +300,4 @@ def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> t
     return (kept or tensors, *rest)
 
 
-__all__ = ["NEW", "PARTIAL", "Outcome", "Propagator", "Refusal"]
+__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal"]

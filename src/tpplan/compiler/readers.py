@@ -11,15 +11,19 @@ out: `Taken`: the stretches that splits and slices cut, and into how many heads 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tpplan.compiler.convolution import CONVOLUTION, GROUPS
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.packed import PICKS, SPLITS, VIEWS, picked_dim, picked_stretch
 from tpplan.compiler.region import picks_of
 from tpplan.compiler.trace import Frame, Operation
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
+_ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
+_ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
+_PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
@@ -32,12 +36,19 @@ class Taken:
         frame, operation: the body and the operation that does it.
         stretches: the sizes of the parts, in order; a single one if the features are only viewed as heads.
         heads: for each stretch into how many heads it is viewed; None where it isn't.
+        finer: the same where stretches are taken apart again further on; None if none is.
     """
 
     frame: Frame
     operation: Operation
     stretches: tuple[int, ...]
     heads: tuple[int | None, ...]
+    finer: Taken | None = None
+
+    @property
+    def ways(self) -> tuple[Taken, ...]:
+        """This, and what is finer."""
+        return (self,) if self.finer is None else (self, self.finer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +101,10 @@ class Readers:
                 parts = [o for o in operation.outputs if o is not None]
                 sizes = [self.trace.values[o].shape[at.dim] for o in parts]
                 if len(parts) > 1:
-                    heads = tuple(self._heads(_Dim(o, at.dim, at.unit), n) for o, n in zip(parts, sizes, strict=True))
-                    return Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
+                    dims = [_Dim(o, at.dim, at.unit) for o in parts]
+                    heads = tuple(self._heads(d, n) for d, n in zip(dims, sizes, strict=True))
+                    taken = Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
+                    return replace(taken, finer=self._finer(taken, dims, depth))
             elif (stretch := self._stretch(at, operation)) is not None:
                 (part,) = (o for o in operation.outputs if o is not None)
                 start, length = stretch
@@ -119,6 +132,17 @@ class Readers:
         if operation.name in PICKS and picked_dim(operation.name, operation.arguments) == at.dim:
             return picked_stretch(picks_of(self.trace.values[operation.inputs[1]].numbers), shape[at.dim])
         return None
+
+    def _finer(self, taken: Taken, parts: Sequence[_Dim], depth: int) -> Taken | None:
+        """The stretches with those in place of them that are split again."""
+        stretches: list[int] = []
+        heads: list[int | None] = []
+        for at, count, held in zip(parts, taken.stretches, taken.heads, strict=True):
+            inner = self._follow(at, count, depth + 1) if at.unit == 1 else None
+            again = inner is not None and inner.operation.name in SPLITS and sum(inner.stretches) == count
+            stretches += inner.ways[-1].stretches if again and inner is not None else (count,)
+            heads += inner.ways[-1].heads if again and inner is not None else (held,)
+        return replace(taken, stretches=tuple(stretches), heads=tuple(heads)) if len(stretches) > len(parts) else None
 
     def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:
         after = self._after(at, operation)
@@ -154,6 +178,8 @@ class Readers:
         if at.unit > 1:
             return count
         for _, operation, seen in self.of(at.value):
+            if operation.name in _ADDITIONS and self._adds_to_each(at, operation, seen, count):
+                return count
             after = self._after(replace(at, value=seen), operation)
             if len(after) > 1:
                 return self.trace.values[after[0].value].shape[after[0].dim]
@@ -161,6 +187,13 @@ class Readers:
             if heads is not None:
                 return heads
         return None
+
+    def _adds_to_each(self, at: _Dim, operation: Operation, seen: int, count: int) -> bool:
+        """Whether a vector is added that has a number for each of the features: each is a head."""
+        others = [i for i in operation.inputs if i != seen]
+        parameter = self.parameter_behind(others[0]) if len(others) == 1 else None
+        last = at.dim == len(self.trace.values[seen].shape) - 1
+        return last and parameter is not None and self.trace.values[parameter].shape == (count,)
 
     def _after(self, at: _Dim, operation: Operation) -> list[_Dim]:
         """Where the dim is after an operation that keeps or splits it: one dim, or those that it was split into."""
@@ -172,6 +205,8 @@ class Readers:
         if operation.inputs[0] != at.value:
             return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
         if name in VIEWS:
+            if self._unfolds(at.value, after):
+                return [_Dim(outputs[0], len(after) - 1, at.unit)]
             return [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
         if name == "aten.unsqueeze.default":
             place = operation.arguments[1] % len(after)
@@ -179,6 +214,10 @@ class Readers:
         if name == "aten.squeeze.dim":
             place = operation.arguments[1] % len(before)
             return [_Dim(outputs[0], at.dim - (place < at.dim and len(after) < len(before)), at.unit)]
+        if name == CONVOLUTION:
+            return [_Dim(outputs[0], 1, at.unit)] if at.dim == 1 and operation.arguments[GROUPS] == after[1] else []
+        if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
+            return [_Dim(outputs[0], at.dim, at.unit)]  # what it cuts or pads is another dim
         if name in ("aten.transpose.int", "aten.permute.default"):
             order = list(range(len(before)))
             if name == "aten.transpose.int":
@@ -188,6 +227,17 @@ class Readers:
                 order = [d % len(before) for d in operation.arguments[1]]
             return [_Dim(outputs[0], order.index(at.dim), at.unit)]
         return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
+
+    def _unfolds(self, value: int, after: tuple[int, ...]) -> bool:
+        """Whether a view to this shape takes the rows of a product apart again, which were flattened before it."""
+        made = self._flow.made.get(value)
+        if made is None or made.name not in _PRODUCTS:
+            return False
+        flattened = self._flow.made.get(made.inputs[-2])
+        if flattened is None or flattened.name not in VIEWS:
+            return False
+        before = self.trace.values[flattened.inputs[0]].shape
+        return before[:-1] == after[:-1] and after[-1] == self.trace.values[value].shape[-1]
 
     def _beside(self, at: _Dim, operation: Operation) -> bool:
         """Whether the other operands are parameters, or the same for all entries of the dim, as a statistic is."""

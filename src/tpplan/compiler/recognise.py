@@ -1,11 +1,12 @@
 """Recognise: which norm or activation a body computes, whatever way it is written.
 
-in:  a region: a body without calls, from one tensor to one tensor
+in:  a region: a body without calls, from one tensor to one tensor; or from two, of which one gates
 out: `Norm`, `Activation`, or None
 
     weight * (x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))        ->  Norm(rms, eps=1e-6)
     0.5 * x * (1 + tanh(0.79788 * (x + 0.044715 * x ** 3)))            ->  Activation("tanh")
     x * sigmoid(1.702 * x)                                             ->  None: that is no GeLU
+    rms_norm(x * silu(gate))                                           ->  Norm(rms, eps=1e-6), gated before
 
 A body is run, operation by operation, on random numbers in float64, and its results are held against the formulas. Two
 functions of this kind that agree to ten digits on thousands of numbers, on several scales, are the same one; the
@@ -34,6 +35,19 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """A second tensor, whose silu the input, or the norm of it, is multiplied by.
+
+    Attributes:
+        entry: which of the region's entries it is.
+        first: whether the input is gated before it is normalized; otherwise the result is.
+    """
+
+    entry: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """A norm over trailing dims.
 
@@ -44,6 +58,7 @@ class Norm:
         offset: added to the weight.
         weight, bias: local numbers of the parameters; None for what it doesn't have.
         cast: whether the normalized input is rounded to the input's dtype "before" it meets the weight, or "after".
+        gate: what it is gated by; None for a plain norm.
     """
 
     centred: bool
@@ -53,6 +68,7 @@ class Norm:
     weight: int | None
     bias: int | None
     cast: Literal["before", "after"]
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +80,25 @@ class Activation:
 
 def recognise(region: Region) -> Norm | Activation | None:
     """What `region` computes, if it is a norm or an activation that there is a kernel for."""
+    return _recognise(region) if len(region.entries) == 1 else None
+
+
+def recognise_gated(region: Region) -> Norm | None:
+    """The norm of one tensor, gated by another, that `region` computes."""
+    found = _recognise(region) if len(region.entries) == 2 else None
+    return found if isinstance(found, Norm) else None
+
+
+def _recognise(region: Region) -> Norm | Activation | None:
     nodes = [node for node in region.nodes if isinstance(node, OperationNode)]
-    if len(nodes) != len(region.nodes) or len(region.entries) != 1 or len(region.exits) != 1 or not nodes:
+    if len(nodes) != len(region.nodes) or len(region.exits) != 1 or not nodes:
         return None
     entry, made = region.values[region.entries[0].target], region.values[region.exits[0].source]
     if not entry.dtype.is_floating_point or entry.shape != made.shape or math.prod(entry.shape) > _LARGEST:
         return None
-    inner = {region.entries[0].target, *(o for node in nodes for o in node.outputs if o is not None)}
+    if any(region.values[b.target].shape != entry.shape for b in region.entries):
+        return None
+    inner = {*(b.target for b in region.entries), *(o for node in nodes for o in node.outputs if o is not None)}
     outside = {i for node in nodes for i in node.inputs} - inner
     parameters = [i for i in sorted(outside) if region.values[i].parameter is not None]
     if len(parameters) != len(outside) or len(parameters) > 2 or not entry.shape:
@@ -78,6 +106,8 @@ def recognise(region: Region) -> Norm | Activation | None:
     if any(_RANDOM in node.target.tags or node.overwritten for node in nodes):
         return None
     find = _norm if _reduces(nodes) else _activation
+    if find is _activation and len(region.entries) > 1:
+        return None
     # A few rows tell as much as all, unless the body has the number of rows written into it.
     for shape in dict.fromkeys((tuple(min(n, _ROWS) for n in entry.shape[:-1]) + entry.shape[-1:], entry.shape)):
         try:
@@ -101,7 +131,7 @@ def _activation(
     x = torch.empty(shape, dtype=torch.float64).uniform_(-9, 9, generator=generator)
     # Far out a clipped activation shows.
     x *= 10 ** torch.empty(shape, dtype=torch.float64).uniform_(-2, 3, generator=generator).clamp(min=0)
-    found = _run(region, nodes, x, {})
+    found = _run(region, nodes, {region.entries[0].target: x})
     kinds: tuple[Literal["none", "tanh", "silu"], ...] = ("none", "tanh", "silu")
     for kind in kinds:
         expected = functional.silu(x) if kind == "silu" else functional.gelu(x, approximate=kind)
@@ -129,8 +159,14 @@ def _norms(region: Region, nodes: list[OperationNode], parameters: list[int], di
     for eps in sorted(n for n in numbers if 0 < n < 0.1):
         for weight, bias in {(order[0], order[1]), (order[1], order[0])} if parameters else {(None, None)}:
             for centred, offset in ((True, 0.0), (False, 0.0), (False, 1.0)):
-                if centred or bias is None:
-                    yield Norm(centred, dims, eps, offset, weight, bias, _cast(region, nodes, weight))
+                for gate in _gates(region) if centred or bias is None else ():
+                    yield Norm(centred, dims, eps, offset, weight, bias, _cast(region, nodes, weight), gate)
+
+
+def _gates(region: Region) -> tuple[Gate | None, ...]:
+    if len(region.entries) == 1:
+        return (None,)
+    return tuple(Gate(entry, first) for entry in (1, 0) for first in (True, False))
 
 
 def _numbers(arguments: tuple[Any, ...]) -> Iterator[float]:
@@ -165,6 +201,14 @@ def _computes(
     generator = _generator()
     x = scale * (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.5)
     held = {i: torch.randn(region.values[i].shape, generator=generator, dtype=torch.float64) for i in parameters}
+    entries = [b.target for b in region.entries]
+    given, gate = {entries[0]: x}, None
+    if norm.gate is not None:
+        gate = torch.randn(shape, generator=generator, dtype=torch.float64)
+        given = {entries[norm.gate.entry]: gate, entries[1 - norm.gate.entry]: x}
+    silu = 1.0 if gate is None else functional.silu(gate)
+    before, after = (silu, 1.0) if norm.gate is None or norm.gate.first else (1.0, silu)
+    x = x * before
     over = tuple(range(len(shape) - norm.dims, len(shape)))
     centred = x - x.mean(over, keepdim=True) if norm.centred else x
     expected = centred * torch.rsqrt(centred.square().mean(over, keepdim=True) + norm.eps)
@@ -172,12 +216,12 @@ def _computes(
         expected = expected * (held[norm.weight] + norm.offset)
     if norm.bias is not None:
         expected = expected + held[norm.bias]
-    return _agree(_run(region, nodes, x, held), expected)
+    return _agree(_run(region, nodes, held | given), expected * after)
 
 
-def _run(region: Region, nodes: list[OperationNode], x: Tensor, held: dict[int, Tensor]) -> Tensor:
+def _run(region: Region, nodes: list[OperationNode], held: dict[int, Tensor]) -> Tensor:
     """The region's result for these numbers, every floating operation in float64."""
-    known: dict[int, Any] = {**held, region.entries[0].target: x}
+    known: dict[int, Any] = dict(held)
 
     def fill(argument: Any) -> Any:
         if isinstance(argument, Reference):
@@ -205,4 +249,4 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-__all__ = ["Activation", "Norm", "recognise"]
+__all__ = ["Activation", "Gate", "Norm", "recognise", "recognise_gated"]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tpplan.compat import takes_device, without_dispatch_modes
 from tpplan.compiler.bind import Binding
 from tpplan.compiler.capture import Capture, argument_names, record
+from tpplan.compiler.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.effects import held_tensors
 from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.compiler.packed import PICKS, SPLITS, VIEWS
@@ -297,6 +298,10 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
             arguments[2:4] = [start, start + local(made)[along]]
     elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
         raise ReplayError("the body picks entries of a packed dim by their numbers")
+    elif name == CONVOLUTION:
+        x = node.inputs[0]
+        channels = trace.values[x].shape[1]
+        arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
     on_device = not node.inputs and takes_device(node.target)
     return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
 

@@ -127,6 +127,7 @@ class Constraints:
         whole_gradients: (region's example, local value): parameters whose gradient must not be partial there.
         reduced_biases: (region's example, local value): biases that must be added after the reduction.
         heads: numbers of heads; a dim of such a size may be split at any boundary. Empty until that is worth a try.
+        features: numbers of features; a tensor made anew with a dim of such a size may be split. Empty until then.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
     """
@@ -136,6 +137,7 @@ class Constraints:
     whole_gradients: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     reduced_biases: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     heads: frozenset[int] = frozenset()
+    features: frozenset[int] = frozenset()
     slice_constants: bool = False
     sequence: bool = False
 
@@ -148,12 +150,12 @@ class Constraints:
             "bias": self.reduced_biases,
         }
         places = frozenset((name, number, kind) for kind, held in kinds.items() for name, number in held)
-        return Obeyed((self.heads, self.slice_constants, self.sequence), places)
+        return Obeyed((self.heads, self.features, self.slice_constants, self.sequence), places)
 
 
 @dataclass(frozen=True, slots=True)
 class Obeyed:
     """The constraints at one time: those on every region, and those on single ones by (example, number, kind)."""
 
-    everywhere: tuple[frozenset[int], bool, bool]
+    everywhere: tuple[frozenset[int], frozenset[int], bool, bool]
     places: frozenset[tuple[Name, int, str]]

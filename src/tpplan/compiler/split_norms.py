@@ -3,7 +3,8 @@
 in:  a region, and how its input lies
 out: a `Solution` that sums the statistics over the ranks; None if the region is no norm, or its features aren't split
 
-    q_norm(x: S(2))   ->   S(2), at the cost of an all-reduce of (batch, sequence, 1) each way
+    q_norm(x: S(2))         ->   S(2), at the cost of an all-reduce of (batch, sequence, 1) each way
+    norm(x: S(2), z: S(2))  ->   likewise, if z does no more than gate
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 
 from tpplan.compiler.boundaries import Boundaries
 from tpplan.compiler.layout import REPLICATED
-from tpplan.compiler.recognise import Norm, recognise
+from tpplan.compiler.recognise import Norm, recognise, recognise_gated
 from tpplan.compiler.region import Region
 from tpplan.compiler.solution import Constraints, Entered, Left, Normed, Solution, State, Steps
 from tpplan.cost.communication import Topology, bytes_sent
@@ -31,15 +32,18 @@ class SplitNorms:
 
     def solve(self, region: Region, inputs: State) -> Solution | None:
         """The way to run `region` on a part of its features."""
-        if len(region.inputs) != 1 or len(region.entries) != 1 or len(region.exits) != 1 or region.style is not None:
+        count = len(region.entries)
+        if len(region.inputs) != count or count not in (1, 2) or len(region.exits) != 1 or region.style is not None:
             return None
-        (held,), value = inputs, region.values[region.entries[0].target]
+        held, value = inputs[0], region.values[region.entries[0].target]
+        if any(other != held for other in inputs):
+            return None
         if held.dim is None or held.dim != len(value.shape) - 1 or held.interleave != 1 or held.spread != 1:
             return None
         if not held.is_even(value.shape[-1], self.size):
             return None
         if id(region) not in self._norms:
-            self._norms[id(region)] = recognise(region)
+            self._norms[id(region)] = recognise(region) if count == 1 else recognise_gated(region)
         norm = self._norms[id(region)]
         if not isinstance(norm, Norm) or norm.dims != 1:
             return None
@@ -52,7 +56,7 @@ class SplitNorms:
         # that is done with them, of which this model of cost knows nothing.
         sent = 2 * bytes_sent("all-reduce", _statistic_bytes(norm, value.shape), self.size)
         cost = self.topology.time(0, sent) + sum(self.boundaries.gradient_sum(region.values[i]) for i in partial)
-        steps = Steps(Normed(norm, held), Steps(Entered((held,)), None))
+        steps = Steps(Normed(norm, held), Steps(Entered((held,) * count), None))
         return Solution((held,), (cost, 0), Steps(Left((held,), partial), steps))
 
 

@@ -5,7 +5,8 @@ out: a body that stands in for the module's own
 
     y = x / sqrt(Σ_ranks Σ x² / n + eps) · w    (RMSNorm, Zhang & Sennrich 2019; LayerNorm, Ba et al. 2016, likewise)
 
-Each rank's part counts in the statistics of all, so that their gradients are summed as well.
+It may be gated: x · silu(z) for x, or y · silu(z) for y. Each rank's part counts in the statistics of all, so that
+their gradients are summed as well.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from tpplan.compiler.capture import argument_names
 from tpplan.compiler.program import SplitNorm
 from tpplan.runtime.kernels import Body, Stock
+from tpplan.runtime.modules import stock_class
 from tpplan.runtime.reshard import Move
 
 
@@ -25,14 +29,21 @@ def split_norm_body(norm: SplitNorm, module: nn.Module, reduce: Move, size: int)
 
     Where several ranks hold the same features, all statistics count these as often, and the mean comes out right.
     """
+    names = argument_names(stock_class(module).forward)
 
     def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        (x,) = (*args, *kwargs.values())
-        return normalized(x)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        gate = None if norm.gate is None else given.pop(norm.gate)
+        (x,) = (held for held in given.values() if isinstance(held, Tensor))
+        if gate is None:
+            return normalized(x)
+        wide = functional.silu(gate.float() if gate.dtype.itemsize < 4 else gate)
+        return normalized(x, wide) if norm.gated_first else (normalized(x) * wide).to(x.dtype)
 
-    def normalized(x: Tensor) -> Tensor:
+    def normalized(x: Tensor, gate: Tensor | None = None) -> Tensor:
         weight, bias = (None if name is None else getattr(module, name) for name in (norm.weight, norm.bias))
         wide = x.float() if x.dtype.itemsize < 4 else x
+        wide = wide if gate is None else wide * gate
         count = x.shape[-1] * size
         if norm.centred:
             wide = wide - reduce(wide.sum(-1, keepdim=True)) / count

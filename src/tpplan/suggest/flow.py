@@ -16,11 +16,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from tpplan.compiler.convolution import CONVOLUTION, weight_layout
 from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.linear import Product
-from tpplan.compiler.packed import EXPAND, VIEWS
+from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
-from tpplan.compiler.recognise import Norm, recognise
+from tpplan.compiler.recognise import Norm, recognise, recognise_gated
 from tpplan.compiler.region import Instance, OperationNode
 from tpplan.compiler.trace import Frame, quoted
 from tpplan.suggest.subject import Column, Subject
@@ -43,7 +44,8 @@ class Flow:
         leaving: columns whose split result leaves the model.
         mixed: modules that take split features in one call and whole ones in another.
         addends: parameters that are added to what a column or a row makes, with that column's or row's name.
-        vectors: parameters of an entry for each feature or head, that stand beside what a column makes, with its name.
+        beside: parameters that stand beside what a column makes, feature by feature or head by head, with its name
+            and the sizes of the packs, where they are several.
         starved: linear layers that would read what becomes of refused columns, with these.
     """
 
@@ -54,7 +56,7 @@ class Flow:
     read: set[str] = field(default_factory=set[str])
     leaving: set[str] = field(default_factory=set[str])
     addends: dict[str, str] = field(default_factory=dict[str, str])
-    vectors: dict[str, str] = field(default_factory=dict[str, str])
+    beside: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict[str, tuple[str, tuple[int, ...]]])
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
     mixed: set[str] = field(default_factory=set[str])
 
@@ -93,13 +95,16 @@ class _Walk:
         self.unsure: set[int] = set()  # made of poisoned values by what may be a column: whole for now
         self.whole_inputs: set[str] = set()
         self.norms: dict[int, bool] = {}
+        self.shared: dict[int, Names] = {}  # of single heads that every rank holds
         self.normed: set[int] = set()  # split values that come out of a norm
-        self.repeats: dict[int, frozenset[Layout]] = {}  # of whole values: how they'd lie if each rank repeated its own
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
         self.addends = {
-            part.made: n for n, addend in subject.addends.items() for part in addend.parts if part.made is not None
+            part.made: n
+            for n, addend in subject.addends.items()
+            for part in addend.parts
+            if part.made is not None and part.is_added
         }
 
     def frame(self, instance: Instance) -> None:
@@ -126,21 +131,26 @@ class _Walk:
     def _norm(self, instance: Instance) -> bool:
         """A norm over split features leaves them as they lie: its statistics are summed over the ranks."""
         frame, region = instance.frame, instance.region
-        if len(frame.entries) != 1 or len(frame.exits) != 1:
+        if len(frame.entries) not in (1, 2) or len(frame.exits) != 1:
             return False
         given, made = frame.entries[0].target, frame.exits[0].target
+        gated = len(frame.entries) == 2
         held = self.layouts.get(given)
+        if gated and self.layouts.get(frame.entries[1].target) != held:
+            return False
         if held is None or held.dim != len(self.subject.trace.values[given].shape) - 1 or held.spread != 1:
             return False
         if id(region) not in self.norms:
-            self.norms[id(region)] = isinstance(recognise(region), Norm)
+            self.norms[id(region)] = isinstance(recognise_gated(region) if gated else recognise(region), Norm)
         if self.norms[id(region)]:
             self._copy(given, made)
-            self.normed.add(made)
+            self.sources[made] = frozenset().union(*(self.sources[c.target] for c in frame.entries))
+            if not gated:
+                self.normed.add(made)
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
-        for held in (self.layouts, self.sources, self.repeats):
+        for held in (self.layouts, self.sources, self.shared):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
         for marked in (self.dynamic, self.poisoned, self.unsure, self.normed):
@@ -257,7 +267,7 @@ class _Walk:
         if unsure:
             self.unsure.update(outputs)
         if not any(i in self.layouts for i in inputs):
-            self._repeat(instance, node)
+            self._of_shared(instance, node)
             return
         answer = self._ask(instance, node, {})
         if isinstance(answer, Refusal) and self.lenient:
@@ -273,25 +283,29 @@ class _Walk:
                 for value in (outer[output], *(outer[i] for i in node.overwritten)):
                     self.layouts[value] = held
                     self.sources[value] = sources
+            elif output is not None and held == REPLICATED_PARTIAL:
+                self.shared[outer[output]] = sources
 
-    def _repeat(self, instance: Instance, node: OperationNode) -> None:
-        """Follow what one head is repeated to, for it may stand beside as many heads that are split."""
-        values = instance.region.values
-        output = next((o for o in node.outputs if o is not None), None)
-        if output is None or len(node.outputs) > 1 or node.overwritten:
+    def _of_shared(self, instance: Instance, node: OperationNode) -> None:
+        """What becomes of a head that all ranks hold: where it is repeated for many heads, each rank needs its own."""
+        outer = instance.values
+        sources = frozenset[str]().union(*(self.shared.get(outer[i], _NONE) for i in node.inputs))
+        if not sources:
             return
-        found: set[Layout] = set()
-        for i in node.inputs:
-            for held in self.repeats.get(instance.values[i], ()):
-                answer = self._ask(instance, node, {i: held})
-                if not isinstance(answer, Refusal) and answer.outputs[0].is_sharded:
-                    found.add(answer.outputs[0])
-        if node.name == EXPAND:
-            before, after = values[node.inputs[0]].shape, values[output].shape
-            grown = [len(after) - len(before) + d for d, n in enumerate(before) if n == 1]
-            found |= {sharded(d) for d in grown if after[d] > 1 and after[d] % self.propagator.size == 0}
-        if found:
-            self.repeats[instance.values[output]] = frozenset(found)
+        self.propagator.heads = self.subject.heads
+        found = self.propagator.outcomes(node, instance.region.values, lambda i: self._assumed(instance, i))
+        self.propagator.heads = frozenset()
+        split = [o for o in found if o.outputs[0].is_sharded] if not isinstance(found, Refusal) else []
+        for position, output in enumerate(node.outputs):
+            if output is not None and split:
+                self.layouts[outer[output]], self.sources[outer[output]] = split[0].outputs[position], sources
+            elif output is not None:
+                self.shared[outer[output]] = sources
+
+    def _assumed(self, instance: Instance, number: int) -> Layout:
+        """How a value that isn't split lies."""
+        value = instance.region.values[number]
+        return REPLICATED_PARTIAL if value.differentiable and value.parameter is None else REPLICATED
 
     def _poison(self, outputs: list[int], sources: Names) -> None:
         self.poisoned.update(outputs)
@@ -301,11 +315,7 @@ class _Walk:
         values = instance.region.values
 
         def layout(i: int) -> Layout:
-            held = instead.get(i) or self.layouts.get(instance.values[i])
-            if held is not None:
-                return held
-            activation = values[i].differentiable and values[i].parameter is None
-            return REPLICATED_PARTIAL if activation else REPLICATED
+            return instead.get(i) or self.layouts.get(instance.values[i]) or self._assumed(instance, i)
 
         answer = self.propagator.outcomes(node, values, layout)
         return answer if isinstance(answer, Refusal) else answer[0]
@@ -314,10 +324,10 @@ class _Walk:
         """The outcome if values that need no data, or that repeat along the dim, are sliced to fit sharded operands."""
         values = instance.region.values
         split = [(i, held) for i in node.inputs if (held := self.layouts.get(instance.values[i])) is not None]
-        instead: dict[int, Layout] = {}
+        instead = self._with_channels(instance, node)
         for i in (*node.inputs, *node.overwritten):
             outer = instance.values[i]
-            if outer in self.layouts:
+            if outer in self.layouts or node.name == CONVOLUTION:
                 continue
             for j, held in split:
                 assert held.dim is not None
@@ -326,16 +336,28 @@ class _Walk:
                     continue
                 wanted = replace(held, dim=dim)
                 free = outer not in self.dynamic or not values[i].differentiable
-                if free or values[i].stride[dim] == 0 or wanted in self.repeats.get(outer, ()):
+                if free or values[i].stride[dim] == 0:
                     instead[i] = wanted
         answer = self._ask(instance, node, instead) if instead else None
         if answer is None or isinstance(answer, Refusal):
             return None
-        for i in instead:
-            vector = self.subject.vectors.get(instance.values[i])
-            if vector is not None:
-                self.found.vectors[vector] = min(self.sources[instance.values[split[0][0]]])
+        for i, held in instead.items():
+            name, dim = self.subject.beside.get(instance.values[i], ("", None))
+            if dim == held.dim:
+                source = min(self.sources[instance.values[split[0][0]]])
+                self.found.beside[name] = (source, tuple(pack.size for pack in held.packs))
         return answer
+
+    def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:
+        """How the weight and the bias of a convolution lie if they are split like its channels."""
+        if node.name != CONVOLUTION:
+            return {}
+        held = self.layouts.get(instance.values[node.inputs[0]])
+        weights = [i for i in node.inputs[1:] if instance.values[i] in self.subject.beside]
+        split = (
+            None if held is None else weight_layout(node.arguments, instance.region.values, held, self.propagator.size)
+        )
+        return dict.fromkeys(weights, split) if isinstance(split, Layout) else {}
 
     def _refuse(self, instance: Instance, node: OperationNode, sources: Names, reason: str) -> None:
         place = f" ({node.location.short})" if node.location is not None else ""

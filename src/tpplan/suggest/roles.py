@@ -130,10 +130,10 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
         if name in settings:
             settings[addend] = settings[name]
             families.join(_key(name, settings), _key(addend, settings))
-    for vector, name in found.vectors.items():
-        if vector not in settings and name in settings:
-            settings[vector] = Setting(Style.COLWISE)
-            families.join(_key(name, settings), _key(vector, settings))
+    for parameter, (name, packs) in found.beside.items():
+        if parameter not in settings and name in settings:
+            settings[parameter] = Setting(Style.COLWISE, packed=pack_names(packs) if len(packs) > 1 else None)
+            families.join(_key(name, settings), _key(parameter, settings))
     order = [name for name in (*subject.tables, *subject.weights, *subject.addends) if name in settings]
     members: defaultdict[object, list[str]] = defaultdict(list)
     for name in order:

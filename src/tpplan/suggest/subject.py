@@ -25,7 +25,7 @@ from tpplan.compiler.layout import Pack as Stretch
 from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.packing import pack, taken_apart
-from tpplan.compiler.products import find_use
+from tpplan.compiler.products import derived, find_use
 from tpplan.compiler.readers import Readers, Taken
 from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.trace import Frame, Trace
@@ -62,8 +62,10 @@ class Subject:
         root: its calls, over shared regions.
         linears: the linear layers that are called, by name.
         products: parameters that a body multiplies by without calling a layer for it, by name.
-        addends: parameters that a body adds to a product, by name.
-        vectors: bare parameters with an entry for each feature or head, by the values that are views of them.
+        addends: parameters that a body adds to a product, or that may stand beside features, by name.
+        heads: the numbers of heads into which split features are viewed.
+        beside: bare parameters that may stand beside features or heads, with the dim that counts these, by the values
+            that are made of them alone.
         weights: the number of entries of each layer's or product's weight, by name.
         columns: the ways to split the output features of layers and products, where they can be split, the simplest
             first; and those of tables.
@@ -80,7 +82,8 @@ class Subject:
     linears: dict[str, LinearForm]
     products: dict[str, Product]
     addends: dict[str, Addend]
-    vectors: dict[int, str]
+    heads: frozenset[int]
+    beside: dict[int, tuple[str, int]]
     weights: dict[str, int]
     columns: dict[str, tuple[Column, ...]]
     unsplittable: dict[str, str]
@@ -113,26 +116,28 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     counts |= {name: sum(part.outputs for part in product.parts) for name, product in products.items()}
     taken = {name: readers.taken_apart(value, dim) for name, (value, dim) in made.items()}
     taken |= {name: taken_apart(product.parts, readers) for name, product in products.items()}
-    columns, unsplittable = _columns(model, flow, taken, counts, size)
+    columns, unsplittable, heads = _columns(model, flow, taken, counts, size)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     weights = {name: form.inputs * form.outputs for name, form in linears.items()} | {n: sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
     columns |= {name: (Column(None, ()),) for name in wide}
     root = build_regions(trace, bind(model, Plan(), size)[0])
     return Subject(
-        model, size, arguments, keywords, trace, root, linears, products, addends, _vectors(readers, addends), weights,
-        columns, unsplittable, tables,
+        model, size, arguments, keywords, trace, root, linears, products, addends, heads, _beside(readers, addends),
+        weights, columns, unsplittable, tables,
     )  # fmt: skip
 
 
-def _vectors(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, str]:
-    names = {value: held[0] for value, held in readers.trace.parameters.items() if held[0] in addends}
-    behind = ((value.identifier, readers.parameter_behind(value.identifier)) for value in readers.trace.values)
-    return {
-        value: names[parameter]
-        for value, parameter in behind
-        if parameter in names and len(readers.trace.values[parameter].shape) == 1
-    }
+def _beside(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, tuple[str, int]]:
+    found: dict[int, tuple[str, int]] = {}
+    for parameter, (name, *_) in readers.trace.parameters.items():
+        addend = addends.get(name)
+        if addend is None or (addend.is_added and len(readers.trace.values[parameter].shape) != 1):
+            continue
+        for value, dims in derived(readers, parameter):
+            if addend.output_dim in dims:
+                found[value] = (name, dims.index(addend.output_dim))
+    return found
 
 
 def _bare_parameters(readers: Readers, called: Collection[str]) -> tuple[dict[str, Product], dict[str, Addend]]:
@@ -170,7 +175,7 @@ def _columns(
     taken: Mapping[str, Taken | None],
     counts: Mapping[str, int],
     size: int,
-) -> tuple[dict[str, tuple[Column, ...]], dict[str, str]]:
+) -> tuple[dict[str, tuple[Column, ...]], dict[str, str], frozenset[int]]:
     """Let the compiler say of every layer and product by itself what a column split makes of it.
 
     Args:
@@ -180,20 +185,25 @@ def _columns(
     """
     plain: dict[str, tuple[Pack, ...] | None] = {}
     parted: dict[str, tuple[Pack, ...] | None] = {}
+    finer: dict[str, tuple[Pack, ...] | None] = {}
     for name, held in taken.items():
         several = held is not None and len(held.stretches) > 1
         if held is None or not several or held.operation.name in VIEWS:
             plain[name] = None  # a view of heads may hold q, k and v of each head together
         if held is not None and several:
             parted[name] = pack_names(held.stretches)
+        if held is not None and held.finer is not None:
+            finer[name] = pack_names(held.finer.stretches)
     columns: dict[str, tuple[Column, ...]] = {}
     reasons: dict[str, str] = {}
-    for packs in (plain, parted):
-        found, problems = _split(model, flow, counts, packs, size)
+    heads: frozenset[int] = frozenset()
+    for packs in (plain, parted, finer):
+        found, problems, viewed = _split(model, flow, counts, packs, size)
         reasons |= problems
+        heads |= viewed
         for name, column in found.items():
             columns[name] = (*columns.get(name, ()), column)
-    return columns, {name: reason for name, reason in reasons.items() if name not in columns}
+    return columns, {name: reason for name, reason in reasons.items() if name not in columns}, heads
 
 
 def _split(
@@ -202,7 +212,7 @@ def _split(
     counts: Mapping[str, int],
     packs: Mapping[str, tuple[Pack, ...] | None],
     size: int,
-) -> tuple[dict[str, Column], dict[str, str]]:
+) -> tuple[dict[str, Column], dict[str, str], frozenset[int]]:
     """The columns that the compiler makes of these modules, each by itself, and what it says of the others."""
     rules = tuple(Rule(Pattern.parse(name), Style.COLWISE, packed=held) for name, held in packs.items())
     binding, found = bind(model, Plan(rules=rules), size)
@@ -218,7 +228,7 @@ def _split(
             columns[name] = Column(held, bound.packs)
         else:  # a single head, held by every rank
             columns[name] = Column(held, (Stretch(counts[name], size),))
-    return columns, reasons
+    return columns, reasons, split.heads
 
 
 def _without_conflicts(binding: Binding, found: Sequence[Diagnostic]) -> Binding:
