@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.torch_models import NanoGPT, torch_decoder, torch_encoder
+from tests.zoo.torch_models import NanoGPT, mixture_of_experts, torch_decoder, torch_encoder
 
 BATCH = 3
 VOCABULARY = 88
@@ -172,6 +172,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"d_model": HIDDEN, "d_kv": 6, "d_ff": FEED, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY,
          "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}, both_tokens,
     ),
+    "switch_transformers": Architecture(
+        "switch_transformers", "AutoModelForSeq2SeqLM",
+        {"d_model": HIDDEN, "d_kv": 6, "d_ff": FEED, "num_layers": 2, "num_decoder_layers": 2, "num_heads": HEADS,
+         "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "vocab_size": VOCABULARY,
+         "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}, both_tokens,
+    ),
     "bart": Architecture("bart", "AutoModelForSeq2SeqLM", _BART | _ROWS | {"max_position_embeddings": 64}, both_tokens),
     "whisper": Architecture(
         "whisper", "AutoModelForSpeechSeq2Seq",
@@ -192,7 +198,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"hidden_size": HIDDEN, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "state_size": 6, "time_step_rank": 4,
          "use_cache": False}, only_tokens,
     ),
+    "mamba2": _named_otherwise(
+        "mamba2", hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=6, num_heads=12, head_dim=8,
+        n_groups=4, chunk_size=8, use_cache=False,
+    ),
+    "jamba": _causal("jamba", **_GROUPED, num_experts=4, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1,
+                     expert_layer_period=2, expert_layer_offset=1, mamba_d_state=6, mamba_dt_rank=4,
+                     use_mamba_kernels=False),
+    "lfm2": _causal("lfm2", **_GROUPED, layer_types=["conv", "full_attention"]),
+    "seed_oss": _causal("seed_oss", **_GROUPED, head_dim=14),
     "nanogpt": Architecture("", lambda: NanoGPT(VOCABULARY, HIDDEN, HEADS), {}, lambda: {"ids": tokens()["input_ids"]}),
+    "experts_in_lists": Architecture(
+        "", lambda: mixture_of_experts(VOCABULARY, HIDDEN, HEADS, FEED), {}, lambda: {"ids": tokens()["input_ids"]}
+    ),
     "torch_encoder": Architecture("", lambda: torch_encoder(HIDDEN, HEADS, FEED), {}, lambda: _stream("src")),
     "torch_decoder": Architecture("", lambda: torch_decoder(HIDDEN, HEADS, FEED), {}, lambda: _stream("tgt", "memory")),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Models from outside transformers: a GPT in the manner of nanoGPT, and torch's own encoder and decoder."""
+"""Models from outside transformers: a GPT in the manner of nanoGPT, torch's own encoder and decoder, experts in a list."""
 
 from __future__ import annotations
 
@@ -76,3 +76,39 @@ def torch_encoder(width: int, heads: int, feed: int) -> nn.Module:
 def torch_decoder(width: int, heads: int, feed: int) -> nn.Module:
     layer = nn.TransformerDecoderLayer(width, heads, feed, dropout=0.0, batch_first=True, norm_first=True)
     return nn.TransformerDecoder(layer, 2)
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int, feed: int) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(width, feed), nn.Linear(feed, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)))
+
+
+class Mixture(nn.Module):
+    """Experts in a list, each called with the tokens that are routed to it."""
+
+    def __init__(self, width: int, feed: int, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(width, feed) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.topk(self.gate(tokens).softmax(-1), 2)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == number)
+            if rows.numel() > 0:
+                out[rows] += weights[rows, place, None] * expert(tokens[rows])
+        return out.view_as(x)
+
+
+def mixture_of_experts(vocabulary: int, width: int, heads: int, feed: int) -> nn.Module:
+    """A GPT in the manner of nanoGPT, with experts in lists for its feed-forward layers."""
+    model = NanoGPT(vocabulary, width, heads)
+    for block in model.transformer["h"]:  # pyright: ignore[reportGeneralTypeIssues]
+        block.mlp = Mixture(width, feed)
+    return model
