@@ -131,6 +131,21 @@ def test_dropouts_of_features_and_of_the_stream_in_one_body_are_no_obstacle(name
     assert styles(tpplan.suggest_plan(model, tp=2, inputs=inputs)) == rules["modules"]
 
 
+def test_a_product_that_stays_whole_has_its_reason_too() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(x @ self.up, -1) @ self.down
+
+    text = suggest_text(nn.Sequential(Attention(), Bare()), 2, inputs={"input": STREAM["x"]})
+    words = " ".join(text.replace("#", " ").split())
+    assert "softmax" in words
+    assert "aren't those of a linear layer" not in words
+
+
 def test_what_needs_all_features_stays_whole_with_the_reason() -> None:
     model = nn.Sequential(Attention(), Gated(mixed=True))
     text = suggest_text(model, 2, inputs={"input": STREAM["x"]})

@@ -199,12 +199,13 @@ ARCHITECTURES: dict[str, Architecture] = {
          "use_cache": False}, only_tokens,
     ),
     "mamba2": _named_otherwise(
-        "mamba2", hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=6, num_heads=12, head_dim=8,
-        n_groups=4, chunk_size=8, use_cache=False,
+        "mamba2", hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=6, num_heads=12,
+        head_dim=8, n_groups=4, chunk_size=8, use_cache=False,
     ),
-    "jamba": _causal("jamba", **_GROUPED, num_experts=4, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1,
-                     expert_layer_period=2, expert_layer_offset=1, mamba_d_state=6, mamba_dt_rank=4,
-                     use_mamba_kernels=False),
+    "jamba": _causal(
+        "jamba", **_GROUPED, num_experts=4, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1,
+        expert_layer_period=2, expert_layer_offset=1, mamba_d_state=6, mamba_dt_rank=4, use_mamba_kernels=False,
+    ),
     "lfm2": _causal("lfm2", **_GROUPED, layer_types=["conv", "full_attention"]),
     "seed_oss": _causal("seed_oss", **_GROUPED, head_dim=14),
     "nanogpt": Architecture("", lambda: NanoGPT(VOCABULARY, HIDDEN, HEADS), {}, lambda: {"ids": tokens()["input_ids"]}),

@@ -1,4 +1,4 @@
-"""Models from outside transformers: a GPT in the manner of nanoGPT, torch's own encoder and decoder, experts in a list."""
+"""Models from outside transformers: GPTs in the manner of nanoGPT, one with experts, torch's own encoder and decoder."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def reason_for(suggestion: Suggestion, whole: Whole) -> str:
         return "each rank takes its part of the result"
     found = reasons.get(whole.example)
     alike = (reason for name, reason in reasons.items() if shape_of(name) == whole.pattern)
-    return found or next(alike, None) or _NO_LINEAR
+    own = (reason for name, reason in reasons.items() if name.rpartition(".")[0] == whole.example)  # a parameter's
+    return found or next(alike, None) or next(own, None) or _NO_LINEAR
 
 
 def _modules(suggestion: Suggestion) -> Iterator[str]:
