@@ -19,6 +19,7 @@ from tests.compiler.toys import (
     Block,
     Mlp,
     Normed,
+    X,
     codes,
     compiled,
     plan_of,
@@ -100,6 +101,25 @@ def test_two_partial_results_are_added_before_they_are_summed_over_the_ranks() -
     program = compiled(Around(), {f"ways.{name}": style for name, style in TWO_WAYS.items()})
     assert "ways (): P -> R" in reshards(program)
     assert program.count_collectives(backward=False) == {"all-reduce": 1}
+
+
+def test_a_view_by_the_whole_length_at_the_end_gathers_there_and_not_before() -> None:
+    class Viewed(nn.Module):
+        """As GPT-2 has it: the last result is viewed by the shape of the input, that was remembered."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = stack(Mlp)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.body.children():
+                x = block(x)
+            return x.view(-1, X[1], HIDDEN)
+
+    rules = {f"body.{name}": style for name, style in in_stack(MLP).items()}
+    found = reshards(compiled(Viewed(), rules))
+    assert "body.2 (): S(1) -> R" in found
+    assert "body.1.body.down (): P -> S(1)" in found
 
 
 def test_norms_in_a_sequence_region_have_their_gradients_summed_and_others_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Models from outside transformers: GPTs in the manner of nanoGPT, one with experts, torch's own encoder and decoder."""
+"""Models from outside transformers: GPTs in the manner of nanoGPT, one with experts; torch's encoder and decoder."""
 
 from __future__ import annotations
 

@@ -139,11 +139,16 @@ def read_sizes(
 ) -> set[tuple[tuple[str, int], int]]:
     """Values (region's example, local number) that must not be sharded, as the mismatch comes from their local size.
 
-    They are those of a size that shows in the mismatch; else those as large as what the operation reads. Where the body
-    took another turn, it doesn't show which size it read: then all that were sharded until there. Those that are
-    `known` don't count.
+    They are what the operation itself reads, if that is sharded: what that was made of needn't be whole as well. Else
+    they are those of a size that shows in the mismatch, or as large as what the operation reads. Where the body took
+    another turn, it doesn't show which size it read: then all that were sharded until there. Those that are `known`
+    don't count.
     """
     whole = {size for size, _ in _sharded_sizes(given, mismatch.frame)}
+    operands = frozenset(mismatch.operation.inputs) if mismatch.operation is not None else frozenset[int]()
+    found = _of_sizes(given, mismatch, _sizes_of_operands(given, mismatch), operands) - known
+    if found:
+        return found
     for wanted in (set(mismatch.sizes(given.size)), _sizes_of_operands(given, mismatch), whole):
         found = _of_sizes(given, mismatch, wanted) - known
         if found:
@@ -163,8 +168,10 @@ def _sizes_of_operands(given: CheckInput, mismatch: Mismatch) -> set[int]:
     }
 
 
-def _of_sizes(given: CheckInput, mismatch: Mismatch, wanted: Set[int]) -> set[tuple[tuple[str, int], int]]:
-    """The values before the mismatch that are split along a dim of such a size."""
+def _of_sizes(
+    given: CheckInput, mismatch: Mismatch, wanted: Set[int], among: Set[int] | None = None
+) -> set[tuple[tuple[str, int], int]]:
+    """The values before the mismatch, or those `among` them, that are split along a dim of such a size."""
     instance = find_instance(given.instance, mismatch.frame.module, mismatch.frame.call)
     if instance is None:
         return set()
@@ -172,7 +179,7 @@ def _of_sizes(given: CheckInput, mismatch: Mismatch, wanted: Set[int]) -> set[tu
     found: set[tuple[tuple[str, int], int]] = set()
     for value in _values_before(mismatch.frame, mismatch.position):
         layout = given.assignment.layouts.get(value)
-        if layout is None or layout.dim is None or value not in numbers:
+        if layout is None or layout.dim is None or value not in numbers or (among is not None and value not in among):
             continue
         if given.trace.values[value].shape[layout.dim] in wanted:
             found.add((instance.region.example, numbers[value]))
