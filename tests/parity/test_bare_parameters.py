@@ -65,6 +65,19 @@ class Uncalled(nn.Module):
         return functional.linear(inner, self.down.weight, self.down.bias)
 
 
+class Thrice(nn.Module):
+    """One block in three places, whose layers only hold parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.ModuleList([Uncalled()] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.places:
+            x = x + block(x)
+        return x
+
+
 EXPERT_RULES: dict[str, Any] = {
     "experts.gate_up": {"style": "colwise", "packed": ["gate", "up"]},
     "experts.down": "rowwise",
@@ -78,6 +91,7 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         {name: rule for name, rule in EXPERT_RULES.items() if "bias" not in name},
     ),
     "layers that aren't called": (Uncalled, {"up": "colwise", "down": "rowwise"}),
+    "layers that aren't called, in several places": (Thrice, {"places.0.up": "colwise", "places.0.down": "rowwise"}),
 }
 
 

@@ -423,15 +423,17 @@ def _compare_shapes(
     given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
 ) -> Mismatch | None:
     layouts = given.assignment.layouts
+    reason = f"{ours.name} makes another shape"
     if len(ours.outputs) != len(theirs.outputs):
         reason = f"{ours.name} makes {len(theirs.outputs)} parts instead of {len(ours.outputs)}"
-        return Mismatch(whole, ours, position, (len(ours.outputs),), (len(theirs.outputs),), reason)
-    for mine, its in zip(ours.outputs, theirs.outputs, strict=True):
+    for mine, its in zip(ours.outputs, theirs.outputs, strict=False):
         if mine is None or its is None or mine not in layouts:
             continue
         expected = _promised_shape(given, given.trace.values[mine])
         if expected != values[its].shape:
-            return Mismatch(whole, ours, position, expected, values[its].shape, f"{ours.name} makes another shape")
+            return Mismatch(whole, ours, position, expected, values[its].shape, reason)
+    if len(ours.outputs) != len(theirs.outputs):
+        return Mismatch(whole, ours, position, None, None, reason)
     return None
 
 

@@ -121,9 +121,10 @@ def _modules(
         by_module[decided.frame.module].append(decided)
     reads, drawn = _reads(trace), random_draws(trace, assignment.layouts)
     found: list[ModuleProgram] = []
-    for name, module in named_modules(model):
+    modules = dict(named_modules(model))
+    for name, module in modules.items():
         calls = by_module.get(name, [])
-        own = _in_order(module, name, reads.get(name, {}))
+        own = _in_order(modules, name, reads.get(name, {}))
         entries = _reshards(trace, calls, origins, inward=True)
         exits = _reshards(trace, calls, origins, inward=False)
         bound = binding.modules.get(name)
@@ -170,16 +171,20 @@ def _reads(trace: Trace) -> dict[str, dict[tuple[str, ...], None]]:
     return found
 
 
-def _in_order(module: nn.Module, name: str, read: dict[tuple[str, ...], None]) -> tuple[str, ...]:
+def _in_order(modules: dict[str, nn.Module], name: str, read: dict[tuple[str, ...], None]) -> tuple[str, ...]:
     """Names to show locally in a body: the module's own, in its order, then every name by which it may read others.
 
-    A tied parameter of its own may be read through a module inside it as well, as in `self.decoder.bias`.
+    A tied parameter of its own may be read through a module inside it as well, as in `self.decoder.bias`. A module that
+    stands in several places counts by the first of its names.
     """
     prefix = f"{name}." if name else ""
     own = {n for names in read for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]}
-    ordered = [f"{prefix}{leaf}" for leaf in own_parameters(module) if f"{prefix}{leaf}" in own]
+    ordered = [f"{prefix}{leaf}" for leaf in own_parameters(modules[name]) if f"{prefix}{leaf}" in own]
     foreign = [
-        n for names in read for n in names if n not in own and (not own.intersection(names) or n.startswith(prefix))
+        n
+        for names in read
+        for n in names
+        if n not in own and n.rpartition(".")[0] in modules and (not own.intersection(names) or n.startswith(prefix))
     ]
     return (*ordered, *foreign)
 
