@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import tpplan
 from tests.compiler.toys import MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, reshards, x_BSH
 from tpplan.compiler import pipeline
-from tpplan.compiler.check import CheckInput, Mismatch, check
+from tpplan.compiler.check import check
+from tpplan.compiler.compare import CheckInput, Mismatch
 
 
 @pytest.fixture

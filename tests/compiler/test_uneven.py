@@ -13,7 +13,8 @@ from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshard
 from tests.models.uneven import GATED, MLP, Gated
 from tpplan.compiler import check as check_module
 from tpplan.compiler import pipeline
-from tpplan.compiler.check import CheckInput, Mismatch, check, different_ranks
+from tpplan.compiler.check import check, different_ranks
+from tpplan.compiler.compare import CheckInput, Mismatch
 from tpplan.compiler.program import LocalAttribute
 from tpplan.report.program import render_program
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tpplan.compiler.bind import Binding, Bound
 from tpplan.compiler.capture import BodyError, ReplacedModuleError
-from tpplan.compiler.check import CheckInput, Mismatch
+from tpplan.compiler.compare import CheckInput, Mismatch
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import Layout
 from tpplan.compiler.localise import equal_modules

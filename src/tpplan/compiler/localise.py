@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from tpplan.compat import named_modules
 from tpplan.compiler.attributes import integer_attributes
-from tpplan.compiler.check import CheckInput, Mismatch
+from tpplan.compiler.compare import CheckInput, Mismatch
 from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.region import Instance

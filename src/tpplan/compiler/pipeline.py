@@ -22,7 +22,8 @@ from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.bind import Binding, bind, once
 from tpplan.compiler.branches import record_model
 from tpplan.compiler.capture import BodyError, without_collection
-from tpplan.compiler.check import CheckInput, Mismatch, check
+from tpplan.compiler.check import check
+from tpplan.compiler.compare import CheckInput, Mismatch
 from tpplan.compiler.conflicts import (
     conflicting_modules,
     mixed_gradient_findings,
