@@ -227,6 +227,15 @@ def _as_named(bound: Bound, taken: Taken) -> Taken:
     return next(iter((*exact, *fitting, taken)))
 
 
+def _seen(whole: int, seen: Sequence[int]) -> str:
+    if len(seen) == 1:
+        return f"uses its {whole} features as one"
+    return f"takes its {whole} features apart as {' + '.join(map(str, seen))}" if seen else "doesn't show which"
+
+
+_SIZES = "give their sizes: `packed: {a: 64, b: 32}`"
+
+
 def _sizes(bound: Bound, whole: int, seen: Sequence[int]) -> tuple[int, ...] | Diagnostic:
     named = bound.rule.packed or ()
     given = tuple(p.size for p in named)
@@ -247,10 +256,9 @@ def _sizes(bound: Bound, whole: int, seen: Sequence[int]) -> tuple[int, ...] | D
         return tuple(seen)
     return Diagnostic(
         code="TP106",
-        message=f"`{bound.name}` packs {len(named)} projections by the plan, but the model "
-        + (f"takes its {whole} features apart as {' + '.join(map(str, seen))}" if seen else "doesn't show which"),
+        message=f"`{bound.name}` packs {len(named)} projections by the plan, but the model " + _seen(whole, seen),
         span=span,
-        help=_way_out(seen) if len(seen) > 1 else "give their sizes: `packed: {a: 64, b: 32}`",
+        help=_way_out(seen) if len(seen) > 1 else _SIZES if not seen else "remove `packed`: nothing takes them apart",
         subject=subject,
     )
 
