@@ -239,6 +239,13 @@ def test_a_packed_projection_is_refused() -> None:
     assert "TP106" in codes(raised.value)
 
 
+def test_packs_where_the_model_has_none_are_to_be_removed() -> None:
+    rules = {"q": {"style": "colwise", "packed": ["q", "k"]}, "{k,v}": "colwise", "o": "rowwise"}
+    with pytest.raises(tpplan.CompileError, match=r"uses its 16 features as one") as raised:
+        compiled(Attention(), rules)
+    assert "remove `packed`" in str(raised.value)
+
+
 def test_equal_layers_are_placed_alike() -> None:
     model = nn.Sequential(*(Block(Mlp()) for _ in range(4)))
     program = compiled(model, {f"*.{name}": style for name, style in inside(MLP).items()})

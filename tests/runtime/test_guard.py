@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -40,6 +42,41 @@ def error_of(model: nn.Module, *arguments: Any, **keywords: Any) -> str:
     except tpplan.TpplanError as error:
         return str(error)
     return ""
+
+
+class Halves(nn.Module):
+    """The second half takes what the first has made, from now or from before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mlp(), Mlp()
+        self.table = nn.Embedding(8, HIDDEN)
+
+    def forward(self, ids: Tensor | None = None, made: OrderedDict[str, Tensor] | None = None) -> Tensor:
+        if ids is not None:
+            made = OrderedDict(first=self.first(self.table(ids)))
+        if not isinstance(made, OrderedDict):
+            raise TypeError("what the first half has made comes in an ordered mapping")
+        return self.second(made["first"])
+
+
+def half_a_model(member: Member) -> tuple[float, float]:
+    """The largest difference of a result and of a gradient, in a call that does without the first half."""
+    torch.manual_seed(0)
+    stock = Halves().double()
+    model = copy.deepcopy(stock)
+    rules = {"table": "vocab"} | {
+        f"{half}.{name}": style for half in ("first", "second") for name, style in MLP.items()
+    }
+    tpplan.parallelize(model, {"version": 1, "modules": rules}, member.mesh(), (torch.zeros(3, 12, dtype=torch.long),))
+    made = OrderedDict(first=torch.randn(SHAPE, dtype=torch.float64))
+    ours, theirs = model(made=made), stock(made=made)
+    for result in (ours, theirs):
+        result.pow(2).sum().backward()
+    assert model.first.up.weight.grad is None
+    pairs = zip(model.second.parameters(), stock.second.parameters(), strict=True)
+    errors = [(p.grad.full_tensor() - q.grad).abs().max() for p, q in pairs]  # pyright: ignore
+    return float((ours - theirs).abs().max()), float(max(errors))
 
 
 def an_argument_more(member: Member) -> float:
@@ -153,6 +190,11 @@ def test_an_argument_that_changes_no_reshard_is_proved_on_the_spot() -> None:
 
 
 @pytest.mark.processes
+def test_a_call_may_do_without_modules_that_the_plan_shards() -> None:
+    for found in world(2).run(half_a_model):
+        assert max(found) < 1e-12
+
+
 def test_a_branch_that_needs_other_reshards_is_refused_on_every_rank() -> None:
     for text in world(2).run(another_branch):
         assert text.startswith("TP117 unproved-call: ") and "differs from the example" in text

@@ -293,6 +293,8 @@ def _to_meta(held: Any, memo: dict[int, Tensor]) -> Any:
         return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
     if isinstance(held, list):
         return [_to_meta(item, memo) for item in held]  # pyright: ignore
+    if isinstance(held, dict) and is_registered_container(held):  # pyright: ignore[reportUnknownArgumentType]
+        return rebuild_container(held, lambda item: _to_meta(item, memo))
     if isinstance(held, dict):
         return {key: _to_meta(item, memo) for key, item in held.items()}  # pyright: ignore
     return held

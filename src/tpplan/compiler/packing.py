@@ -61,14 +61,20 @@ class _Axis:
         return Pack(count, self.size // heads) if queries else Pack(count)
 
 
-def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int) -> Packed:
-    """Find the packs of every `colwise` and `rowwise` module."""
+def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: bool = False) -> Packed:
+    """Find the packs of every `colwise` and `rowwise` module.
+
+    Args:
+        model, flow, binding: the model, its trace's data flow, and the bound plan.
+        size: number of ranks.
+        partly: whether parameters with a rule may be left unread.
+    """
     frames: dict[str, Frame] = {}
     for frame in flow.trace.root.walk():
         frames.setdefault(frame.module, frame)
     readers = Readers(flow)
     findings: list[Diagnostic] = []
-    modules = _with_parameters(binding, readers, frames, findings)
+    modules = _with_parameters(binding, readers, frames, findings, partly)
     uses: dict[str, _Use] = {}
     for name, bound in modules.items():
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
@@ -97,7 +103,7 @@ def _made(bound: Bound) -> list[int]:
 
 
 def _with_parameters(
-    binding: Binding, readers: Readers, frames: Mapping[str, Frame], findings: list[Diagnostic]
+    binding: Binding, readers: Readers, frames: Mapping[str, Frame], findings: list[Diagnostic], partly: bool
 ) -> dict[str, Bound]:
     """The binding's modules, and bare parameters with what is done with them."""
     values = {name: value for value, names in readers.trace.parameters.items() for name in names}
@@ -109,6 +115,9 @@ def _with_parameters(
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
         else:
             modules[name] = bound
+    if partly:
+        unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, values.get(n))}
+        modules = {name: bound for name, bound in modules.items() if name not in unread}
     for name, bound in modules.items():
         if bound.is_parameter and bound.style is not Style.REPLICATE:
             form = find_use(readers, values[name]) if name in values else None
@@ -117,6 +126,10 @@ def _with_parameters(
                 findings.append(_no_product(bound))
             modules[name] = replace(bound, form=form)
     return modules
+
+
+def _is_read(readers: Readers, value: int | None) -> bool:
+    return value is not None and next(readers.of(value), None) is not None
 
 
 def _no_product(bound: Bound) -> Diagnostic:
@@ -214,6 +227,15 @@ def _as_named(bound: Bound, taken: Taken) -> Taken:
     return next(iter((*exact, *fitting, taken)))
 
 
+def _seen(whole: int, seen: Sequence[int]) -> str:
+    if len(seen) == 1:
+        return f"uses its {whole} features as one"
+    return f"takes its {whole} features apart as {' + '.join(map(str, seen))}" if seen else "doesn't show which"
+
+
+_SIZES = "give their sizes: `packed: {a: 64, b: 32}`"
+
+
 def _sizes(bound: Bound, whole: int, seen: Sequence[int]) -> tuple[int, ...] | Diagnostic:
     named = bound.rule.packed or ()
     given = tuple(p.size for p in named)
@@ -234,10 +256,9 @@ def _sizes(bound: Bound, whole: int, seen: Sequence[int]) -> tuple[int, ...] | D
         return tuple(seen)
     return Diagnostic(
         code="TP106",
-        message=f"`{bound.name}` packs {len(named)} projections by the plan, but the model "
-        + (f"takes its {whole} features apart as {' + '.join(map(str, seen))}" if seen else "doesn't show which"),
+        message=f"`{bound.name}` packs {len(named)} projections by the plan, but the model " + _seen(whole, seen),
         span=span,
-        help=_way_out(seen) if len(seen) > 1 else "give their sizes: `packed: {a: 64, b: 32}`",
+        help=_way_out(seen) if len(seen) > 1 else _SIZES if not seen else "remove `packed`: nothing takes them apart",
         subject=subject,
     )
 

@@ -98,6 +98,7 @@ def compile_program(
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
     training: bool | None = None,
+    partly: bool = False,
 ) -> Program:
     """Compile `plan` for `model` on an axis of `size` ranks.
 
@@ -108,6 +109,7 @@ def compile_program(
         arguments, keywords: an example call; only the tensors' geometry counts.
         training: the mode to capture in; None captures in training mode, whose random numbers need care, or in
             evaluation mode if training can't be captured.
+        partly: whether the call may do without modules that the plan shards, as another call was proved with them.
 
     Raises:
         CompileError: with every finding, if plan and model don't fit together.
@@ -116,7 +118,7 @@ def compile_program(
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        return _compile(model, plan, size, arguments, keywords, training)
+        return _compile(model, plan, size, arguments, keywords, training, partly)
 
 
 def _compile(
@@ -126,6 +128,7 @@ def _compile(
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
     training: bool | None,
+    partly: bool,
 ) -> Program:
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
@@ -136,7 +139,7 @@ def _compile(
     trace, results = _capture(model, arguments, keywords, diagnostics, modes)
     dump.trace(trace)
     flow = DataFlow(trace)
-    unpacked = pack(model, flow, binding, size)
+    unpacked = pack(model, flow, binding, size, partly)
     binding = unpacked.binding
     diagnostics += unpacked.findings
     if any(d.severity is Severity.ERROR for d in diagnostics):

@@ -82,6 +82,8 @@ def _buffer(stock: Tensor, generator: Generator) -> Tensor:
         return stock.detach().to("cpu", copy=True)
     if stock.is_floating_point():
         return torch.rand(stock.shape, generator=generator, dtype=torch.float64) + 0.5
+    if stock.is_complex():
+        return torch.randn(stock.shape, generator=generator, dtype=torch.complex128)
     if stock.dtype is torch.bool:
         allowed = torch.ones(stock.shape, dtype=torch.bool)
         return allowed.tril() if stock.dim() > 1 else allowed

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from tpplan.compat import is_registered_container, rebuild_container
+
 Path = tuple[str | int, ...]
 
 
@@ -44,6 +46,9 @@ def map_tensors(held: Any, transform: Callable[[str, Tensor], Tensor], name: str
         return kind(*items) if hasattr(kind, "_fields") else tuple(items)
     if isinstance(held, list):
         return [map_tensors(item, transform, name) for item in cast("list[Any]", held)]
+    if isinstance(held, dict) and is_registered_container(cast("object", held)):
+        keys = iter(cast("dict[Any, Any]", held))
+        return rebuild_container(held, lambda item: map_tensors(item, transform, str(next(keys))))
     if isinstance(held, dict):
         return {key: map_tensors(item, transform, str(key)) for key, item in cast("dict[Any, Any]", held).items()}
     return held
