@@ -72,6 +72,16 @@ def of_any(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -
     return out
 
 
+def of_scatter(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Results are scattered, each entry by itself."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        rows, place = torch.where(chosen == number)
+        made = weights[rows, place, None] * expert(x[rows])
+        out.scatter_add_(0, rows[:, None].expand(-1, WIDTH), made)
+    return out
+
+
 def of_all(experts: nn.ModuleList, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Every expert sees every token."""
     out = torch.zeros_like(x)
@@ -105,7 +115,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
-@pytest.mark.parametrize("dispatch", [of_hit, of_each, of_any, of_all])
+@pytest.mark.parametrize("dispatch", [of_hit, of_each, of_any, of_scatter, of_all])
 def test_experts_take_one_reduction_each_way(dispatch: Dispatch, plan: dict[str, Any], bias: bool) -> None:
     model = Block(dispatch, bias)
     program = tpplan.compile_plan(model, plan, 2, ACTIVATIONS)

@@ -12,7 +12,7 @@ partial, each rank differentiates its own part, so the gradient of a replicated 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,13 @@ from tpplan.compiler.trace import Reference
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
 _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
+_PRODUCT = torch.ops.aten.mul.Tensor
+# Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
+_WRITES = {
+    torch.ops.aten.index_add_.default: torch.ops.aten.index_add.default,
+    torch.ops.aten.index_put_.default: torch.ops.aten.index_put.default,
+    torch.ops.aten.scatter_add_.default: torch.ops.aten.scatter_add.default,
+}
 FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
 
 
@@ -243,10 +250,16 @@ class Propagator:
             if grouped is None:
                 return "communication:needs rows that other ranks hold, to know which group they are of"
             target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
+        target = _WRITES.get(target, target)
+        if target in _WRITES.values() and _all_partial(arguments):
+            return tuple(PARTIAL for _ in node.outputs)
         try:
             placements = propagate(target, arguments, dict(keywords), self.size)
         except NoRule as error:
             return f"no-rule:{error}"
+        if placements is None and target is _PRODUCT and isinstance(arguments[1], OperatorMeta):
+            # torch 2.11 has some rules for one order only.
+            placements = propagate(target, arguments[1::-1], {}, self.size)
         if placements is None:
             return "communication:needs values that other ranks hold"
         if len(placements) == 1 and len(node.outputs) > 1:
@@ -263,6 +276,23 @@ def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Ou
         return []
     made = values[output]
     return [Outcome((PARTIAL,))] if made.dtype.is_floating_point and len(made.shape) > 1 else []
+
+
+def _all_partial(arguments: tuple[Any, ...]) -> bool:
+    """Whether partial values are written or added to entries of a partial tensor, at places that all ranks know."""
+    given, *others = (a for a in _flat(arguments) if isinstance(a, OperatorMeta))
+    values = [a for a in others if a.dtype.is_floating_point]
+    places = [a for a in others if not a.dtype.is_floating_point]
+    partial = all(layout_of(a.placement) == PARTIAL for a in (given, *values))
+    return bool(values) and partial and all(layout_of(a.placement) == REPLICATED for a in places)
+
+
+def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, tuple) and not isinstance(argument, OperatorMeta):
+            yield from _flat(argument)  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield argument
 
 
 def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] | None:
