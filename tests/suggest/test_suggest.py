@@ -146,6 +146,26 @@ def test_a_product_that_stays_whole_has_its_reason_too() -> None:
     assert "aren't those of a linear layer" not in words
 
 
+def test_a_layer_that_contracts_what_stays_whole_names_that_alone() -> None:
+    """The head of this model reads a stream to which layers add that are split."""
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+            self.one, self.two = Attention(), Gated(mixed=True)
+            self.end = nn.LayerNorm(WIDTH)
+            self.score = nn.Linear(WIDTH, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.stem(x.transpose(1, 2)).transpose(1, 2)
+            return self.score(self.end(self.two(self.one(y))).mean(1))
+
+    text = " ".join(suggest_text(Headed(), 2, inputs=STREAM).replace("#", " ").split())
+    assert "stem" in text and "made of all channels" in text
+    assert "`one.q_proj`" not in text.partition("version:")[0]
+
+
 def test_what_needs_all_features_stays_whole_with_the_reason() -> None:
     model = nn.Sequential(Attention(), Gated(mixed=True))
     text = suggest_text(model, 2, inputs={"input": STREAM["x"]})

@@ -68,14 +68,14 @@ def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles
     columns = {name: ways[0] for name, ways in subject.columns.items() if lenient or not ways[0].is_whole(subject.size)}
     reasons |= {n: "it makes a single head, which every rank needs" for n in subject.columns if n not in columns}
     read: set[str] = set()
-    starved: dict[str, str] = {}
+    starved: dict[str, frozenset[str]] = {}
     while True:
         found = flow(subject, propagator, columns, lenient)
         read |= found.read
         for name, sources in found.starved.items():
             layers = sources & subject.weights.keys()  # what follows a table is the stream itself
             if layers and not sources & starved.keys():
-                starved.setdefault(name, _starved(layers))
+                starved.setdefault(name, layers)
         fed = {name for sources in found.rows.values() for name in sources}
         news = found.refused or {name: _unread(name, found) for name in sorted(found.columns - fed)}
         if not news:
@@ -86,9 +86,12 @@ def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles
             if after < len(ways):
                 columns[name] = ways[after]
             else:
-                reasons[name] = starved.get(name, reason)
+                reasons[name] = reason
     for name in found.rows:
         reasons.pop(name, None)
+    for name in reasons.keys() & starved.keys():
+        whole = starved[name] - found.rows.keys() - found.columns
+        reasons[name] = _starved(whole) if whole else reasons[name]
     heads = {name: held for name, held in _heads(subject).items() if name not in read and name in reasons}
     return Roles(_groups(subject, found, columns), heads, {n: r for n, r in reasons.items() if n not in heads})
 

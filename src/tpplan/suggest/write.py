@@ -10,6 +10,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
+from torch import nn
+
+from tpplan.compat import named_modules
 from tpplan.plan import Plan, Style
 from tpplan.plan.emit import SCHEMA_COMMENT, plan_to_dict
 from tpplan.suggest.judge import all_names, rule_of
@@ -71,7 +74,17 @@ def reason_for(suggestion: Suggestion, whole: Whole) -> str:
     found = reasons.get(whole.example)
     alike = (reason for name, reason in reasons.items() if shape_of(name) == whole.pattern)
     own = (reason for name, reason in reasons.items() if name.rpartition(".")[0] == whole.example)  # a parameter's
-    return found or next(alike, None) or next(own, None) or _NO_LINEAR
+    return found or next(alike, None) or next(own, None) or _kind(suggestion, whole)
+
+
+def _kind(suggestion: Suggestion, whole: Whole) -> str:
+    """Why modules stay whole that nothing was asked of."""
+    module = dict(named_modules(suggestion.subject.model)).get(whole.example)
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return "each of its results is made of all channels" if module.groups == 1 else "its channels stay whole"
+    if isinstance(module, nn.Embedding):
+        return "the model doesn't call this table, or not with inputs of its own"
+    return _NO_LINEAR
 
 
 def _modules(suggestion: Suggestion) -> Iterator[str]:
