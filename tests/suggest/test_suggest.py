@@ -146,24 +146,25 @@ def test_a_product_that_stays_whole_has_its_reason_too() -> None:
     assert "aren't those of a linear layer" not in words
 
 
-def test_a_layer_that_contracts_what_stays_whole_names_that_alone() -> None:
-    """The head of this model reads a stream to which layers add that are split."""
+def test_a_layer_that_reads_what_stays_whole_names_that_alone() -> None:
+    """The head reads a stream to which layers add that are split."""
 
     class Headed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.stem = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-            self.one, self.two = Attention(), Gated(mixed=True)
-            self.end = nn.LayerNorm(WIDTH)
-            self.score = nn.Linear(WIDTH, 4)
+            self.conv, self.stem = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.Sequential(nn.LayerNorm(WIDTH), Attention(), Gated(), Attention(), Gated())
+            self.end, self.score = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.stem(x.transpose(1, 2)).transpose(1, 2)
-            return self.score(self.end(self.two(self.one(y))).mean(1))
+            y = self.stem(self.conv(x.transpose(1, 2)).transpose(1, 2))
+            return self.score(self.end(self.blocks(y))[:, 0])
 
-    text = " ".join(suggest_text(Headed(), 2, inputs=STREAM).replace("#", " ").split())
-    assert "stem" in text and "made of all channels" in text
-    assert "`one.q_proj`" not in text.partition("version:")[0]
+    text = suggest_text(Headed(), 2, inputs=STREAM).partition("version:")[0]
+    words = " ".join(text.replace("#", " ").split())
+    assert "conv (" in words and "each of its results is made of all channels" in words
+    assert "score (" in words and "`stem`, which stays whole" in words
+    assert "blocks." not in words.partition("score (")[2]
 
 
 def test_what_needs_all_features_stays_whole_with_the_reason() -> None:

@@ -24,7 +24,7 @@ from tpplan.compiler.assign import PlacedReshard
 from tpplan.compiler.attributes import replaced_attribute
 from tpplan.compiler.capture import BodyError, Capture, record
 from tpplan.compiler.compare import CheckInput, Mismatch, compare, promised_shape
-from tpplan.compiler.layout import REPLICATED, Pack
+from tpplan.compiler.layout import REPLICATED, Collective, Pack, reshard_between
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance
@@ -174,7 +174,10 @@ class _LocalBoundary:
         for reshard in reshards:
             if reshard.path == path:
                 shape = _moved_shape(reshard, tuple(tensor.shape), self.given)
-                return _like(shape, tensor.dtype, tensor.requires_grad)
+                collectives = reshard_between(reshard.source, reshard.target)
+                stays = collectives is not None and collectives.forward is Collective.NONE
+                # What isn't sent keeps its strides, and a body may look at them.
+                return _like(shape, tensor.dtype, tensor.requires_grad, tensor.stride() if stays else None)
         return tensor
 
     def stand_in(self, module: str, call: int) -> tuple[Any] | None:
@@ -256,9 +259,14 @@ def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInp
     return tuple(moved)
 
 
-def _like(shape: Sequence[int], dtype: torch.dtype, differentiable: bool) -> Tensor:
+def _like(
+    shape: Sequence[int], dtype: torch.dtype, differentiable: bool, stride: Sequence[int] | None = None
+) -> Tensor:
     """A tensor without numbers; no leaf, as bodies may write to it."""
-    made = torch.empty(shape, dtype=dtype, device="meta", requires_grad=differentiable)
+    if stride is None:
+        made = torch.empty(shape, dtype=dtype, device="meta", requires_grad=differentiable)
+    else:
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=differentiable)
     return made.clone() if differentiable else made
 
 
