@@ -35,6 +35,7 @@ def only_findings(source: object) -> None:
 @example("\x85a: b")
 @example("a: \ud800")
 @example("%YAML 9.9\n---\na: 1")
+@example("%YAML 1.11")
 @example("%TAG ! x")
 @example("a: &b\n*b : c")
 @example('"\\ud800": 1')

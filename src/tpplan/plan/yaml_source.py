@@ -55,7 +55,7 @@ def compose(source: SourceText, text: str, problems: Problems) -> Node | None:
         raise problems.stop("TP001", message, at, label="not allowed", help="remove the character") from None
     except MarkedYAMLError as error:
         raise _syntax_error(error, source, text, problems) from None
-    except (YAMLError, ValueError, IndexError, AttributeError, TypeError, RecursionError) as error:
+    except (YAMLError, ValueError, IndexError, AttributeError, TypeError, AssertionError, RecursionError) as error:
         raise problems.stop("TP001", f"the YAML can't be read: {shorten(str(error))}", source.span(0, 0)) from None
 
 
