@@ -196,9 +196,22 @@ def test_collectives_of_experts_run_as_often_as_experts_are_hit() -> None:
     with torch.no_grad():
         model.moe.router.bias.copy_(torch.arange(EXPERTS) * 100.0)
     program = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS)
-    assert program.picking == ("moe",)
+    assert program.picked == tuple(f"moe.experts.{number}" for number in range(EXPERTS))
     assert tpplan.Program.from_dict(program.to_dict()) == program
-    assert "called for some data only" in render_program(program)
+    assert "Called for some data only" in render_program(program)
     report = verify_program(model, program, (ACTIVATIONS, {}))
     assert report.ok, report.problems
     assert report.least.get("all-reduce", 0) < report.collectives["all-reduce"] < report.predicted["all-reduce"]
+
+
+def test_what_a_model_finds_elsewhere_leaves_its_collectives_counted_exactly() -> None:
+    class Selecting(Block):
+        """The positive entries of the result are summed: no module is called with them."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * y[y > 0].sum()
+
+    program = tpplan.compile_plan(Selecting(of_all), PLAN, 2, ACTIVATIONS)
+    assert not program.picked
+    assert program.count_collectives(picked=False) == program.count_collectives()

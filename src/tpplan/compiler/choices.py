@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpplan.compiler.trace import Frame, Trace
+
 INDEXING = frozenset(
     (
         torch.ops.aten.index.Tensor,
@@ -25,6 +27,7 @@ INDEXING = frozenset(
         torch.ops.aten._index_put_impl_.default,
     )
 )
+_WRITES = ("aten.index_add", "aten.index_put", "aten.scatter")
 _BOOLEAN = (torch.bool, torch.uint8)
 
 
@@ -44,6 +47,26 @@ def with_numbered_rows(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0], rows, *args[2:])
 
 
+def called_with_found(trace: Trace) -> set[str]:
+    """The modules that are called with what is found in a tensor, such as experts with the tokens routed to them."""
+    called: set[str] = set()
+    for frame in trace.root.walk():
+        if (frame.module, frame.call) not in trace.chosen:
+            continue
+        found: set[int] = set()
+        for node in frame.body:
+            if isinstance(node, Frame):
+                if any(crossing.source in found for crossing in node.entries):
+                    called.add(node.module)
+                    found.update(crossing.target for crossing in node.exits)
+                continue
+            # What rows are written to has the size that it had before.
+            read = node.inputs[:1] if node.name.startswith(_WRITES) else node.inputs
+            if node.target is torch.ops.aten.nonzero.default or any(i in found for i in read):
+                found.update(output for output in node.outputs if output is not None)
+    return called
+
+
 def found_count(entries: int) -> int:
     """How many of so many entries `nonzero` finds in a trace: a prime, that no number of ranks divides."""
     return next((n for n in range(entries, 2, -1) if _is_prime(n)), entries)
@@ -53,4 +76,4 @@ def _is_prime(number: int) -> bool:
     return all(number % n for n in range(2, int(number**0.5) + 1))
 
 
-__all__ = ["INDEXING", "found_count", "has_boolean_rows", "with_numbered_rows"]
+__all__ = ["INDEXING", "called_with_found", "found_count", "has_boolean_rows", "with_numbered_rows"]

@@ -16,6 +16,7 @@ from torch import nn
 from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding
+from tpplan.compiler.choices import called_with_found
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.draws import random_draws
 from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Collective, reshard_between
@@ -64,7 +65,7 @@ def emit(
         assumptions=tuple(
             f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
         ),
-        picking=tuple(sorted({module for module, _ in trace.chosen})),
+        picked=tuple(sorted(called_with_found(trace))),
         diagnostics=diagnostics,
     )
 

@@ -281,7 +281,8 @@ class Program:
         parameters, modules: in the model's order.
         kernels: the candidates for a kernel, in order of execution.
         assumptions: data-dependent branches that the proof leaves aside, with their place.
-        picking: modules whose bodies call modules by what they find in a tensor, such as the experts that are hit.
+        picked: modules that are called with what is found in a tensor, as experts with the tokens routed to them: for
+            some data they aren't.
         diagnostics: warnings and notes; not part of the digest.
     """
 
@@ -295,7 +296,7 @@ class Program:
     modules: tuple[ModuleProgram, ...]
     kernels: tuple[KernelUse, ...] = ()
     assumptions: tuple[str, ...] = ()
-    picking: tuple[str, ...] = ()
+    picked: tuple[str, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     version: int = PROGRAM_VERSION
 
@@ -316,9 +317,9 @@ class Program:
             picked: whether to count those inside of modules that are called for some data only, as if all were called.
         """
         counted: Counter[str] = Counter()
-        inside = tuple(f"{name}." if name else "" for name in self.picking)
+        inside = tuple(f"{name}." for name in self.picked)
         for module, reshard in self.reshards():
-            if not picked and inside and module.name.startswith(inside):
+            if not picked and f"{module.name}.".startswith(inside):
                 continue
             ways = [reshard.forward] + ([reshard.backward] if backward and reshard.differentiable else [])
             for way in ways:  # the same collective each way counts twice
@@ -378,8 +379,8 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
         plain = asdict(self)
         del plain["diagnostics"]
-        if not self.picking:
-            del plain["picking"]
+        if not self.picked:
+            del plain["picked"]
         return json.loads(json.dumps(plain))
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -399,7 +400,7 @@ class Program:
         fields["modules"] = tuple(_module(m) for m in plain["modules"])
         fields["kernels"] = tuple(_kernel(k) for k in plain["kernels"])
         fields["assumptions"] = tuple(plain["assumptions"])
-        fields["picking"] = tuple(plain.get("picking", ()))
+        fields["picked"] = tuple(plain.get("picked", ()))
         return cls(**fields)
 
     @property

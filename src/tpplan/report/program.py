@@ -107,8 +107,9 @@ def _assumptions(program: Program) -> Iterator[Text]:
         places = [place if count == 1 else f"{place} (× {count})" for place, count in counted.items()]
         yield _listed("Assumed to go the same way on every call, since they depend on data:", places)
     if program.count_collectives() != program.count_collectives(picked=False):
-        title = "Modules in these are called for some data only, and with them the collectives inside:"
-        yield _listed(title, [name or "the model" for name in program.picking])
+        title = "Called for some data only, and with them the collectives inside:"
+        counted = Counter(_INDEX.sub("*", name) for name in program.picked)
+        yield _listed(title, [name if count == 1 else f"{name} × {count}" for name, count in counted.items()])
 
 
 def _listed(title: str, entries: Iterable[str]) -> Text:
