@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tests.compiler.toys import MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, reshards, x_BSH
+from tests.compiler.toys import HIDDEN, MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, reshards, x_BSH
 from tpplan.compiler import pipeline
 from tpplan.compiler.check import check
 from tpplan.compiler.compare import CheckInput, Mismatch
@@ -109,3 +109,19 @@ def test_it_takes_a_positional_example_or_keywords() -> None:
     x = x_BSH()
     programs = [tpplan.compile_plan(model, plan, 2, given) for given in ((x,), {"x": x}, x)]
     assert programs[0] == programs[1] == programs[2]
+
+
+def test_what_is_not_contiguous_stays_so_where_nothing_is_sent() -> None:
+    """A linear layer takes other operations for such a tensor."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(HIDDEN), Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(self.norm(x).transpose(0, 1)).transpose(0, 1)
+
+    program = compiled(Turned(), {f"mlp.{name}": style for name, style in MLP.items()})
+    assert not program.diagnostics
+    assert program.count_collectives() == {"all-reduce": 2}
