@@ -26,7 +26,10 @@ RANKS, BATCH = 4, 3
 aten = torch.ops.aten
 QKV = packed(2, [Pack(32), Pack(16), Pack(16)])
 GQA = packed(2, [Pack(32), Pack(16, 2), Pack(16, 2)])
-SPREAD = Layout("S", "S", 1, packs=(Pack(2, 2),), spread=2)
+SPREAD = packed(1, [Pack(2, 2)], [Pack(4)])
+RUNS = packed(2, [Pack(n, replicas, first, 2) for first in (0, 2) for n, replicas in ((16, 1), (4, 2), (4, 2))])
+GROUPS = packed(2, [Pack(2, 2)], [Pack(4), Pack(1, 2), Pack(1, 2)])
+FEATURES = packed(2, [Pack(2, 2)], [Pack(16), Pack(4, 2), Pack(4, 2)])
 
 
 def part(whole: Tensor, layout: Layout, rank: int) -> Tensor:
@@ -36,7 +39,10 @@ def part(whole: Tensor, layout: Layout, rank: int) -> Tensor:
     if layout.interleave != 1:
         return whole.unflatten(0, (layout.interleave, -1)).chunk(RANKS, 1)[rank].flatten(0, 1)
     mine = taken(whole, layout.dim, layout.intervals(whole.shape[layout.dim], RANKS, rank))
-    return mine if layout.spread == 1 else mine.chunk(layout.spread, layout.dim + 1)[rank % layout.spread]
+    if not layout.within:
+        return mine
+    packs, holders, place = layout.shares(layout.dim + 1, RANKS, rank)
+    return taken(mine, layout.dim + 1, Layout("S", "S", 0, packs=packs).intervals(0, holders, place))
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,25 @@ CASES = [
          lambda a: a.reshape(6, 5, 4), (sharded(0, interleave=3),)),
     Case("group queries", ((3, 8, 5, 4),), (sharded(1),), aten.view.default, (x, (3, 2, 4, 5, 4)),
          lambda a: a.view(3, 1, 2, 5, 4), (SPREAD,)),
+    Case("view as groups", ((3, 5, 48),), (RUNS,), aten.view.default, (x, (3, 5, 2, 6, 4)),
+         lambda a: a.view(3, 5, 1, 4, 4), (GROUPS,)),
+    Case("view as groups of features", ((3, 5, 48),), (RUNS,), aten.view.default, (x, (3, 5, 2, 24)),
+         lambda a: a.view(3, 5, 1, 16), (FEATURES,)),
+    Case("join groups", ((3, 5, 2, 6, 4),), (GROUPS,), aten.view.default, (x, (3, 5, 48)),
+         lambda a: a.reshape(3, 5, 16), (RUNS,)),
+    Case("flatten the batch of groups", ((3, 5, 48),), (RUNS,), aten.view.default, (x, (15, 48)),
+         lambda a: a.view(15, 16), (packed(1, RUNS.packs),)),
+    Case("the queries of groups", ((3, 5, 2, 6, 4),), (GROUPS,), aten.slice.Tensor, (x, 3, 0, -2),
+         lambda a: a[..., :-2, :], (packed(2, [Pack(2, 2)], [Pack(4)]),)),
+    Case("the keys of groups", ((3, 5, 2, 6, 4),), (GROUPS,), aten.select.int, (x, 3, -2),
+         lambda a: a[..., -2, :], (packed(2, [Pack(2, 2)]),)),
+    Case("groups in parts", ((3, 5, 2, 24),), (FEATURES,), aten.split_with_sizes.default, (x, (16, 4, 4), 3),
+         lambda a: a.split([8, 4, 4], 3), (packed(2, [Pack(2, 2)], [Pack(16)]), *(packed(2, [Pack(2, 2)]),) * 2)),
+    Case("one group's heads after the other's", ((3, 5, 2, 4, 4),), (packed(2, [Pack(2, 2)], [Pack(4)]),),
+         aten.view.default, (x, (3, 5, 8, 4)), lambda a: a.reshape(3, 5, 2, 4), (sharded(2),)),
+    Case("groups of several for a rank", ((3, 5, 96),),
+         (packed(2, [Pack(n, r, f, 2) for f in (0, 2) for n, r in ((32, 1), (8, 2), (8, 2))]),),
+         aten.view.default, (x, (3, 5, 2, 6, 8)), lambda a: a.view(3, 5, 1, 4, 8), (GROUPS,)),
     Case("join features", ((3, 5, 8), (3, 5, 16)), (sharded(2), sharded(2)), aten.cat.default, ((x, y), -1),
          lambda a, b: torch.cat([a, b], -1), (packed(2, [Pack(8), Pack(16)]),)),
     Case("transpose", ((3, 16, 5, 4),), (packed(1, [Pack(8), Pack(8, 2)]),), aten.transpose.int, (x, 1, 2),
@@ -163,6 +188,14 @@ REFUSED = [
     ("uneven rows laid end to end", ((13, 5),), (sharded(0),), aten.view.default, (x, (65,))),
     ("uneven features as heads", ((3, 5, 14),), (sharded(2),), aten.view.default, (x, (3, 5, 7, 2))),
     ("a mirror image", ((3, 5, 64),), (QKV,), aten.flip.default, (x, (2,))),
+    ("a group that some ranks hold", ((3, 5, 48),), (RUNS,), aten.slice.Tensor, (x, 2, 0, 24)),
+    ("a group of groups", ((3, 5, 2, 6, 4),), (GROUPS,), aten.select.int, (x, 2, 0)),
+    ("queries without the last", ((3, 5, 2, 6, 4),), (GROUPS,), aten.slice.Tensor, (x, 3, 0, 3)),
+    ("a query of groups", ((3, 5, 2, 6, 4),), (GROUPS,), aten.select.int, (x, 3, 1)),
+    ("a sum over queries and keys", ((3, 5, 2, 6, 4),), (GROUPS,), aten.sum.dim_IntList, (x, (3,))),
+    ("groups the other way round", ((3, 5, 2, 6, 4),), (GROUPS,), aten.flip.default, (x, (3,))),
+    ("groups next to repeats", ((3, 5, 2, 6, 4),) * 2, (GROUPS, packed(2, [Pack(2, 2)], [Pack(6)])),
+     aten.add.Tensor, (x, y)),
     ("a sum over repeats", ((3, 2, 4, 5),), (SPREAD,), aten.sum.dim_IntList, (x, (2,))),
     (
         "a sequence convolved",

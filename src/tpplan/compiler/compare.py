@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tpplan.compiler.assign import Assignment
 from tpplan.compiler.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.layout import REPLICATED, Layout, Pack
-from tpplan.compiler.packed import PICKS, SPLITS, picked_dim
+from tpplan.compiler.packed import PICKS, SELECT, SPLITS, picked_dim
 from tpplan.compiler.region import Instance, picks_of
 from tpplan.compiler.trace import Crossing, Frame, Operation, Reference, Trace, Value
 
@@ -208,15 +208,14 @@ def _numbers_on_rank(given: CheckInput, operation: Operation, value: int) -> Ten
     """The numbers of a constant; where they pick stretches of a packed dim, as they have to be on a rank."""
     numbers = given.trace.values[value].numbers
     picks = picks_of(numbers)
-    layout = given.assignment.layouts.get(operation.inputs[0], REPLICATED)
-    if picks is None or layout.dim is None or not layout.packs or operation.name not in PICKS:
+    if picks is None or operation.name not in PICKS:
         return numbers
-    shape = given.trace.values[operation.inputs[0]].shape
+    along = picked_dim(operation.name, operation.arguments)
     made = next(o for o in operation.outputs if o is not None)
-    if picked_dim(operation.name, operation.arguments) != layout.dim:
+    if along is None or not _packs_along(given, operation, along):
         return numbers
-    first = _start_on_rank(given, layout, shape[layout.dim], picks[0])
-    return torch.arange(first, first + promised_shape(given, given.trace.values[made])[layout.dim])
+    first = _start_on_rank(given, operation, along, picks[0])
+    return torch.arange(first, first + promised_shape(given, given.trace.values[made])[along])
 
 
 def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], failure: str) -> Mismatch:
@@ -238,7 +237,7 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
 
 
 def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool:
-    if ours.name == "aten.slice.Tensor":
+    if ours.name in ("aten.slice.Tensor", SELECT):
         return _local_start(given, ours) == theirs.arguments[1:3] and ours.arguments[4:] == theirs.arguments[4:]
     if ours.name in SPLITS:
         return ours.arguments[2:] == theirs.arguments[2:]  # the results' shapes show the sizes
@@ -249,21 +248,27 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
 
 
 def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
-    """The dim and the start of a slice, the start counted on one rank where the dim is sharded."""
+    """The dim and the start of a slice, or the place of an entry, counted on one rank where the dim is packed.
+
+    Of a dim that is one stretch, a slice of every so many entries begins alike on each rank.
+    """
     held: tuple[Any, ...] = operation.arguments[1:3]
-    layout = given.assignment.layouts.get(operation.inputs[0], REPLICATED)
-    shape = given.trace.values[operation.inputs[0]].shape
-    if len(held) < 2 or not held[1] or layout.dim is None or held[0] % len(shape) != layout.dim:
+    if len(held) < 2 or not held[1] or not _packs_along(given, operation, held[0]):
         return held
-    if not layout.packs:
-        return held  # of a dim that is one stretch, a slice of every so many entries begins alike on each rank
-    return (held[0], _start_on_rank(given, layout, shape[layout.dim], held[1]))
+    return (held[0], _start_on_rank(given, operation, held[0], held[1]))
 
 
-def _start_on_rank(given: CheckInput, layout: Layout, count: int, start: int) -> int:
-    """Where a stretch begins on a rank, counted from the same end."""
-    local = layout.local_start(start, count, given.size, given.rank)
-    return local - layout.local_size(count, given.size, given.rank) if start < 0 else local
+def _packs_along(given: CheckInput, operation: Operation, dim: int) -> tuple[Pack, ...]:
+    """The packs of a dim of the first operand."""
+    layout = given.assignment.layouts.get(operation.inputs[0], REPLICATED)
+    return layout.shares(dim % len(given.trace.values[operation.inputs[0]].shape), given.size, given.rank)[0]
+
+
+def _start_on_rank(given: CheckInput, operation: Operation, dim: int, start: int) -> int:
+    """Where a stretch of a packed dim of the first operand begins on a rank, counted from the same end."""
+    shape = given.trace.values[operation.inputs[0]].shape
+    layout, along = given.assignment.layouts[operation.inputs[0]], dim % len(shape)
+    return layout.local_start(along, start, shape[along], given.size, given.rank)
 
 
 def _local_groups(given: CheckInput, operation: Operation) -> int:

@@ -50,7 +50,7 @@ def weight_layout(arguments: Sequence[Any], values: Sequence[LocalValue], held: 
     weight: Reference
     groups: int
     x, weight, groups = arguments[0], arguments[1], arguments[GROUPS]
-    if held.dim != 1 or held.interleave != 1 or held.spread != 1 or arguments[_TRANSPOSED]:
+    if held.dim != 1 or held.interleave != 1 or held.within or arguments[_TRANSPOSED]:
         return "needs values that other ranks hold"
     shape = values[weight.identifier].shape
     each, made = shape[1], shape[0] // groups

@@ -47,16 +47,24 @@ class Pack(NamedTuple):
     Attributes:
         size: of the whole stretch.
         replicas: how many consecutive ranks hold the same part of it: the key and value heads of grouped-query
-            attention where they are fewer than the ranks. Rank r holds part r // replicas.
+            attention where they are fewer than the ranks. Of the ranks that share it, the r-th holds part
+            r // replicas.
+        first, among: the ranks that share it, if not all do: so many from this one on. A group of queries that is
+            packed with its key and value is shared by some of the ranks where there are fewer groups than ranks.
     """
 
     size: int
     replicas: int = 1
+    first: int = 0
+    among: int = 0
 
     def part(self, size: int, rank: int) -> tuple[int, int]:
         """What `rank` holds on an axis of `size` ranks: (start, length)."""
-        longest = -(-self.size * self.replicas // size)
-        start = min(rank // self.replicas * longest, self.size)
+        ranks, place = self.among or size, rank - self.first
+        if not 0 <= place < ranks:
+            return 0, 0
+        longest = -(-self.size * self.replicas // ranks)
+        start = min(place // self.replicas * longest, self.size)
         return start, min(longest, self.size - start)
 
     def local(self, size: int, rank: int) -> int:
@@ -64,8 +72,9 @@ class Pack(NamedTuple):
         return self.part(size, rank)[1]
 
     def is_even(self, size: int) -> bool:
-        """Whether all ranks hold as much of it."""
-        return size % self.replicas == 0 and self.size % (size // self.replicas) == 0
+        """Whether all ranks that share it hold as much of it."""
+        ranks = self.among or size
+        return ranks % self.replicas == 0 and self.size % (ranks // self.replicas) == 0
 
     def fits(self, size: int) -> bool:
         """Whether it can be shared out; a part that several ranks hold must be as long as all others."""
@@ -85,8 +94,9 @@ class Layout:
             example call; otherwise 1. The ranks' shards are then interleaved along the dim (DTensor's strided shard).
         packs: for a dim that packs several stretches, these; a rank holds its part of each, one after the other. Empty
             for a dim that is one stretch with one holder for each part.
-        spread: how many ranks the dim after `dim` is split over, among the holders of one part: repeated key and value
-            heads, (…, heads, repeats, …), of which each holder of a head keeps its own repeats. Otherwise 1.
+        within: the packs of the dim after `dim`, which the holders of one part share out among themselves: repeated key
+            and value heads, (…, heads, repeats, …), of which each holder of a head keeps its own repeats, or groups of
+            queries with their key and value, (…, groups, queries + 2, …). Empty if they all hold the whole of it.
     """
 
     forward: str
@@ -94,7 +104,7 @@ class Layout:
     dim: int | None = None
     interleave: int = 1
     packs: tuple[Pack, ...] = ()
-    spread: int = 1
+    within: tuple[Pack, ...] = ()
 
     def __str__(self) -> str:
         if self.forward == "S":
@@ -106,14 +116,13 @@ class Layout:
         if len(self.packs) == 1:
             found.append(f"replicas={self.packs[0].replicas}")
         elif self.packs:
-            shown = (f"{p.size}" + (f"/{p.replicas} replicas" if p.replicas > 1 else "") for p in self.packs)
-            found.append(f"packs={'|'.join(shown)}")
-        return found + ([f"spread={self.spread}"] if self.spread != 1 else [])
+            found.append(f"packs={_shown(self.packs)}")
+        return found + ([f"within={_shown(self.within)}"] if self.within else [])
 
     @property
     def is_plain(self) -> bool:
         """Whether it is no more than a DTensor placement on the axis, one part to a rank."""
-        return not self.packs and self.spread == 1
+        return not self.packs
 
     @property
     def has_replicas(self) -> bool:
@@ -159,7 +168,7 @@ class Layout:
 
         So it is where DTensor has no placement for the packs, or can't make that placement whole.
         """
-        alike = len({pack.size for pack in self.packs}) == 1 and all(pack.is_even(size) for pack in self.packs)
+        alike = len({pack.size for pack in self.packs}) == 1 and all(p.is_even(size) and not p.among for p in self.packs)
         return bool(self.packs) and not self.has_replicas and not (alike and GATHERS_STRIDED_SHARDS)
 
     @property
@@ -181,22 +190,35 @@ class Layout:
             return shape
         local = [*shape]
         local[self.dim] = self.local_size(shape[self.dim], size, rank)
-        if self.spread != 1:
-            local[self.dim + 1] //= self.spread
+        if self.within:
+            packs, holders, place = self.shares(self.dim + 1, size, rank)
+            local[self.dim + 1] = sum(pack.local(holders, place) for pack in packs)
         return tuple(local)
+
+    def shares(self, dim: int, size: int, rank: int) -> tuple[tuple[Pack, ...], int, int]:
+        """The packs of `dim`, how many ranks share them out, and which of these `rank` is; no packs if it has none."""
+        if self.within and self.dim is not None and dim == self.dim + 1:
+            return self.within, self.packs[0].replicas, rank % self.packs[0].replicas
+        return (self.packs if dim == self.dim else ()), size, rank
 
     def local_size(self, count: int, size: int, rank: int) -> int:
         """How many of the `count` entries of the sharded dim `rank` holds; no rank holds more than the first."""
         return sum(pack.local(size, rank) for pack in self.stretches(count))
 
-    def local_start(self, start: int, count: int, size: int, rank: int) -> int:
-        """Where a stretch of the packed dim, of `count` entries, that begins at `start` begins on `rank`."""
-        start += count if start < 0 else 0
-        edge = local = 0
-        for pack in self.stretches(count):
-            if edge < start:
-                edge, local = edge + pack.size, local + pack.local(size, rank)
-        return local
+    def local_start(self, dim: int, start: int, count: int, size: int, rank: int) -> int:
+        """Where a stretch of a packed dim, of `count` entries, that begins at `start` begins on `rank`.
+
+        It is counted from the same end of the dim: an index from the back stays one.
+        """
+        packs, ranks, place = self.shares(dim, size, rank)
+        first = start + (count if start < 0 else 0)
+        edge = local = whole = 0
+        for pack in packs:
+            held = pack.local(ranks, place)
+            if edge < first:
+                edge, local = edge + pack.size, local + held
+            whole += held
+        return local - whole if start < 0 else local
 
     def intervals(self, count: int, size: int, rank: int) -> list[tuple[int, int]]:
         """What `rank` holds of the `count` entries of the sharded dim: (start, length), in local order."""
@@ -219,12 +241,21 @@ def sharded(dim: int, interleave: int = 1) -> Layout:
     return Layout("S", "S", dim, interleave)
 
 
-def packed(dim: int, packs: Iterable[Pack], spread: int = 1) -> Layout:
-    """The layout split along tensor dim `dim`, each of `packs` by itself."""
+def packed(dim: int, packs: Iterable[Pack], within: Iterable[Pack] = ()) -> Layout:
+    """The layout split along tensor dim `dim`, each of `packs` by itself, the next dim `within` the holders of a part."""
     held = tuple(packs)
-    if len(held) == 1 and held[0].replicas == 1:
+    if len(held) == 1 and held[0].replicas == 1 and not held[0].among:
         held = ()
-    return Layout("S", "S", dim, packs=held, spread=spread)
+    inner = tuple(within)
+    return Layout("S", "S", dim, packs=held, within=inner if any(p.replicas != held[0].replicas for p in inner) else ())
+
+
+def _shown(packs: Iterable[Pack]) -> str:
+    """Packs in a line: `32|16/2 replicas`, and `32@2` for one that the ranks from 2 on share."""
+    return "|".join(
+        f"{p.size}" + (f"/{p.replicas} replicas" if p.replicas > 1 else "") + (f"@{p.first}" if p.among else "")
+        for p in packs
+    )
 
 
 def layout_of(placement: Placement) -> Layout | None:
@@ -269,7 +300,7 @@ def reshard_between(source: Layout, target: Layout) -> Collectives | None:
         return Collectives(Collective.NONE, Collective.NONE)
     found = _TABLE.get((f"{source.forward}/{source.gradient}", f"{target.forward}/{target.gradient}"))
     special = [held for held in (source, target) if held.interleave != 1 or not held.is_plain]
-    if any(held.has_replicas or held.spread != 1 for held in special):
+    if any(held.has_replicas or any(pack.among for pack in held.packs) for held in special):
         return None  # the gradients of replicas would have to be summed on the way
     if special and source.is_sharded and target.is_sharded:
         return None

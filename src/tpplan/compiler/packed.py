@@ -5,7 +5,7 @@ out: the layouts of its results, or the reason why there are none
 
     split([32, 16, 16]) of S(2, packs=32|16|16)   ->  S(2), S(2), S(2)
     view(b, s, 3, h, d) of S(2, packs=hd|hd|hd)   ->  S(3)
-    expand(b, 2, 4, s, d) of S(1, replicas=2)     ->  S(1, replicas=2, spread=2): a holder keeps its own repeats
+    expand(b, 2, 4, s, d) of S(1, replicas=2)     ->  S(1, replicas=2, within=4): a holder keeps its own repeats
     cat([a, b], -1) of S(2), S(2)                 ->  S(2, packs=a|b)
 
 Whatever treats all entries of the dim alike is left to DTensor's rule for a plain shard: the order of the entries is
@@ -35,6 +35,7 @@ REPEAT = "aten.repeat.default"
 EXPAND = "aten.expand.default"
 GATHER = "aten.gather.default"
 PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
+SELECT = "aten.select.int"
 _LARGEST = 1 << 22
 _REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
 
@@ -72,21 +73,14 @@ def results(
     if node.name in VIEWS:
         made = viewed(shape, values[_output(node)].shape, held, size, batch)
         return (made,) if made is not None else "cuts across what the sharded dim packs"
-    if node.name in SPLITS and _along(node, shape) == held.dim:
-        lengths = [values[o].shape[held.dim] for o in node.outputs if o is not None]
-        return _taken(held, _starts(lengths), lengths, size)
-    if node.name == "aten.slice.Tensor" and _along(node, shape) == held.dim:
-        length = values[_output(node)].shape[held.dim]
-        step = node.arguments[4] if len(node.arguments) > 4 else 1
-        if held.is_plain and every_so_many(node, values, layouts):
-            even = held.interleave == 1 and held.is_even(shape[held.dim], size)
-            fits = even and shape[held.dim] // size % step == 0
-            return (held,) if fits else "takes every so many entries, of which the ranks hold parts"
-        start = node.arguments[2] if len(node.arguments) > 2 else 0
-        start = max(0, (start or 0) + (shape[held.dim] if (start or 0) < 0 else 0))
-        return _taken(held, [start], [length], size) if step == 1 else "takes every so many entries of a packed dim"
-    if node.name in PICKS and picked_dim(node.name, node.arguments) == held.dim:
-        return _picked(node, values, held, shape[held.dim], size)
+    if every_so_many(node, values, layouts):
+        even = held.is_plain and held.interleave == 1 and held.is_even(shape[held.dim], size)
+        fits = even and shape[held.dim] // size % node.arguments[4] == 0
+        return (held,) if fits else "takes every so many entries, of which the ranks hold parts"
+    along = _taken_along(node, shape)
+    if along is not None and (along == held.dim or held.shares(along, size, 0)[0]):
+        stretches = _stretches(node, values, along)
+        return stretches if isinstance(stretches, str) else _taken(held, along, stretches, size, node.name != SELECT)
     if node.name == GATHER:
         # Every rank looks up its own entries in its own part.
         alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
@@ -94,7 +88,7 @@ def results(
     if node.name == REPEAT:
         return _repeated(node, shape, held, size, batch)
     if node.name == EXPAND and _repeats(values, number, node, held):
-        return (replace(held, spread=held.packs[0].replicas),)
+        return (replace(held, within=(Pack(values[_output(node)].shape[held.dim + 1]),)),)
     return _alike(node, values, dict(split), layouts, ask)
 
 
@@ -137,30 +131,57 @@ def picked_stretch(picks: Sequence[int] | None, count: int) -> tuple[int, int] |
     return (start, len(picks)) if tuple(picks) == tuple(range(picks[0], picks[0] + len(picks))) else None
 
 
-def _picked(node: OperationNode, values: Sequence[LocalValue], held: Layout, count: int, size: int) -> Layouts | str:
-    """Entries that are picked by numbers that the model's own code holds: a stretch, if they follow one another."""
-    numbers = [i for i in node.inputs[1:] if values[i].picks is not None]
-    stretch = picked_stretch(values[numbers[0]].picks, count) if len(numbers) == 1 else None
-    if stretch is None or not held.packs:
-        return "needs values that other ranks hold"
-    return _taken(held, stretch[:1], stretch[1:], size)
+def _taken_along(node: OperationNode, shape: tuple[int, ...]) -> int | None:
+    """The dim of which an operation takes stretches; None if it doesn't do that."""
+    if node.name in SPLITS or node.name == "aten.slice.Tensor":
+        return _along(node, shape)
+    if node.name == SELECT:
+        return node.arguments[1] % len(shape)
+    return picked_dim(node.name, node.arguments) if node.name in PICKS else None
+
+
+def _stretches(node: OperationNode, values: Sequence[LocalValue], along: int) -> list[tuple[int, int]] | str:
+    """The stretches of a dim, as starts and lengths, that an operation takes; a text if it takes others."""
+    count = values[node.inputs[0]].shape[along]
+    if node.name in SPLITS:
+        lengths = [values[o].shape[along] for o in node.outputs if o is not None]
+        return list(zip(_starts(lengths), lengths, strict=True))
+    if node.name == SELECT:
+        return [(node.arguments[2] % count, 1)]
+    if node.name in PICKS:
+        # Numbers that the model's own code holds are a stretch, if they follow one another.
+        numbers = [i for i in node.inputs[1:] if values[i].picks is not None]
+        stretch = picked_stretch(values[numbers[0]].picks, count) if len(numbers) == 1 else None
+        return [stretch] if stretch is not None else "needs values that other ranks hold"
+    if len(node.arguments) > 4 and node.arguments[4] != 1:
+        return "takes every so many entries of a packed dim"
+    start = (node.arguments[2] if len(node.arguments) > 2 else 0) or 0
+    return [(max(0, start + (count if start < 0 else 0)), values[_output(node)].shape[along])]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
-def _taken(held: Layout, starts: Iterable[int], lengths: Iterable[int], size: int) -> Layouts | str:
-    """Stretches of a packed dim: each must be whole packs."""
+def _taken(
+    held: Layout, along: int, stretches: Iterable[tuple[int, int]], size: int, keeps: bool
+) -> Layouts | str:
+    """Stretches of a packed dim: each must be whole packs, and more than a rank's part of them if the dim goes away."""
     assert held.dim is not None
-    edges = _starts([pack.size for pack in held.packs])
+    packs, holders, _ = held.shares(along, size, 0)
+    edges = _starts([pack.size for pack in packs])
     found: list[Layout] = []
-    for start, length in zip(starts, lengths, strict=True):
-        inside = [p for p, edge in zip(held.packs, edges, strict=True) if start <= edge < start + length]
-        if start not in edges or sum(p.size for p in inside) != length:
+    for start, length in stretches:
+        inside = [p for p, edge in zip(packs, edges, strict=True) if start <= edge < start + length]
+        everywhere = all(p.replicas == holders for p in inside)
+        if start not in edges or sum(p.size for p in inside) != length or not (keeps or everywhere):
             return "cuts across what the sharded dim packs"
-        everywhere = all(p.replicas == size for p in inside)
-        found.append(REPLICATED_PARTIAL if everywhere else packed(held.dim, inside))
+        if any(p.among for p in inside) and inside != list(packs):
+            return "takes what some of the ranks hold"
+        if along != held.dim:
+            found.append(packed(held.dim, held.packs, inside if keeps else ()))
+        else:
+            found.append(REPLICATED_PARTIAL if everywhere else packed(held.dim, inside, held.within))
     return tuple(found)
 
 
@@ -169,7 +190,7 @@ def _repeated(node: OperationNode, shape: tuple[int, ...], held: Layout, size: i
     assert held.dim is not None
     times: Sequence[int] = node.arguments[1]
     dim = held.dim + len(times) - len(shape)
-    if times[dim] == 1:
+    if times[dim] == 1 and (not held.within or times[dim + 1] == 1):
         return (replace(held, dim=dim),)
     if not held.is_plain or held.interleave != 1 or not held.is_even(shape[held.dim], size):
         return "repeats a dim that is packed, or that the ranks can't share evenly"
@@ -198,7 +219,7 @@ def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int
     held = [layouts[r.identifier] for r in tensors]
     rank = len(values[tensors[0].identifier].shape)
     dim: int = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
-    if any(h.interleave != 1 or h.spread != 1 for h in held):
+    if any(h.interleave != 1 or h.within for h in held):
         return "joins values that are interleaved"
     if all(h.dim == dim for h in held):
         # Elsewhere than in the features a split is along the sequence, whose order matters.
@@ -217,20 +238,20 @@ def _alike(
     ask: Ask,
 ) -> Layouts | str:
     """An operation that does the same to each entry of the dim, whatever their order."""
-    kinds = {(held.packs, held.spread) for held in split.values()}
+    kinds = {(held.packs, held.within) for held in split.values()}
     if len(kinds) > 1:
         return "meets a packed value with one that is sharded otherwise"
     if node.name in _REORDERS:
         return "reorders a packed dim"
-    ((packs, spread),) = kinds
+    ((packs, within),) = kinds
     number, held = next(iter(split.items()))
     assert held.dim is not None
     made = ask({n: h.bare for n, h in layouts.items()})
     if isinstance(made, str):
         return made
-    count = values[number].shape[held.dim]
+    shape = values[number].shape
     after = None
-    if spread != 1:
+    if within:
         after = ask({n: sharded((h.dim or 0) + 1) if h.is_sharded else h for n, h in layouts.items()})
         if isinstance(after, str):
             return after
@@ -238,13 +259,14 @@ def _alike(
     for position, (output, result) in enumerate(zip(node.outputs, made, strict=True)):
         if output is not None and result.is_sharded:
             assert result.dim is not None
-            if values[output].shape[result.dim] != count or result.interleave != 1:
+            kept = values[output].shape[result.dim :]
+            if kept[0] != shape[held.dim] or result.interleave != 1:
                 return "changes the size of a packed dim"
-            if after is not None and after[position].dim != result.dim + 1:
-                return "takes repeated heads apart"
-            result = packed(result.dim, packs, spread)
-        elif output is not None and spread != 1:
-            return "reduces over repeated heads"
+            if after is not None and (after[position].dim != result.dim + 1 or kept[1] != shape[held.dim + 1]):
+                return "takes apart what the holders of a part share out"
+            result = packed(result.dim, packs, within)
+        elif output is not None and within:
+            return "reduces over what the holders of a part share out"
         found.append(result)
     return tuple(found)
 
@@ -254,7 +276,7 @@ def _alike(
 def viewed(source: tuple[int, ...], target: tuple[int, ...], held: Layout, size: int, batch: int) -> Layout | None:
     """The layout after a view of `source` as `target`; None if a rank's elements are no part of the result."""
     assert held.dim is not None
-    last = held.dim + (1 if held.spread != 1 else 0)
+    last = held.dim + (1 if held.within else 0)
     group = _group(source, target, held.dim, last)
     if group is None:
         return None
@@ -309,18 +331,38 @@ def _candidates(
             if position == 0 and batch != 1 and count % (batch * size) == 0:
                 yield sharded(0, interleave=batch)
     packs = held.stretches(source[held.dim])
+    runs = _runs(held, source, size)
     for position, count in enumerate(target):
         unit = math.prod(target[position + 1 :])
         entries = unit == inner
-        exact = all(p.size * inner % unit == 0 for p in packs)
-        scaled = [Pack(p.size * inner // unit, p.replicas) for p in packs]
+        scaled = _scaled(packs, inner, unit)
         repeated = [Pack(count // outer, packs[0].replicas)] * outer if count % outer == 0 else []
-        proposals = [scaled if exact else [], [Pack(count, packs[0].replicas)], repeated]
+        proposals = [scaled, [Pack(count, packs[0].replicas)], repeated, _scaled(*runs, unit)]
         yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
         after = target[position + 1] if position + 1 < len(target) else 1
         for replicas in range(2, size):
-            if _fills([Pack(count, replicas)], count, size, False) and after % replicas == 0:
-                yield packed(position, [Pack(count, replicas)], spread=replicas)
+            holders = Pack(count, replicas)
+            if _fills([holders], count, size, False):
+                shared = _scaled([p for p in packs if not p.first], inner, unit // after) if packs[0].among else []
+                for within in ([Pack(after)], [p._replace(among=0) for p in shared]):
+                    if _fills(within, after, replicas, False):
+                        yield packed(position, [holders], within)
+
+
+def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack], int]:
+    """What the holders of a part share out, as packs of the two dims in one, and the size of an entry of these."""
+    assert held.dim is not None
+    if not held.within:
+        return [], 1
+    holders = held.packs[0].replicas
+    found = [p._replace(first=first, among=holders) for first in range(0, size, holders) for p in held.within]
+    return found, math.prod(source[held.dim + 2 :])
+
+
+def _scaled(packs: Sequence[Pack], unit: int, other: int) -> list[Pack]:
+    """Packs of entries of size `unit`, in entries of another size; none if they aren't whole."""
+    exact = all(p.size * unit % other == 0 for p in packs)
+    return [p._replace(size=p.size * unit // other) for p in packs] if exact else []
 
 
 def _fills(packs: Sequence[Pack], count: int, size: int, entries: bool) -> bool:
@@ -341,11 +383,16 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
         numpy.take(whole, range(start, start + length), held.dim) for start, length in held.intervals(count, size, rank)
     ]
     mine = numpy.concatenate(parts, held.dim)
-    if held.spread != 1:
-        length = shape[held.dim + 1] // held.spread
-        start = rank % held.spread * length
-        mine = numpy.take(mine, range(start, start + length), held.dim + 1)
+    if held.within:
+        parts = [numpy.take(mine, range(start, start + n), held.dim + 1) for start, n in _within(held, size, rank)]
+        mine = numpy.concatenate(parts, held.dim + 1)
     return mine.reshape(-1)
+
+
+def _within(held: Layout, size: int, rank: int) -> list[tuple[int, int]]:
+    assert held.dim is not None
+    packs, holders, place = held.shares(held.dim + 1, size, rank)
+    return Layout("S", "S", 0, packs=packs).intervals(0, holders, place)
 
 
 __all__ = [
@@ -353,6 +400,7 @@ __all__ = [
     "GATHER",
     "PICKS",
     "REPEAT",
+    "SELECT",
     "SPLITS",
     "VIEWS",
     "concerns",

@@ -6,6 +6,7 @@ out: the binding, its modules with their packs; findings for packs that don't fi
     {style: colwise, packed: [q, k, v]}, the result split as 32|16|16   ->  packs 32|16|16
     k_proj: colwise, its result viewed as 2 heads, on 4 ranks           ->  one pack with 2 replicas
     k_proj: colwise, its result viewed as 1 head                        ->  replicate
+    qkv: colwise, 2 groups of 4 queries, a key and a value, on 4 ranks  ->  packs of each group for 2 of the ranks
     experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
 
 A rule on a linear layer that is never called, whose parameters another body reads, is a rule on these parameters; so is
@@ -60,6 +61,24 @@ class _Axis:
         queries = any(number % heads == 0 for number in self.heads)
         return Pack(count, self.size // heads) if queries else Pack(count)
 
+    def grouped(self, groups: int, group: Taken) -> list[Pack]:
+        """The packs of groups that are fewer than the ranks: each is shared out among some; none if it can't be."""
+        ranks, counts = self.size // groups, _heads_of(group)
+        if self.size % groups or not any(n and n % ranks == 0 for n in counts):
+            return []
+        inner = _Axis(ranks, frozenset(n for n in counts if n))
+        held = [inner.shared(n, heads) for n, heads in zip(group.stretches, counts, strict=True)]
+        if not all(n and p.is_even(ranks) for n, p in zip(counts, held, strict=True)):
+            return []
+        return [p._replace(first=first, among=ranks) for first in range(0, self.size, ranks) for p in held]
+
+
+def _heads_of(taken: Taken) -> list[int | None]:
+    """The heads of each stretch; beside one that is viewed as heads, a smaller one that isn't is a single head."""
+    each = list(zip(taken.stretches, taken.heads, strict=True))
+    viewed = max((n for n, heads in each if heads), default=0)
+    return [heads or (1 if n < viewed else None) for n, heads in each]
+
 
 def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: bool = False) -> Packed:
     """Find the packs of every `colwise` and `rowwise` module.
@@ -83,6 +102,7 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
                 uses[name] = found
     taken = [way for use in uses.values() if use.taken is not None for way in use.taken.ways]
     counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
+    counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
     heads = frozenset(n for n in counts if n % size == 0)
     for name, use in uses.items():
         held = _refined(modules[name], use, _Axis(size, heads))
@@ -203,10 +223,11 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
         sizes = found
     packs = [Pack(n) for n in sizes]
     if taken is not None and taken.stretches == tuple(sizes):
-        # Beside a part that is viewed as heads, a smaller one that isn't is a single head.
-        viewed = max((n for n, heads in zip(sizes, taken.heads, strict=True) if heads), default=0)
-        counts = [heads or (1 if n < viewed else None) for n, heads in zip(sizes, taken.heads, strict=True)]
-        packs = [axis.shared(n, heads) for n, heads in zip(sizes, counts, strict=True)]
+        groups = taken.heads[0]
+        if taken.group is not None and groups and groups < size:
+            grouped = axis.grouped(groups, taken.group)
+            return replace(bound, packs=tuple(grouped)) if grouped else _cut_groups(bound, groups, taken.group, size)
+        packs = [axis.shared(n, heads) for n, heads in zip(sizes, _heads_of(taken), strict=True)]
         for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
             if heads is not None and not held.is_even(size):
                 return _cut_heads(bound, index, held, heads, size)
@@ -277,13 +298,24 @@ def _way_out(sizes: Sequence[int]) -> str:
 
 def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, size: int) -> Diagnostic:
     """TP102 for heads that the axis would cut."""
+    return _cut(bound, index, f"its {held.size} features are viewed as {heads} heads", f"{heads} heads", heads, size)
+
+
+def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnostic:
+    """TP102 for groups, fewer than the ranks, whose heads can't be shared out among those that a group gets."""
+    each = " + ".join(str(n or 1) for n in _heads_of(group))
+    features = groups * sum(group.stretches)
+    views = f"its {features} features are viewed as {groups} groups of {each} heads"
+    return _cut(bound, 0, views, f"{groups} groups", groups, size)
+
+
+def _cut(bound: Bound, index: int, views: str, counted: str, count: int, size: int) -> Diagnostic:
     return Diagnostic(
         code="TP102",
-        message=f"{_what(bound, index)} can't be split: its {held.size} features are viewed as {heads} heads, which "
-        f"{size} ranks can't share evenly",
+        message=f"{_what(bound, index)} can't be split: {views}, which {size} ranks can't share evenly",
         span=bound.rule.span_of("packed"),
-        label=f"{heads} heads / {size} ranks",
-        help=f"use a size of the axis that divides {heads} ({_divisors(heads)}), or remove the rule",
+        label=f"{counted} / {size} ranks",
+        help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule",
         subject=bound.name,
     )
 

@@ -18,7 +18,7 @@ import torch
 from tpplan.compiler.layout import Collective, Layout, Pack
 from tpplan.plan import Diagnostic
 
-PROGRAM_VERSION = 2
+PROGRAM_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,8 +426,8 @@ def _feature_split(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
 
 
 def _layout(plain: Mapping[str, Any]) -> Layout:
-    packs = tuple(Pack(*pack) for pack in plain["packs"])
-    return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"], packs, plain["spread"])
+    packs, within = (tuple(Pack(*pack) for pack in plain[key]) for key in ("packs", "within"))
+    return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"], packs, within)
 
 
 def _parameter(plain: Mapping[str, Any]) -> ParameterPlacement:

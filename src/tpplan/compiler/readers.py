@@ -6,6 +6,7 @@ out: `Taken`: the stretches that splits and slices cut, and into how many heads 
     qkv(x).split([32, 16, 16], -1), q.view(b, s, 4, 8)   ->  stretches 32|16|16, heads 4|2|2
     qkv(x).view(b, s, 3, 4, 8)                           ->  stretches 32|32|32, heads 4|4|4
     k_proj(x).view(b, s, 2, 8)                           ->  one stretch, 2 heads
+    qkv(x).view(b, s, 2, 6, 8), x[..., :-2, :], …        ->  one stretch, 2 groups, each of 32|8|8, heads 4|1|1
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from tpplan.compiler.convolution import CONVOLUTION, GROUPS
 from tpplan.compiler.dataflow import DataFlow
-from tpplan.compiler.packed import PICKS, SPLITS, VIEWS, picked_dim, picked_stretch
+from tpplan.compiler.packed import PICKS, SELECT, SPLITS, VIEWS, picked_dim, picked_stretch
 from tpplan.compiler.region import picks_of
 from tpplan.compiler.trace import Frame, Operation
 
@@ -37,6 +38,7 @@ class Taken:
         stretches: the sizes of the parts, in order; a single one if the features are only viewed as heads.
         heads: for each stretch into how many heads it is viewed; None where it isn't.
         finer: the same where stretches are taken apart again further on; None if none is.
+        group: where a stretch is viewed as groups of heads, how each of the groups is taken apart; None if none is.
     """
 
     frame: Frame
@@ -44,6 +46,7 @@ class Taken:
     stretches: tuple[int, ...]
     heads: tuple[int | None, ...]
     finer: Taken | None = None
+    group: Taken | None = None
 
     @property
     def ways(self) -> tuple[Taken, ...]:
@@ -129,6 +132,8 @@ class Readers:
             made = next(o for o in operation.outputs if o is not None)
             length = self.trace.values[made].shape[at.dim]
             return (start + (shape[at.dim] if start < 0 else 0), length) if _argument(operation, 4, 1) == 1 else None
+        if operation.name == SELECT and operation.arguments[1] % len(shape) == at.dim:
+            return (operation.arguments[2] % shape[at.dim], 1)
         if operation.name in PICKS and picked_dim(operation.name, operation.arguments) == at.dim:
             return picked_stretch(picks_of(self.trace.values[operation.inputs[1]].numbers), shape[at.dim])
         return None
@@ -150,6 +155,9 @@ class Readers:
             return None
         if len(after) > 2:
             count, heads = (self.trace.values[d.value].shape[d.dim] for d in after[:2])
+            group = self._group(after[1], whole // count, depth)
+            if group is not None:
+                return Taken(frame, operation, (whole,), (count,), group=group)
             return Taken(frame, operation, (whole // count,) * count, (heads,) * count)
         if len(after) == 2 and self._picked(after[0], 0):
             # Views such as (…, 3, width), of which q, k and v are then picked one by one.
@@ -158,13 +166,19 @@ class Readers:
         found = self._follow(after[0], whole, depth + 1)
         if found is not None or len(after) == 1:
             return found
-        return Taken(frame, operation, (whole,), (self.trace.values[after[0].value].shape[after[0].dim],))
+        count = self.trace.values[after[0].value].shape[after[0].dim]
+        return Taken(frame, operation, (whole,), (count,), group=self._group(after[1], whole // count, depth))
+
+    def _group(self, at: _Dim, whole: int, depth: int) -> Taken | None:
+        """How each of several groups is taken apart, such as queries with their key and value."""
+        group = self._follow(at, whole, depth + 1)
+        return group if group is not None and len(group.stretches) > 1 and sum(group.stretches) == whole else None
 
     def _picked(self, at: _Dim, depth: int) -> bool:
         """Whether the entries of a dim are picked one by one."""
         rank = len(self.trace.values[at.value].shape)
         for _, operation, seen in self.of(at.value) if depth < _DEEPEST else ():
-            if operation.name == "aten.select.int" and operation.arguments[1] % rank == at.dim:
+            if operation.name == SELECT and operation.arguments[1] % rank == at.dim:
                 return True
             if operation.name == "aten.unbind.int" and _argument(operation, 1, 0) % rank == at.dim:
                 return True
@@ -183,10 +197,21 @@ class Readers:
             after = self._after(replace(at, value=seen), operation)
             if len(after) > 1:
                 return self.trace.values[after[0].value].shape[after[0].dim]
+            if not after and operation.name in VIEWS:
+                return self._of_groups(at, operation)
             heads = self._heads(after[0], count) if after else None
             if heads is not None:
                 return heads
         return None
+
+    def _of_groups(self, at: _Dim, operation: Operation) -> int | None:
+        """Into how many heads a stretch of each group is viewed where the view joins all groups' heads to one dim."""
+        before, made = self.trace.values[at.value].shape, next(o for o in operation.outputs if o is not None)
+        after, groups = self.trace.values[made].shape, at.dim - 1
+        if groups < 0 or after[:groups] != before[:groups] or len(after) <= groups + 1 or after[groups] % before[groups]:
+            return None
+        heads = after[groups] // before[groups]
+        return heads if heads * after[groups + 1] == before[at.dim] else None
 
     def _adds_to_each(self, at: _Dim, operation: Operation, seen: int, count: int) -> bool:
         """Whether a vector is added that has a number for each of the features: each is a head."""

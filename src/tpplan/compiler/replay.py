@@ -25,7 +25,7 @@ from tpplan.compiler.capture import Capture, argument_names, record
 from tpplan.compiler.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.effects import held_tensors
 from tpplan.compiler.layout import REPLICATED, Layout
-from tpplan.compiler.packed import PICKS, SPLITS, VIEWS
+from tpplan.compiler.packed import PICKS, SELECT, SPLITS, VIEWS
 from tpplan.compiler.program import RecordedBody
 from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
 from tpplan.compiler.recorder import Recorder
@@ -121,6 +121,8 @@ class Replay:
         if layout.dim is not None:
             packs = sum(pack.size for pack in layout.packs)
             shape[layout.dim] = packs or shape[layout.dim] * self._size
+            if layout.within:
+                shape[layout.dim + 1] = sum(pack.size for pack in layout.within)
         made = torch.empty(shape, dtype=local.dtype, device="meta")
         return made.requires_grad_(local.requires_grad and torch.is_grad_enabled())
 
@@ -285,17 +287,19 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
         arguments[1] = shapes[0]
     elif split and name in _FILLS:
         arguments[0] = shapes[0]
-    elif name in SPLITS or name == "aten.slice.Tensor":
+    elif name in SPLITS or name in (SELECT, "aten.slice.Tensor"):
         held = layouts.get(node.inputs[0], REPLICATED)
         whole = trace.values[node.inputs[0]].shape
         position = 2 if name in SPLITS else 1
         along: int = (arguments[position] if len(arguments) > position else 0) % len(whole)
-        if held.dim == along and name in SPLITS:
+        packs = held.shares(along, size, rank)[0]
+        if name in SPLITS and (packs or held.dim == along):
             lengths = [shape[along] for shape in shapes if shape is not None]
             arguments[1] = tuple(lengths) if name == "aten.split_with_sizes.default" else lengths[0]
-        elif held.dim == along and held.packs and made is not None:
-            start = held.local_start(arguments[2] or 0, whole[along], size, rank)
-            arguments[2:4] = [start, start + local(made)[along]]
+        elif packs and made is not None:
+            first: int = arguments[2] or 0
+            start = held.local_start(along, first + (whole[along] if first < 0 else 0), whole[along], size, rank)
+            arguments[2:4] = [start] if name == SELECT else [start, start + local(made)[along]]
     elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
         raise ReplayError("the body picks entries of a packed dim by their numbers")
     elif name == CONVOLUTION:

@@ -38,7 +38,7 @@ class SplitNorms:
         held, value = inputs[0], region.values[region.entries[0].target]
         if any(other != held for other in inputs):
             return None
-        if held.dim is None or held.dim != len(value.shape) - 1 or held.interleave != 1 or held.spread != 1:
+        if held.dim is None or held.dim != len(value.shape) - 1 or held.interleave != 1 or held.within:
             return None
         if not held.is_even(value.shape[-1], self.size):
             return None

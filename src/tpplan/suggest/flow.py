@@ -138,7 +138,7 @@ class _Walk:
         held = self.layouts.get(given)
         if gated and self.layouts.get(frame.entries[1].target) != held:
             return False
-        if held is None or held.dim != len(self.subject.trace.values[given].shape) - 1 or held.spread != 1:
+        if held is None or held.dim != len(self.subject.trace.values[given].shape) - 1 or held.within:
             return False
         if id(region) not in self.norms:
             self.norms[id(region)] = isinstance(recognise_gated(region) if gated else recognise(region), Norm)
