@@ -194,8 +194,13 @@ REFUSED = [
     ("a query of groups", ((3, 5, 2, 6, 4),), (GROUPS,), aten.select.int, (x, 3, 1)),
     ("a sum over queries and keys", ((3, 5, 2, 6, 4),), (GROUPS,), aten.sum.dim_IntList, (x, (3,))),
     ("groups the other way round", ((3, 5, 2, 6, 4),), (GROUPS,), aten.flip.default, (x, (3,))),
-    ("groups next to repeats", ((3, 5, 2, 6, 4),) * 2, (GROUPS, packed(2, [Pack(2, 2)], [Pack(6)])),
-     aten.add.Tensor, (x, y)),
+    (
+        "groups next to repeats",
+        ((3, 5, 2, 6, 4),) * 2,
+        (GROUPS, packed(2, [Pack(2, 2)], [Pack(6)])),
+        aten.add.Tensor,
+        (x, y),
+    ),
     ("a sum over repeats", ((3, 2, 4, 5),), (SPREAD,), aten.sum.dim_IntList, (x, (2,))),
     (
         "a sequence convolved",

@@ -34,7 +34,8 @@ class Attention(nn.Module):
         repeats = self.heads // self.groups
         if k.shape[2] != q.shape[2]:
             k, v = (t[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3) for t in (k, v))
-        mixed = functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

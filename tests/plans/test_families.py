@@ -20,15 +20,11 @@ FAMILIES = (
     "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
 )  # fmt: skip
 ARCHITECTURES = {"falcon": "falcon_new", "falcon-multi-query": "falcon_old"}  # where they have other names than plans
-FEW_HEADS = ("falcon",)  # fewer key heads than four ranks, each packed with its queries
 WITHOUT_SEQUENCE = ("vit",)  # an image's patches and the class token are an odd number
 
 CASES = [
     *((name, 2) for name in FAMILIES),
-    *(
-        (f"{name}-sequence" if name not in WITHOUT_SEQUENCE else name, 2 if name in FEW_HEADS else 4)
-        for name in FAMILIES
-    ),
+    *((f"{name}-sequence" if name not in WITHOUT_SEQUENCE else name, 4) for name in FAMILIES),
 ]
 
 

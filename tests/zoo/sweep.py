@@ -18,7 +18,7 @@ from tpplan.plan import CompileError, load_plan
 from tpplan.suggest import search, write_plan
 from tpplan.suggest.judge import plan_of
 from tpplan.suggest.patterns import is_repeated, shape_of
-from tpplan.suggest.share import Share, block_share, left_whole, model_share
+from tpplan.suggest.share import Share, Whole, block_share, left_whole, model_share, stored_whole
 from tpplan.suggest.write import reason_for
 
 SIZES = (2, 4)
@@ -89,10 +89,11 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
     problems += parity.problems
     if parity.max_error > TOLERANCE:
         problems.append(f"an error of {parity.max_error:.1e}")
-    left = [
-        whole for whole in left_whole(program) if whole.matrices and whole.count >= 0.01 * model_share(program).total
+    refused = [f"`{whole.pattern}`: {reason_for(found, whole)}" for whole in _of_weight(left_whole(program), program)]
+    stored = _of_weight(stored_whole(program), program)
+    refused += [
+        f"`{whole.pattern}` is split, but stored whole: some heads are used by several ranks" for whole in stored
     ]
-    refused = [f"`{whole.pattern}`: {reason_for(found, whole)}" for whole in left if is_repeated(whole.example)]
     if found.sequence:
         refused.append(f"sequence: {found.sequence}")
     return Outcome(
@@ -100,6 +101,11 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
         any(held.style.value == "sequence" for held in found.settings.values()), parity.max_error, tuple(problems),
         time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _of_weight(held: list[Whole], program: Program) -> list[Whole]:
+    least = 0.01 * model_share(program).total
+    return [whole for whole in held if whole.matrices and whole.count >= least and is_repeated(whole.example)]
 
 
 def _of_a_layer(program: Program) -> Counter[str]:

@@ -168,7 +168,9 @@ class Layout:
 
         So it is where DTensor has no placement for the packs, or can't make that placement whole.
         """
-        alike = len({pack.size for pack in self.packs}) == 1 and all(p.is_even(size) and not p.among for p in self.packs)
+        alike = len({pack.size for pack in self.packs}) == 1 and all(
+            p.is_even(size) and not p.among for p in self.packs
+        )
         return bool(self.packs) and not self.has_replicas and not (alike and GATHERS_STRIDED_SHARDS)
 
     @property
@@ -242,12 +244,16 @@ def sharded(dim: int, interleave: int = 1) -> Layout:
 
 
 def packed(dim: int, packs: Iterable[Pack], within: Iterable[Pack] = ()) -> Layout:
-    """The layout split along tensor dim `dim`, each of `packs` by itself, the next dim `within` the holders of a part."""
+    """The layout split along tensor dim `dim`, each of `packs` by itself.
+
+    The dim after it is shared out `within` the holders of a part, unless each of them has the whole of it.
+    """
     held = tuple(packs)
     if len(held) == 1 and held[0].replicas == 1 and not held[0].among:
         held = ()
+    holders = max((pack.replicas for pack in held), default=1)
     inner = tuple(within)
-    return Layout("S", "S", dim, packs=held, within=inner if any(p.replicas != held[0].replicas for p in inner) else ())
+    return Layout("S", "S", dim, packs=held, within=inner if any(p.replicas != holders for p in inner) else ())
 
 
 def _shown(packs: Iterable[Pack]) -> str:

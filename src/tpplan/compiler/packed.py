@@ -163,9 +163,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
-def _taken(
-    held: Layout, along: int, stretches: Iterable[tuple[int, int]], size: int, keeps: bool
-) -> Layouts | str:
+def _taken(held: Layout, along: int, stretches: Iterable[tuple[int, int]], size: int, keeps: bool) -> Layouts | str:
     """Stretches of a packed dim: each must be whole packs, and more than a rank's part of them if the dim goes away."""
     assert held.dim is not None
     packs, holders, _ = held.shares(along, size, 0)

@@ -170,9 +170,14 @@ class Readers:
         return Taken(frame, operation, (whole,), (count,), group=self._group(after[1], whole // count, depth))
 
     def _group(self, at: _Dim, whole: int, depth: int) -> Taken | None:
-        """How each of several groups is taken apart, such as queries with their key and value."""
+        """How each of several groups of heads is taken apart, such as queries with their key and value.
+
+        A stretch of heads tells it from a head that is cut in two, as for rotary embeddings.
+        """
         group = self._follow(at, whole, depth + 1)
-        return group if group is not None and len(group.stretches) > 1 and sum(group.stretches) == whole else None
+        if group is None or sum(group.stretches) != whole or not any(n and n > 1 for n in group.heads):
+            return None
+        return group
 
     def _picked(self, at: _Dim, depth: int) -> bool:
         """Whether the entries of a dim are picked one by one."""
@@ -208,7 +213,12 @@ class Readers:
         """Into how many heads a stretch of each group is viewed where the view joins all groups' heads to one dim."""
         before, made = self.trace.values[at.value].shape, next(o for o in operation.outputs if o is not None)
         after, groups = self.trace.values[made].shape, at.dim - 1
-        if groups < 0 or after[:groups] != before[:groups] or len(after) <= groups + 1 or after[groups] % before[groups]:
+        if (
+            groups < 0
+            or after[:groups] != before[:groups]
+            or len(after) <= groups + 1
+            or after[groups] % before[groups]
+        ):
             return None
         heads = after[groups] // before[groups]
         return heads if heads * after[groups + 1] == before[at.dim] else None

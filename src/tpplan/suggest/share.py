@@ -56,10 +56,20 @@ def block_share(program: Program) -> Share:
 
 def left_whole(program: Program) -> list[Whole]:
     """Modules with parameters that stay whole, those with the most first."""
+    return _by_module(p for p in program.parameters if not p.layout.is_sharded)
+
+
+def stored_whole(program: Program) -> list[Whole]:
+    """Modules with split parameters of which every rank still stores the whole, those with the most first.
+
+    Several ranks use the same part of such a parameter, which no DTensor placement says.
+    """
+    return _by_module(p for p in program.parameters if p.layout.has_replicas)
+
+
+def _by_module(parameters: Iterable[ParameterPlacement]) -> list[Whole]:
     counts: dict[str, Whole] = {}
-    for parameter in program.parameters:
-        if parameter.layout.is_sharded:
-            continue
+    for parameter in parameters:
         module, _, leaf = parameter.name.rpartition(".")
         pattern = shape_of(module or leaf)
         known = counts.get(pattern)

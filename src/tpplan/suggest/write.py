@@ -19,7 +19,7 @@ from tpplan.suggest.judge import all_names, rule_of
 from tpplan.suggest.patterns import patterns_for, shape_of
 from tpplan.suggest.roles import Group
 from tpplan.suggest.search import Suggestion
-from tpplan.suggest.share import Whole, block_share, left_whole, model_share
+from tpplan.suggest.share import Whole, block_share, left_whole, model_share, stored_whole
 
 _WIDTH = 110
 _NO_LINEAR = "its parameters aren't those of a linear layer or of a table that the model calls"
@@ -48,6 +48,15 @@ def _header(suggestion: Suggestion) -> Iterator[str]:
     if suggestion.sequence:
         yield from _comment(f"Not sequence-parallel: {suggestion.sequence}")
     yield from _left_whole(suggestion, everything.total)
+    stored = [f"{whole.pattern} ({_percent(whole.count, everything.total)})" for whole in stored_whole(program)]
+    if stored:
+        yield from _comment(
+            "Split, but stored whole on every rank, as some of its heads are used by several: " + ", ".join(stored)
+        )
+
+
+def _percent(count: int, total: int) -> str:
+    return f"{100 * count / total:.1f}%"
 
 
 def _left_whole(suggestion: Suggestion, total: int) -> Iterator[str]:
@@ -56,8 +65,9 @@ def _left_whole(suggestion: Suggestion, total: int) -> Iterator[str]:
     if listed:
         yield from _comment("Left whole on every rank:")
     for whole in listed:
-        share = f"{100 * whole.count / total:.1f}%"
-        yield from _comment(f"- {whole.pattern} ({share}): {reason_for(suggestion, whole)}", indent=2)
+        yield from _comment(
+            f"- {whole.pattern} ({_percent(whole.count, total)}): {reason_for(suggestion, whole)}", indent=2
+        )
     rest = sum(whole.count for whole in held) - sum(whole.count for whole in listed)
     if rest:
         yield from _comment(f"Norms, biases and what else is small ({100 * rest / total:.2f}%) are whole as well.")
