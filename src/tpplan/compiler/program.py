@@ -5,17 +5,19 @@ Equal inputs give equal programs; a program survives JSON; its digest is what ra
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
-from tpplan.compiler.layout import Collective, Layout, Pack
+from tpplan.compiler.layout import Collective, Layout
 from tpplan.plan import Diagnostic
 
 PROGRAM_VERSION = 3
@@ -389,19 +391,14 @@ class Program:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Program:
-        """Read back what `to_dict` wrote."""
+        """Read back what `to_dict` wrote.
+
+        Raises:
+            ValueError: it is of another version, or isn't a program.
+        """
         if plain.get("version") != PROGRAM_VERSION:
             raise ValueError(f"program version {plain.get('version')} is not {PROGRAM_VERSION}")
-        fields = dict(plain)
-        fields["inputs"] = tuple(
-            InputRecord(tuple(i["path"]), tuple(i["shape"]), i["dtype"], i["differentiable"]) for i in plain["inputs"]
-        )
-        fields["parameters"] = tuple(_parameter(p) for p in plain["parameters"])
-        fields["modules"] = tuple(_module(m) for m in plain["modules"])
-        fields["kernels"] = tuple(_kernel(k) for k in plain["kernels"])
-        fields["assumptions"] = tuple(plain["assumptions"])
-        fields["picked"] = tuple(plain.get("picked", ()))
-        return cls(**fields)
+        return _adapter().validate_python(plain)
 
     @property
     def digest(self) -> str:
@@ -425,61 +422,6 @@ def _feature_split(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
     return layout if layout.is_sharded and not _splits_sequence(layout, shape) else None
 
 
-def _layout(plain: Mapping[str, Any]) -> Layout:
-    packs, within = (tuple(Pack(*pack) for pack in plain[key]) for key in ("packs", "within"))
-    return Layout(plain["forward"], plain["gradient"], plain["dim"], plain["interleave"], packs, within)
-
-
-def _parameter(plain: Mapping[str, Any]) -> ParameterPlacement:
-    fields: dict[str, Any] = {**plain, "layout": _layout(plain["layout"])}
-    fields |= {key: tuple(plain[key]) for key in ("names", "shape", "local_shape")}
-    return ParameterPlacement(**fields)
-
-
-def _kernel(plain: Mapping[str, Any]) -> KernelUse:
-    fields: dict[str, Any] = {**plain, "parts": tuple(plain["parts"])}
-    return KernelUse(**fields)
-
-
-def _reshard(plain: Mapping[str, Any]) -> Reshard:
-    fields: dict[str, Any] = {**plain} | {
-        "path": tuple(plain["path"]),
-        "aliases": tuple(tuple(path) for path in plain["aliases"]),
-        "shape": tuple(plain["shape"]),
-        "source": _layout(plain["source"]),
-        "target": _layout(plain["target"]),
-        "forward": Collective(plain["forward"]),
-        "backward": Collective(plain["backward"]),
-    }
-    return Reshard(**fields)
-
-
-def _attribute(plain: Mapping[str, Any]) -> LocalAttribute:
-    fields: dict[str, Any] = {**plain, "by_rank": tuple(plain["by_rank"])}
-    return LocalAttribute(**fields)
-
-
-def _module(plain: Mapping[str, Any]) -> ModuleProgram:
-    fields: dict[str, Any] = {**plain} | {
-        "entries": tuple(_reshard(r) for r in plain["entries"]),
-        "exits": tuple(_reshard(r) for r in plain["exits"]),
-        "reads": tuple(plain["reads"]),
-        "local_attributes": tuple(_attribute(a) for a in plain["local_attributes"]),
-        "inner": tuple(_reshard(r) for r in plain["inner"]),
-    }
-    if plain["random"] is not None and not isinstance(plain["random"], str):
-        fields["random"] = tuple(plain["random"])
-    norm = plain["split_norm"]
-    if norm is not None:
-        details: dict[str, Any] = {**norm, "layout": _layout(norm["layout"])}
-        fields["split_norm"] = SplitNorm(**details)
-    recorded = plain["recorded"]
-    if recorded is not None:
-        calls = tuple((name, call, _path_layouts(results)) for name, call, results in recorded["calls"])
-        inputs, results = _path_layouts(recorded["inputs"]), _path_layouts(recorded["results"])
-        fields["recorded"] = RecordedBody(inputs, calls, results)
-    return ModuleProgram(**fields)
-
-
-def _path_layouts(plain: Iterable[Any]) -> PathLayouts:
-    return tuple((tuple(path), _layout(layout)) for path, layout in plain)
+@functools.cache
+def _adapter() -> TypeAdapter[Program]:
+    return TypeAdapter(Program)
