@@ -125,3 +125,25 @@ def test_what_is_not_contiguous_stays_so_where_nothing_is_sent() -> None:
     program = compiled(Turned(), {f"mlp.{name}": style for name, style in MLP.items()})
     assert not program.diagnostics
     assert program.count_collectives() == {"all-reduce": 2}
+
+
+class Wordless(nn.Module):
+    """Refuses parts, and says nothing of what went wrong, as a bare assertion does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if h.shape[-1] != HIDDEN:
+            raise ValueError
+        return self.down(torch.relu(h))
+
+
+def test_an_error_without_words_is_a_finding_too(mismatches: list[Mismatch | None]) -> None:
+    program = tpplan.compile_plan(
+        Wordless(), tpplan.load_plan({"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}), 2, (x_BSH(),)
+    )
+    assert mismatches[0] is not None and mismatches[0].reason == "ValueError"
+    assert program.count_collectives(backward=False)["all-gather"] == 1

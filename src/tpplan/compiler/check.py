@@ -12,7 +12,7 @@ a run for each kind of rank: those with a full part, the one with what remains, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,21 +91,35 @@ def _check_rank(
     try:
         local = record(skeleton, given.arguments, given.keywords, given.trace.training, state).recorded
     except BodyError as error:
-        local, failed, reason = error.root, error.frame, str(error.__cause__)
-    frames = {(f.module, f.call): f for f in given.trace.recorded.walk()}
+        local, failed = error.root, error.frame
+        reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
+    frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
+    found: list[Mismatch] = []
     for frame in local.walk():
         if (frame.module, frame.call) in boundary.skipped:
             continue
-        whole = frames.get((frame.module, frame.call))
-        if whole is None:
+        if (frame.module, frame.call) not in frames:
             message = f"calls {frame.module} once more than the unsharded model does"
-            return Mismatch(given.trace.root, None, 0, None, None, message)
+            return min(found, key=_when, default=Mismatch(given.trace.root, None, 0, None, None, message))
+        whole, place = frames[frame.module, frame.call]
         unfinished = not frame.exits and bool(whole.exits)
-        found = compare(given, whole, frame, state.recorder.values, unfinished, reason if frame is failed else "")
-        if found is not None:
-            return found
-    assert failed is None, failed.module
-    return None
+        differs = compare(given, whole, frame, state.recorder.values, unfinished, reason if frame is failed else "")
+        if differs is not None:
+            found.append(replace(differs, when=(*place, differs.position)))
+    assert found or failed is None, failed.module
+    return min(found, key=_when, default=None)
+
+
+def _in_order(frame: Frame, place: tuple[int, ...] = ()) -> Iterator[tuple[Frame, tuple[int, ...]]]:
+    """A frame and those inside, each with its position in the body that calls it, and that one's in turn."""
+    yield frame, place
+    for position, node in enumerate(frame.body):
+        if isinstance(node, Frame):
+            yield from _in_order(node, (*place, position))
+
+
+def _when(mismatch: Mismatch) -> tuple[int, ...]:
+    return mismatch.when
 
 
 def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: frozenset[str]) -> None:
@@ -230,7 +244,7 @@ class _LocalBoundary:
                 if value is None:
                     return held
                 shape = promised_shape(self.given, value)
-                return _like(shape, held.dtype, value.differentiable)
+                return _like(shape, held.dtype, value.differentiable, _in_order_of(value.stride, shape))
             if isinstance(held, tuple):
                 items = [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
                 return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
@@ -257,6 +271,15 @@ def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInp
     if reshard.target.dim is not None:
         moved[reshard.target.dim] = Pack(moved[reshard.target.dim]).local(given.size, given.rank)
     return tuple(moved)
+
+
+def _in_order_of(stride: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+    """The strides of a tensor of `shape` whose dims lie in memory in the order of these, without gaps."""
+    made, inner = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
+        if stride[dim]:
+            made[dim], inner = inner, inner * max(shape[dim], 1)
+    return made
 
 
 def _like(

@@ -51,6 +51,8 @@ class Mismatch:
         expected, found: local shapes, or numbers passed to the operation, where these differ.
         reason: in words.
         rank: whose shapes they are.
+        when: the positions, from the root's body inwards, of the calls that lead to it, and its own: of two, the one
+            that comes first in the run is the smaller.
     """
 
     frame: Frame
@@ -60,6 +62,7 @@ class Mismatch:
     found: tuple[int, ...] | None
     reason: str
     rank: int = 0
+    when: tuple[int, ...] = ()
 
     def sizes(self, ranks: int) -> list[int]:
         """Global sizes of which the run on local shapes saw only a rank's part."""

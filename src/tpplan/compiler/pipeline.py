@@ -417,4 +417,4 @@ def _takes_uneven(given: CheckInput, frame: Frame) -> bool:
 
 
 def _same_place(one: Mismatch, other: Mismatch) -> bool:
-    return one.frame.module == other.frame.module and one.position <= other.position
+    return one.frame.module == other.frame.module and one.when <= other.when

@@ -208,12 +208,24 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
 
 
 def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
-    """Where the dims are after a view that adds or drops dims of size 1."""
-    kept = [dim for dim, count in zip(dims, before, strict=True) if count != 1]
-    if [n for n in before if n != 1] != [n for n in after if n != 1]:
-        return None
-    remaining = iter(kept)
-    return tuple(None if count == 1 else next(remaining) for count in after)
+    """Where the dims are after a view that adds or drops dims of size 1, or splits dims: the heads stand for features."""
+    kept = [(dim, count) for dim, count in zip(dims, before, strict=True) if count != 1]
+    found: list[int | None] = []
+    dim, left = None, 1
+    for count in after:
+        if count == 1:
+            found.append(None)
+            continue
+        first = left == 1
+        if first:
+            if not kept:
+                return None
+            dim, left = kept.pop(0)
+        if left % count:
+            return None
+        found.append(dim if first else None)
+        left //= count
+    return None if kept or left != 1 else tuple(found)
 
 
 def _picked_dim(operation: Operation, rank: int) -> int | None:

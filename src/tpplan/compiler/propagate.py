@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from tpplan.compat import NoRule, OperatorMeta, propagate
 from tpplan.compiler import packed
-from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, layout_of, sharded
+from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
+from tpplan.compiler.layout import packed as split_in_packs
 from tpplan.compiler.region import LocalValue, OperationNode
 from tpplan.compiler.trace import Reference
 
@@ -29,6 +30,7 @@ _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
 _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
 _PRODUCT = torch.ops.aten.mul.Tensor
+_TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
 # Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
 _WRITES = {
     torch.ops.aten.index_add_.default: torch.ops.aten.index_add.default,
@@ -114,8 +116,16 @@ class Propagator:
         for output, held in zip(node.outputs, forward, strict=True):
             if output is not None and held == REPLICATED and values[output].differentiable:
                 return Refusal("reduction", "makes a replicated value from a sharded one", operands)
-            outputs.append(held)
+            outputs.append(held if output is None else self._in_one_form(held, values[output].shape))
         return [Outcome(tuple(outputs), frozenset(partial))]
+
+    def _in_one_form(self, held: Layout, shape: tuple[int, ...]) -> Layout:
+        """Heads that are flattened with their batch: at the front a strided shard, as of sequences; elsewhere packs."""
+        if held.dim == 0 and len(held.packs) == self.batch and len(shape) > 2 and not held.within:
+            first, *rest = held.packs
+            alike = all(pack == first for pack in rest) and first.replicas == 1 and not first.among
+            return sharded(0, interleave=self.batch) if alike and first.is_even(self.size) else held
+        return _in_packs(held, shape) if held.dim else held
 
     def _new(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
@@ -182,6 +192,8 @@ class Propagator:
                 return tuple(items)
             return argument
 
+        if node.name in _TRANSPOSES:
+            layouts = {i: _in_packs(held, values[i].shape) for i, held in layouts.items()}
         if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
             return self._packed(node, values, layouts)
         arguments = _drop_empty_operands(node, values)
@@ -307,6 +319,13 @@ def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] 
     if isinstance(split, Shard):
         split = Shard(split.dim - 1)
     return rows, OperatorMeta(matrices.shape[1:], matrices.stride[1:], matrices.dtype, split)
+
+
+def _in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
+    """A strided shard as packs."""
+    if held.dim is None or held.interleave == 1:
+        return held
+    return split_in_packs(held.dim, [Pack(shape[held.dim] // held.interleave)] * held.interleave)
 
 
 def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:

@@ -1,0 +1,124 @@
+"""Attention in spellings of its own: a plan writes itself, shards it all, and computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tpplan
+from tpplan.api import suggest_text
+from tpplan.suggest.share import block_share
+
+WIDTH = 64
+SAMPLE = torch.randn(3, 6, WIDTH, requires_grad=True)
+
+
+class SequenceFirst(nn.Module):
+    """Queries lose their batch among the heads before they are transposed, keys and values after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.num_heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        length, batch, _ = x.shape
+        q = self.q(x).view(length, batch * self.num_heads, -1).transpose(0, 1)
+        k, v = (m(x).view(length, batch, self.num_heads, -1).permute(1, 2, 0, 3) for m in (self.k, self.v))
+        k, v = (t.reshape(batch * self.num_heads, length, -1) for t in (k, v))
+        mixed = functional.softmax(q @ k.transpose(1, 2), -1) @ v
+        assert mixed.shape[0] == batch * self.num_heads
+        mixed = mixed.transpose(0, 1).contiguous().view(length, batch, -1)
+        return self.out(mixed).transpose(0, 1)
+
+
+class BiasesByHead(nn.Module):
+    """One projection by heads, to whose queries and values vectors are added, viewed as heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+        self.num_heads = 8
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.num_heads, -1).permute(0, 2, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.all(x)).chunk(3, -1)
+        q, v = q + self.heads(self.q_bias[None, None, :]), v + self.heads(self.v_bias[None, None, :])
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.permute(0, 2, 1, 3).flatten(2))
+
+
+class AsManyHeadsAsFeatures(nn.Module):
+    """Eight heads of eight: half of the one count is half of the other, until a tensor is made for the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.size, self.number = 8, 8
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (m(x).view(*x.shape[:2], -1, self.size).transpose(1, 2) for m in (self.q, self.k, self.v))
+        bias = torch.zeros(1, self.number, x.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.out(mixed.transpose(1, 2).flatten(2)), bias
+
+
+class Pair(nn.Module):
+    """Two blocks, each of which hands the bias of its attention on."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = AsManyHeadsAsFeatures()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            mixed, bias = self.attention(x)
+            return x + mixed, bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class ChannelsFirst(nn.Module):
+    """Layers that take and give (batch, channels, sequence), so that their results lie transposed in memory."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.permute(0, 2, 1)
+            return self.norm(y + self.down(torch.relu(self.up(y)))).permute(0, 2, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(self.Layer() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.permute(0, 2, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", [SequenceFirst, BiasesByHead, Pair, ChannelsFirst])
+def test_it_is_sharded_whole_and_computes_the_same(kind: type[nn.Module], ranks: int) -> None:
+    model = kind() if kind in (Pair, ChannelsFirst) else nn.Sequential(kind(), kind())
+    plan = tpplan.load_plan(suggest_text(model, ranks, False, (SAMPLE,)))
+    assert block_share(tpplan.compile_plan(model, plan, ranks, (SAMPLE,))).percent > 97
+    report = tpplan.verify(model, plan, ranks, inputs=(SAMPLE,))
+    assert report.ok, report.problems
