@@ -208,7 +208,7 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
 
 
 def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
-    """Where the dims are after a view that adds or drops dims of size 1, or splits dims: the heads stand for features."""
+    """Where the dims are after a view that adds or drops dims of size 1, or splits dims: heads stand for features."""
     kept = [(dim, count) for dim, count in zip(dims, before, strict=True) if count != 1]
     found: list[int | None] = []
     dim, left = None, 1
