@@ -6,7 +6,8 @@ skeleton. If it needs the same reshards, it goes ahead and is remembered; otherw
 
 A call with a sequence that the ranks can't share evenly (decoding token by token, a prompt of odd length) can't run by
 a sequence-parallel program. It runs by a second one, compiled at the first such call from the same plan with all
-sequences whole.
+sequences whole. So do calls that only that one covers, such as those that are given an encoder's result, and modules
+that are called by themselves.
 
 What a call leaves in lists and dicts among its arguments, such as keys and values, is a rank's part of them, and the
 program says which. A later call is proved with these parts as they lie; by its size each is told from a whole tensor.
@@ -77,6 +78,7 @@ class CallGuard:
         self._whole: _Proof | None = None
         self._sequence_dims = _sequence_dims(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
+        self._kept_whole: set[Signature] = set()
         self._left: dict[Path, LeftTensor] = {}
         self._note_left(program, told=True)
 
@@ -102,10 +104,39 @@ class CallGuard:
             self._refuse_foreign_caches(proof.program, arguments, keywords)
         parts = self._parts(arguments, keywords) if self._left else {}
         held = (training, signature(arguments, keywords), *parts.items())
+        if held in self._kept_whole:
+            proof = self._with_whole_sequences()
         if held not in proof.proved:
-            self._prove(proof, training, arguments, keywords, parts)
+            try:
+                self._prove(proof, training, arguments, keywords, parts)
+            except UnprovedCallError as error:
+                if proof is not self._main or not self._sequence_dims:
+                    raise
+                proof = self._prove_whole(error, training, arguments, keywords, parts)
+                self._kept_whole.add(held)
             proof.proved.add(held)
         return proof.program
+
+    def alone(self) -> Program | None:
+        """The program for a module that is called by itself, with whole sequences; None if all have them whole."""
+        return self._with_whole_sequences().program if self._sequence_dims else None
+
+    def _prove_whole(
+        self,
+        error: UnprovedCallError,
+        training: bool,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        parts: Mapping[Path, Layout],
+    ) -> _Proof:
+        """A proof of the call with whole sequences, which it may need where it is given what the model makes itself."""
+        try:
+            proof = self._with_whole_sequences()
+            self._refuse_foreign_caches(proof.program, arguments, keywords)
+            self._prove(proof, training, arguments, keywords, parts)
+        except TpplanError:
+            raise error from None
+        return proof
 
     def _parts(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[Path, Layout]:
         """How those tensors lie that an earlier call has left, or what the caller has made of them since."""
