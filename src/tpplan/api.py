@@ -15,7 +15,7 @@ from tpplan.checkpoint import load_weights, save_weights
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
 from tpplan.compiler.skeleton import make_skeleton
-from tpplan.guard import CallGuard, is_opaque
+from tpplan.guard import CallGuard
 from tpplan.inputs import example_call
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
@@ -140,7 +140,7 @@ def parallelize(
     agree(group, None if program is None else program.digest, error, draws)
     assert loaded is not None and program is not None
     axis = ProcessGroupCommunicator(group)
-    guard = CallGuard(make_skeleton(model).model, loaded, program, *_without_opaque(call), axis)
+    guard = CallGuard(make_skeleton(model).model, loaded, program, *call, axis)
     lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
     guard.watch(model)
     return model
@@ -150,11 +150,6 @@ def plan_name(model: nn.Module) -> str:
     """A plan's name for a model: `llama-for-causal-lm` for `LlamaForCausalLM`."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|[A-Z]", type(model).__name__)
     return "-".join(word.lower() for word in words) or "plan"
-
-
-def _without_opaque(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    arguments, keywords = call
-    return arguments, {name: held for name, held in keywords.items() if not is_opaque(held)}
 
 
 def _axis_mesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh:

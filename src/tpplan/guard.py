@@ -6,23 +6,29 @@ skeleton. If it needs the same reshards, it goes ahead and is remembered; otherw
 
 A call with a sequence that the ranks can't share evenly (decoding token by token, a prompt of odd length) can't run by
 a sequence-parallel program. It runs by a second one, compiled at the first such call from the same plan with all
-sequences whole.
+sequences whole. So do calls that only that one covers, such as those that are given an encoder's result, and modules
+that are called by themselves.
+
+What a call leaves in lists and dicts among its arguments, such as keys and values, is a rank's part of them, and the
+program says which. A later call is proved with these parts as they lie; by its size each is told from a whole tensor.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.capture import argument_names
+from tpplan.compiler.containers import is_record, tensors_of, with_items, with_tensors
 from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import ModuleProgram, Program, Reshard
-from tpplan.parity.tree import Path, map_tensors, tensors_in
+from tpplan.compiler.program import LeftTensor, ModuleProgram, Program, Reshard
+from tpplan.parity.tree import Path, tensors_in
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.communicator import ProcessGroupCommunicator
@@ -66,12 +72,15 @@ class CallGuard:
         """
         self._stock = stock
         self._names = argument_names(type(stock).forward)
-        self._example = (map_tensors(tuple(arguments), _on_meta), map_tensors(dict(keywords), _on_meta))
+        self._example = with_tensors(*without_opaque(arguments, keywords), self._names, _on_meta)
         self._axis = axis
         self._main = _Proof(plan, program, {(program.training, signature(arguments, keywords))})
         self._whole: _Proof | None = None
         self._sequence_dims = _sequence_dims(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
+        self._kept_whole: set[Signature] = set()
+        self._left: dict[Path, LeftTensor] = {}
+        self._note_left(program, told=True)
 
     def watch(self, model: nn.Module) -> None:
         """Refuse calls once a parameter of the sharded model wants a gradient that it didn't want in the proof."""
@@ -93,11 +102,68 @@ class CallGuard:
         if self._sequence_dims and self._is_odd(arguments, keywords):
             proof = self._with_whole_sequences()
             self._refuse_foreign_caches(proof.program, arguments, keywords)
-        held = (training, signature(arguments, keywords))
+        parts = self._parts(arguments, keywords) if self._left else {}
+        held = (training, signature(arguments, keywords), *parts.items())
+        if held in self._kept_whole:
+            proof = self._with_whole_sequences()
         if held not in proof.proved:
-            self._prove(proof, training, arguments, keywords)
+            try:
+                self._prove(proof, training, arguments, keywords, parts)
+            except UnprovedCallError as error:
+                if proof is not self._main or not self._sequence_dims:
+                    raise
+                proof = self._prove_whole(error, training, arguments, keywords, parts)
+                self._kept_whole.add(held)
             proof.proved.add(held)
         return proof.program
+
+    def alone(self) -> Program | None:
+        """The program for a module that is called by itself, with whole sequences; None if all have them whole."""
+        return self._with_whole_sequences().program if self._sequence_dims else None
+
+    def _prove_whole(
+        self,
+        error: UnprovedCallError,
+        training: bool,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        parts: Mapping[Path, Layout],
+    ) -> _Proof:
+        """A proof of the call with whole sequences, which it may need where it is given what the model makes itself."""
+        try:
+            proof = self._with_whole_sequences()
+            self._refuse_foreign_caches(proof.program, arguments, keywords)
+            self._prove(proof, training, arguments, keywords, parts)
+        except TpplanError:
+            raise error from None
+        return proof
+
+    def _parts(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[Path, Layout]:
+        """How those tensors lie that an earlier call has left, or what the caller has made of them since."""
+        found: dict[Path, Layout] = {}
+        for path, tensor in tensors_of(arguments, keywords, self._names):
+            known = self._left.get(path)
+            if known is None or tensor.dim() != len(known.shape):
+                continue
+            if self._is_part(known, tensor):
+                found[path] = known.layout
+        return found
+
+    def _is_part(self, known: LeftTensor, tensor: Tensor) -> bool:
+        layout = known.layout
+        if layout.dim is None:  # whole on each rank; only its gradient isn't
+            return tensor.requires_grad and not tensor.is_leaf
+        rank = 0 if self._axis is None else self._axis.rank
+        return tensor.shape[layout.dim] == layout.local_size(known.shape[layout.dim], self._main.program.size, rank)
+
+    def _note_left(self, program: Program, told: bool) -> None:
+        """Remember what calls leave; if nobody has been told of it, tell the caller once."""
+        new = [held for held in program.left if held.path not in self._left]
+        told = told or any(held.layout.is_sharded for held in self._left.values())
+        self._left |= {held.path: held for held in program.left}
+        finding = next((d for d in program.diagnostics if d.code == "TP125"), None)
+        if new and not told and finding is not None:
+            warnings.warn(f"{finding.headline}\n  help: {finding.help}", stacklevel=2)
 
     def _refuse_foreign_caches(self, program: Program, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """What a cache holds must be split alike by both programs, as each may read what the other has written."""
@@ -171,12 +237,25 @@ class CallGuard:
             )
         return _Proof(plan, program, {(program.training, signature(*self._example))})
 
-    def _prove(self, proof: _Proof, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _prove(
+        self,
+        proof: _Proof,
+        training: bool,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        parts: Mapping[Path, Layout],
+    ) -> None:
+        def whole(path: Path, tensor: Tensor) -> Tensor:
+            if path not in parts or parts[path].dim is None:
+                return tensor
+            dim = parts[path].dim or 0
+            shape = (*tensor.shape[:dim], self._left[path].shape[dim], *tensor.shape[dim + 1 :])
+            return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
         program = proof.program
-        kept = {name: a for name, a in keywords.items() if not is_opaque(a)}
-        given = tuple(None if is_opaque(a) else a for a in arguments)
+        call = with_tensors(*without_opaque(arguments, keywords), self._names, whole)
         try:
-            other = compile_program(self._stock, proof.plan, program.size, given, kept, training, partly=True)
+            other = compile_program(self._stock, proof.plan, program.size, *call, training, partly=True, parts=parts)
         except CompileError as error:
             raise UnprovedCallError(f"{_headline(training, keywords)}: it can't be proved\n{error}") from error
         difference = _difference(program, other)
@@ -185,12 +264,13 @@ class CallGuard:
                 f"{_headline(training, keywords)}: {difference}\n  help: pass `inputs=` like this call to "
                 "`parallelize`, so that the program is compiled for it"
             )
+        self._note_left(other, told=False)
 
 
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
 
-def _on_meta(_: str, tensor: Tensor) -> Tensor:
+def _on_meta(_: Path, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
@@ -214,14 +294,26 @@ def _kind(held: Any) -> object:
         return tuple(map(_kind, held))  # pyright: ignore
     if isinstance(held, dict):
         return tuple((name, _kind(item)) for name, item in held.items())  # pyright: ignore
+    if is_record(held):
+        return tuple((field.name, _kind(getattr(held, field.name, None))) for field in fields(held))
     return type(held).__name__ if is_opaque(held) else held
 
 
 def is_opaque(held: object) -> bool:
     """Whether an argument is an object that a proof leaves out, such as a key-value cache."""
-    return not isinstance(
-        held, (Tensor, tuple, list, dict, str, int, float, bool, type(None), torch.dtype, torch.device)
-    )
+    plain = (Tensor, tuple, list, dict, str, int, float, bool, type(None), torch.dtype, torch.device)
+    return not (isinstance(held, plain) or is_record(held))
+
+
+def without_opaque(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call as a proof takes it: without keywords that are opaque, and with None for what else is."""
+    positional = tuple(with_items(argument, _unless_opaque) for argument in arguments)
+    kept = {name: held for name, held in keywords.items() if not is_opaque(held)}
+    return positional, {name: with_items(held, _unless_opaque) for name, held in kept.items()}
+
+
+def _unless_opaque(held: object) -> object:
+    return None if is_opaque(held) else held
 
 
 def _headline(training: bool, keywords: Mapping[str, Any]) -> str:
@@ -243,6 +335,10 @@ def _difference(ours: Program, other: Program) -> str:
         if module.random not in (None, known.random):
             return f"`{module.name or 'the model'}` draws other random numbers for it"
     read = {name for module in other.modules for name in module.reads}
+    placed = {p.names: _stored(p.layout) for p in ours.parameters}
+    for parameter in other.parameters:
+        if read.intersection(parameter.names) and _stored(parameter.layout) != placed.get(parameter.names):
+            return f"`{parameter.name}` would have to lie otherwise for it"
     summed = {p.name for p in other.summed_parameters} ^ {
         p.name for p in ours.summed_parameters if read.intersection(p.names)
     }

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "TP122": "cli/test_validate.py",
     "TP123": "suggest/test_suggest.py",
     "TP124": "compiler/test_replay.py",
+    "TP125": "runtime/test_caller_containers.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -80,16 +80,19 @@ class Assignment:
     once: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def assign(root: Instance, solution: Solution, parameters: dict[int, tuple[str, ...]]) -> Assignment:
+def assign(
+    root: Instance, solution: Solution, parameters: dict[int, tuple[str, ...]], inputs: tuple[Layout, ...]
+) -> Assignment:
     """Read `solution` of the root region back onto the trace.
 
     Args:
         root: the instance tree.
-        solution: of `root.region`, with its inputs replicated.
+        solution: of `root.region`, for these `inputs`.
         parameters: names by value, from the trace.
+        inputs: the layouts of the region's inputs.
     """
     reader = _Reader(parameters)
-    reader.read(root, solution, tuple(REPLICATED for _ in root.region.inputs))
+    reader.read(root, solution, inputs)
     return reader.assignment
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.constants import ConstantWatcher
+from tpplan.compiler.containers import tensors_of, with_tensors
 from tpplan.compiler.effects import held_tensors
 from tpplan.compiler.gradient_flow import complete_gradients
 from tpplan.compiler.recorder import OpenFrame, Recorder
@@ -124,8 +125,11 @@ def record(
     before = set(map(id, outliving))
     for tensor in outliving:
         recorder.outlives(tensor)
-    example = _to_meta((tuple(arguments), dict(keywords)), {})
-    inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
+    called = argument_names(type(skeleton.model).forward)
+    example = with_tensors(arguments, keywords, called, _to_meta)
+    inputs = {path: recorder.value_of(tensor) for path, tensor in tensors_of(*example, called)}
+    for _, tensor in tensors_of(*example, called):
+        recorder.outlives(tensor)
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
     try:
@@ -146,16 +150,23 @@ def record(
         for name, tensor in held_tensors(skeleton.model)
         if id(tensor) not in before and (value := recorder.held_value(tensor)) is not None
     }
+    left = {
+        path: value
+        for path, tensor in tensors_of(*example, called)
+        if (value := recorder.held_value(tensor)) is not None and value != inputs.get(path)
+    }
     return Trace(
-        _without_dead_operations(root, recorder.effects | set(kept)),
+        _without_dead_operations(root, recorder.effects | set(kept) | set(left.values())),
         root,
         complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
-        inputs,
+        tuple(inputs.values()),
         training,
         tuple(dict.fromkeys(recorder.assumptions)),
         kept,
         frozenset(recorder.chosen),
+        inputs,
+        left,
     )
 
 
@@ -281,33 +292,9 @@ class _Crosser:
         return alias
 
 
-def _to_meta(held: Any, memo: dict[int, Tensor]) -> Any:
-    """The same containers with meta tensors; one that sits in several places stays one, as bodies may look."""
-    if isinstance(held, Tensor):
-        if id(held) not in memo:
-            meta = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="meta")
-            memo[id(held)] = meta.requires_grad_(held.requires_grad)
-        return memo[id(held)]
-    if isinstance(held, tuple):
-        items = [_to_meta(item, memo) for item in held]  # pyright: ignore
-        return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
-    if isinstance(held, list):
-        return [_to_meta(item, memo) for item in held]  # pyright: ignore
-    if isinstance(held, dict) and is_registered_container(held):  # pyright: ignore[reportUnknownArgumentType]
-        return rebuild_container(held, lambda item: _to_meta(item, memo))
-    if isinstance(held, dict):
-        return {key: _to_meta(item, memo) for key, item in held.items()}  # pyright: ignore
-    return held
-
-
-def _leaves(held: Any) -> list[Tensor]:
-    if isinstance(held, Tensor):
-        return [held]
-    if isinstance(held, (list, tuple)):
-        return [leaf for item in held for leaf in _leaves(item)]  # pyright: ignore
-    if isinstance(held, dict):
-        return [leaf for item in held.values() for leaf in _leaves(item)]  # pyright: ignore
-    return []
+def _to_meta(_: Path, tensor: Tensor) -> Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return meta.requires_grad_(tensor.requires_grad)
 
 
 def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from tpplan.compat import is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.assign import PlacedReshard
 from tpplan.compiler.attributes import replaced_attribute
-from tpplan.compiler.capture import BodyError, Capture, record
+from tpplan.compiler.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.compare import CheckInput, Mismatch, compare, promised_shape
+from tpplan.compiler.containers import with_tensors
 from tpplan.compiler.layout import REPLICATED, Collective, Pack, reshard_between
 from tpplan.compiler.program import LocalAttribute
 from tpplan.compiler.recorder import Recorder
@@ -89,7 +90,7 @@ def _check_rank(
     failed: Frame | None = None
     reason = ""
     try:
-        local = record(skeleton, given.arguments, given.keywords, given.trace.training, state).recorded
+        local = record(skeleton, *_local_call(given), given.trace.training, state).recorded
     except BodyError as error:
         local, failed = error.root, error.frame
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
@@ -151,6 +152,19 @@ def _local_parameter_shapes(given: CheckInput) -> dict[str, tuple[int, ...]]:
         for name in names:
             shapes[name] = layout.local_shape(given.trace.values[value].shape, given.size, given.rank)
     return shapes
+
+
+def _local_call(given: CheckInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example call as a rank gets it."""
+
+    def local(path: Path, tensor: Tensor) -> Tensor:
+        if path not in given.parts:
+            return tensor
+        shape = given.parts[path].local_shape(tuple(tensor.shape), given.size, given.rank)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    names = argument_names(type(given.model).forward)
+    return with_tensors(given.arguments, given.keywords, names, local)
 
 
 class _LocalBoundary:

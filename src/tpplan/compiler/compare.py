@@ -12,7 +12,7 @@ paths; all others must come in the same order, with the same scalars, and make r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from tpplan.compiler.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.packed import PICKS, SELECT, SPLITS, picked_dim
 from tpplan.compiler.region import Instance, picks_of
-from tpplan.compiler.trace import Crossing, Frame, Operation, Reference, Trace, Value
+from tpplan.compiler.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
 
 _REARRANGING = frozenset(
     f"aten.{name}"
@@ -74,7 +74,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class CheckInput:
-    """What a check needs to know; `rank` is whose shapes it runs on."""
+    """What a check needs to know; `rank` is whose shapes it runs on, `parts` the inputs that don't come whole."""
 
     model: nn.Module
     trace: Trace
@@ -84,6 +84,7 @@ class CheckInput:
     arguments: Sequence[Any]
     keywords: Mapping[str, Any]
     results: Mapping[tuple[str, int], Any]
+    parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     rank: int = 0
 
 

@@ -19,12 +19,13 @@ from tpplan.compiler.bind import Binding
 from tpplan.compiler.choices import called_with_found
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.draws import random_draws
-from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Collective, reshard_between
+from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
 from tpplan.compiler.linear import LinearForm
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.program import (
     InputRecord,
     KernelUse,
+    LeftTensor,
     LocalAttribute,
     ModuleProgram,
     ParameterPlacement,
@@ -66,6 +67,7 @@ def emit(
             f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
         ),
         picked=tuple(sorted(called_with_found(trace))),
+        left=_left(trace, assignment),
         diagnostics=diagnostics,
     )
 
@@ -76,6 +78,11 @@ def _inputs(trace: Trace) -> list[InputRecord]:
         value = trace.values[crossing.source]
         found.append(InputRecord(crossing.path, value.shape, dtype_name(value.dtype), value.differentiable))
     return found
+
+
+def _left(trace: Trace, assignment: Assignment) -> tuple[LeftTensor, ...]:
+    held = ((path, trace.values[value].shape, assignment.layouts.get(value)) for path, value in trace.left.items())
+    return tuple(LeftTensor(path, shape, layout) for path, shape, layout in held if layout not in (None, REPLICATED))
 
 
 def _parameters(

@@ -34,10 +34,10 @@ from tpplan.compiler.conflicts import (
 )
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.dump import Dump
-from tpplan.compiler.effects import effect_findings
+from tpplan.compiler.effects import effect_findings, left_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
-from tpplan.compiler.layout import REPLICATED, Pack
+from tpplan.compiler.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.localise import (
     equal_modules,
     propose_attributes,
@@ -53,7 +53,7 @@ from tpplan.compiler.propagate import FILLS, Propagator
 from tpplan.compiler.region import Instance, RegionTable, build_regions
 from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
-from tpplan.compiler.trace import Frame, Operation, Trace
+from tpplan.compiler.trace import Frame, Operation, Path, Trace
 from tpplan.compiler.uncovered import uncovered_finding
 from tpplan.compiler.warn import gathers_columns, warnings_for
 from tpplan.cost.communication import NVLINK
@@ -89,6 +89,12 @@ class _Work:
     learned_from: Diagnostic | None = None
     learned: list[Diagnostic] = field(default_factory=list[Diagnostic])
     regions: tuple[frozenset[str], Instance] | None = None
+    parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
+
+    @property
+    def given(self) -> dict[int, Layout]:
+        """How the inputs lie that don't come whole."""
+        return {self.trace.arguments[path]: layout for path, layout in self.parts.items()}
 
 
 def compile_program(
@@ -99,6 +105,7 @@ def compile_program(
     keywords: Mapping[str, Any],
     training: bool | None = None,
     partly: bool = False,
+    parts: Mapping[Path, Layout] | None = None,
 ) -> Program:
     """Compile `plan` for `model` on an axis of `size` ranks.
 
@@ -110,6 +117,7 @@ def compile_program(
         training: the mode to capture in; None captures in training mode, whose random numbers need care, or in
             evaluation mode if training can't be captured.
         partly: whether the call may do without modules that the plan shards, as another call was proved with them.
+        parts: how tensors of the call lie of which a rank gets its part only; the example has them whole.
 
     Raises:
         CompileError: with every finding, if plan and model don't fit together.
@@ -118,7 +126,7 @@ def compile_program(
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        return _compile(model, plan, size, arguments, keywords, training, partly)
+        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {})
 
 
 def _compile(
@@ -129,6 +137,7 @@ def _compile(
     keywords: Mapping[str, Any],
     training: bool | None,
     partly: bool,
+    parts: Mapping[Path, Layout],
 ) -> Program:
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
@@ -149,7 +158,7 @@ def _compile(
     work = _Work(
         model, plan, size, arguments, keywords, binding, trace, flow, results,
         constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
-        features=_filled(trace, unpacked.features), findings=list(diagnostics),
+        features=_filled(trace, unpacked.features), findings=list(diagnostics), parts=parts,
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
@@ -271,11 +280,13 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
         if _reconcile(work, instance, assignment):
             continue
         given = CheckInput(
-            work.model, work.trace, assignment, instance, work.size, work.arguments, work.keywords, work.results
-        )
+            work.model, work.trace, assignment, instance, work.size, work.arguments, work.keywords, work.results,
+            work.parts,
+        )  # fmt: skip
         mismatch = check(given, work.attributes, work.excused, work.recorded)
         if mismatch is None:
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
+            work.findings += left_findings(work.trace, assignment.layouts)
             return instance, assignment
         _learn(work, given, mismatch)
     raise InternalError(f"no program was settled on in {_ROUNDS} rounds")
@@ -304,7 +315,7 @@ def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
 def _regions(work: _Work) -> Instance:
     """The regions; of what a round learns, they depend on the fixed modules alone."""
     if work.regions is None or work.regions[0] != work.fixed:
-        work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed, work.table))
+        work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed, work.table, work.given))
     return work.regions[1]
 
 
@@ -313,12 +324,12 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
     failed = False
     for _ in range(_ROUNDS):
         instance = _regions(work)
-        inputs = tuple(REPLICATED for _ in instance.region.inputs)
+        inputs = tuple(work.given.get(instance.values[i], REPLICATED) for i in instance.region.inputs)
         solutions = work.placer.solve(instance.region, inputs)
         if not isinstance(solutions, Failure):
             if failed:
                 return None
-            return instance, assign(instance, root_solution(solutions), work.trace.parameters)
+            return instance, assign(instance, root_solution(solutions), work.trace.parameters, inputs)
         if work.constraints.sequence and not work.constraints.slice_constants:
             work.constraints.slice_constants = True
             continue

@@ -270,6 +270,21 @@ class InputRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftTensor:
+    """A tensor that the call leaves in a list or dict among its arguments, of which each rank has its part.
+
+    Attributes:
+        path: where it sits: the argument's name and positions inside it.
+        shape: of the whole tensor, in the example call.
+        layout: how it lies.
+    """
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A compiled plan; see the module's docstring.
 
@@ -285,6 +300,7 @@ class Program:
         assumptions: data-dependent branches that the proof leaves aside, with their place.
         picked: modules that are called with what is found in a tensor, as experts with the tokens routed to them: for
             some data they aren't.
+        left: what calls leave of a rank's own in lists and dicts among their arguments, such as keys and values.
         diagnostics: warnings and notes; not part of the digest.
     """
 
@@ -299,6 +315,7 @@ class Program:
     kernels: tuple[KernelUse, ...] = ()
     assumptions: tuple[str, ...] = ()
     picked: tuple[str, ...] = ()
+    left: tuple[LeftTensor, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     version: int = PROGRAM_VERSION
 
@@ -355,7 +372,7 @@ class Program:
             reshard.shape[held.dim or 0] // held.interleave
             for _, reshard in self.reshards()
             for held in (reshard.source, reshard.target)
-            if _splits_sequence(held, reshard.shape)
+            if splits_sequence(held, reshard.shape)
         )
 
     @property
@@ -381,8 +398,9 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
         plain = asdict(self)
         del plain["diagnostics"]
-        if not self.picked:
-            del plain["picked"]
+        for name in ("picked", "left"):
+            if not plain[name]:
+                del plain[name]
         return json.loads(json.dumps(plain))
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -411,7 +429,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _splits_sequence(layout: Layout, shape: tuple[int, ...]) -> bool:
+def splits_sequence(layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether it splits dim 1 of (batch, sequence, hidden), or the sequence of (batch · sequence, hidden)."""
     if layout.interleave != 1:
         return len(shape) == 2
@@ -419,7 +437,7 @@ def _splits_sequence(layout: Layout, shape: tuple[int, ...]) -> bool:
 
 
 def _feature_split(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
-    return layout if layout.is_sharded and not _splits_sequence(layout, shape) else None
+    return layout if layout.is_sharded and not splits_sequence(layout, shape) else None
 
 
 @functools.cache

@@ -302,8 +302,12 @@ def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> li
     outer = math.prod(before[:dim])
     covered, found = 1, list[tuple[int, int]]()
     inner = before[dim]
+    # Dims of size 1 that were there before, such as the one token of a step.
+    ones = next((n for n, size in enumerate(reversed(before[:dim])) if size != 1), dim)
     for position, size in enumerate(after):
-        if covered >= outer and covered < outer * before[dim]:
+        if covered == outer and size == 1 and ones:
+            ones -= 1
+        elif covered >= outer and covered < outer * before[dim]:
             inner //= size
             found.append((position, inner))
         covered *= size

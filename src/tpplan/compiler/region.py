@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,7 +140,11 @@ class RegionTable:
 
 
 def build_regions(
-    trace: Trace, binding: Binding, fixed: frozenset[str] = frozenset(), table: RegionTable | None = None
+    trace: Trace,
+    binding: Binding,
+    fixed: frozenset[str] = frozenset(),
+    table: RegionTable | None = None,
+    parts: Collection[int] = (),
 ) -> Instance:
     """Turn a trace into instances over shared regions.
 
@@ -148,19 +153,22 @@ def build_regions(
         binding: what the plan says of modules and parameters.
         fixed: modules whose boundaries may not carry a reshard unless the plan pins one.
         table: regions of an earlier build of the same trace, and after it of this one.
+        parts: inputs of the trace of which a rank gets its part only.
     """
-    return _Builder(trace, binding, fixed, table or RegionTable()).build(trace.root, 0)
+    return _Builder(trace, binding, fixed, table or RegionTable(), parts).build(trace.root, 0)
 
 
 class _Builder:
     """Numbers each frame's values and writes its content as a key; a region is made only for a key that is new."""
 
-    def __init__(self, trace: Trace, binding: Binding, fixed: frozenset[str], table: RegionTable) -> None:
+    def __init__(
+        self, trace: Trace, binding: Binding, fixed: frozenset[str], table: RegionTable, parts: Collection[int]
+    ) -> None:
         self.trace = trace
         self.binding = binding
         self.fixed = fixed
         self.interned = table.regions
-        self.free, self.escapes, self.constants = _uncrossed(trace)
+        self.free, self.escapes, self.constants = _uncrossed(trace, parts)
         self._kinds = table.values
 
     def build(self, frame: Frame, depth: int) -> Instance:
@@ -296,11 +304,14 @@ def _operation_key(node: Operation, local: _Numbers) -> object:
     )
 
 
-def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]], frozenset[int]]:
+def _uncrossed(
+    trace: Trace, parts: Collection[int]
+) -> tuple[dict[int, list[int]], dict[int, list[int]], frozenset[int]]:
     """Values that pass a module boundary other than through arguments and results.
 
     Returns, by id of the frame, those that it reads from outside, and those that it leaves for the outside; and the
-    values that nothing in the trace made: buffers, and tensors that the model keeps elsewhere.
+    values that nothing in the trace made: buffers, and tensors that the model keeps elsewhere. Of inputs those alone
+    count as read from outside that are `parts`; others are like constants, if they don't cross.
     """
     ancestors: dict[int, tuple[Frame, ...]] = {}
     home: dict[int, Frame] = {}
@@ -333,9 +344,9 @@ def _uncrossed(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]
     escapes: dict[int, list[int]] = defaultdict(list)
     for identifier, readers in uses.items():
         origin = home.get(identifier)
-        if origin is None:
+        if origin is None and identifier not in parts:
             continue
-        source = ancestors[id(origin)]
+        source = () if origin is None else ancestors[id(origin)]
         for reader in readers:
             if reader is origin:
                 continue

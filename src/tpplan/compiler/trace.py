@@ -162,6 +162,8 @@ class Trace:
         assumptions: data-dependent branches met on the way.
         kept: values that modules hold in attributes after the run, with the attributes' names.
         chosen: frames, as (module, call), whose bodies look for the entries of a tensor that aren't zero.
+        arguments: the inputs by where they sit in the call's arguments.
+        left: values that the run leaves in lists and dicts among the call's arguments, by their place there.
     """
 
     root: Frame
@@ -173,6 +175,8 @@ class Trace:
     assumptions: tuple[Assumption, ...] = field(default=())
     kept: dict[int, str] = field(default_factory=dict[int, str])
     chosen: frozenset[tuple[str, int]] = frozenset()
+    arguments: dict[Path, int] = field(default_factory=dict[Path, int])
+    left: dict[Path, int] = field(default_factory=dict[Path, int])
 
     @property
     def taken(self) -> frozenset[Location]:

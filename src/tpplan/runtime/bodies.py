@@ -84,7 +84,7 @@ def prepare(
             exits=tuple(s for r in spec.exits for s in _exits(spec, r, axis, context)),
             reads=tuple((*_owner(modules, n), read) for n, read in _reads(spec, placements, readers, handed_out)),
             random=random.get(spec.name),
-            handed_out=handed_out if is_root else None,
+            handed_out=handed_out,
             opened=opened if is_root else (),
             context=context if is_root and (program.flattens_batch or program.replays) else None,
             transposed=spec.transposed,

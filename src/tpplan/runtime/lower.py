@@ -24,9 +24,20 @@ from tpplan.compiler.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, swapped_class
+from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.state import from_stock_order, to_stock_order
 
-Guard = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
+
+class Guard(Protocol):
+    """Tells which program a call runs by; raises for calls that weren't proved."""
+
+    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Program:
+        """The program for a call of the root, by the mode and the arguments."""
+        ...
+
+    def alone(self) -> Program | None:
+        """The program for a module that is called by itself; None for the one that is in place."""
+        ...
 
 
 class Distributor(Protocol):
@@ -57,8 +68,8 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
         model: the stock model that `program` was compiled for.
         program: what to do.
         distributor: makes the local parts, and knows the axis.
-        guard: called with the mode and the arguments of each call of the root, to raise for calls that weren't proved,
-            and to tell which program the call runs by: `program`, or another that places all parameters alike.
+        guard: asked for each call of the root, to raise for calls that weren't proved, and to tell which program the
+            call runs by: `program`, or another that places all parameters alike.
     """
     modules = dict(named_modules(model))
     changes = [*_parameter_changes(model, program, distributor), *_buffer_changes(modules, distributor)]
@@ -172,6 +183,12 @@ class Variants:
         if program is not self._current:
             self._change_to(program)
 
+    def alone(self) -> None:
+        """Put the program in place that modules run by which are called by themselves."""
+        program = None if self._guard is None else self._guard.alone()
+        if program is not None and program is not self._current:
+            self._change_to(program)
+
     def _change_to(self, program: Program) -> None:
         found = next((prepared for known, prepared in self._held if known is program), None)
         if found is None:
@@ -179,7 +196,7 @@ class Variants:
             self._held.append((program, found))
         before = next(prepared for known, prepared in self._held if known is self._current)
         self.take_out()
-        idle = ModuleRuntime("", self._axis)
+        idle = ModuleRuntime("", self._axis, HandedOut(self._axis))
         for held in before:
             held.module.__dict__[RUNTIME] = idle
         for held in found:
@@ -193,6 +210,7 @@ class Variants:
         for held in prepared:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self
+                held.runtime.handed_out.alone = None if self._guard is None else self.alone
             held.module.__dict__[RUNTIME] = held.runtime
             for attribute, value in held.attributes:
                 name, local = replaced_attribute(held.module, attribute, value)

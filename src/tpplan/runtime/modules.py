@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from tpplan.compiler.layout import Layout
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
+from tpplan.runtime.outside import serving_methods, whole, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move
 
@@ -50,11 +53,11 @@ class ModuleRuntime:
 
     Attributes:
         label: what `print` adds to the stock representation.
+        handed_out: the tensors to read in the root's forward, while that is under way.
         entries, exits: reshards at the boundary.
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
         axis: the ranks.
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
-        handed_out: for the root: the tensors to read in a forward.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
             put the program in place that the call runs by.
@@ -69,11 +72,11 @@ class ModuleRuntime:
 
     label: str
     axis: Communicator
+    handed_out: HandedOut
     entries: tuple[EntryStep, ...] = ()
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
     random: Randomness | None = None
-    handed_out: HandedOut | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None
     context: CallContext | None = None
@@ -139,12 +142,24 @@ def _apply(held: Any, path: tuple[str | int, ...], step: Move) -> Any:
     return held
 
 
+def run_alone(module: nn.Module) -> ModuleRuntime:
+    """What a module needs that is called by itself, outside of the root's forward."""
+    runtime: ModuleRuntime = module.__dict__[RUNTIME]
+    if runtime.handed_out.alone is None:
+        return runtime
+    runtime.handed_out.alone()
+    return module.__dict__[RUNTIME]
+
+
 class ShardedModule(nn.Module):
     """The part that all swapped classes share: reshard arguments, show the body local parameters, reshard results."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward on local tensors."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.handed_out.shards is None:
+            runtime = run_alone(self)
+            args, kwargs = whole_arguments(args, kwargs)
         if runtime.entries:
             args, kwargs = runtime.enter(args, kwargs)
         for owner, name, read in runtime.reads:
@@ -191,6 +206,7 @@ class ShardedRoot(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on local tensors."""
+        args, kwargs = whole_arguments(args, kwargs)
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.guard is not None:
             runtime.guard(self.training, args, kwargs)
@@ -198,7 +214,6 @@ class ShardedRoot(ShardedModule):
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
-        assert runtime.handed_out is not None
         runtime.handed_out.open([owner._parameters[name] for owner, name in runtime.opened])  # pyright: ignore
         try:
             return super().forward(*args, **kwargs)
@@ -212,6 +227,8 @@ class ShardedLinear(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """X (…, in) to y (…, out / size)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.handed_out.shards is None:
+            runtime, input = run_alone(self), whole(input)
         if runtime.entries:
             input = runtime.entries[0].step(input)
         parameters = self._parameters
@@ -230,6 +247,8 @@ class ReducedLinear(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """X (…, in / size) to y (…, out)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.handed_out.shards is None:
+            runtime, input = run_alone(self), whole(input)
         if runtime.entries:
             input = runtime.entries[0].step(input)
         parameters = self._parameters
@@ -250,6 +269,8 @@ class VocabularyEmbedding(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Ids (…) to rows (…, hidden)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.handed_out.shards is None:
+            runtime, input = run_alone(self), whole(input)
         table = runtime.reads[0][2](self._parameters["weight"])  # pyright: ignore
         rows = table.shape[0]
         local = input - runtime.first_row
@@ -295,4 +316,21 @@ def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type
     elif style == "vocab":
         base = VocabularyEmbedding
     name = f"{_PREFIX[style]}{stock.__name__}"
-    return type(name, (base, stock), {"__module__": stock.__module__, "__doc__": stock.__doc__})
+    methods = serving_methods(stock, _is_outside) if root else {}
+    own = {"forward": _as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
+    return type(name, (base, stock), methods | own)
+
+
+def _as_called(forward: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` with the signature of the stock one, by which callers tell what it takes."""
+    assert isinstance(forward, FunctionType)
+    shown = FunctionType(forward.__code__, forward.__globals__, stock.__name__, None, forward.__closure__)
+    shown.__signature__ = inspect.signature(stock)  # pyright: ignore[reportFunctionMemberAccess]
+    shown.__doc__ = stock.__doc__
+    return shown
+
+
+def _is_outside(module: nn.Module) -> bool:
+    """Whether no forward of this root is under way."""
+    runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
+    return runtime is not None and runtime.handed_out.shards is None

@@ -96,12 +96,19 @@ def sum_coalesced(
 
 
 class HandedOut:
-    """The local tensors that were handed out in the forward under way, by identity of their parameter."""
+    """The local tensors that were handed out in the forward under way, by identity of their parameter.
+
+    Attributes:
+        axis: the ranks.
+        shards: the tensors; None while no forward of the root is under way.
+        alone: called before a module runs by itself, outside of any forward of the root.
+    """
 
     def __init__(self, axis: Communicator) -> None:
         """Serve the ranks of `axis`."""
         self.axis = axis
         self.shards: dict[int, Tensor] | None = None
+        self.alone: Callable[[], None] | None = None
 
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""

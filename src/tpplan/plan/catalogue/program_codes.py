@@ -234,6 +234,17 @@ class Attention(nn.Module):
 """,
     ),
     Entry(
+        code="TP125",
+        name="part-with-the-caller",
+        severity=Severity.NOTE,
+        summary="A call leaves a rank's part of a tensor in a list or dict of its caller.",
+        explanation="""
+Keys and values that a forward puts into lists, dicts or dataclasses among its arguments are those of this rank's heads.
+Later calls of the model know them by their sizes, however the caller sorts, cuts or copies them meanwhile, and work on
+them as they are. Only a caller that reads such a tensor itself finds less than the unsharded model would leave.
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,

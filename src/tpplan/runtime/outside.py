@@ -1,0 +1,64 @@
+"""Outside: what a model's own code does with parameters elsewhere than in a forward, as some models' `generate` does.
+
+    tokens = self.query_tokens.expand(batch, -1, -1)     a DTensor, as the parameter is to everyone outside
+    self.encoder(torch.cat([tokens, embeddings], 1))     beside plain tensors, which all ranks hold alike
+
+There a plain tensor counts as a replicated one, and a module that is called with a DTensor gets the whole tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+
+def whole(held: Any) -> Any:
+    """A tensor in place of a DTensor."""
+    return held.full_tensor() if isinstance(held, DTensor) else held
+
+
+def whole_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call that comes from outside of the root's forward."""
+    return tuple([whole(held) for held in args]), {name: whole(held) for name, held in kwargs.items()}
+
+
+def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bool]) -> dict[str, Callable[..., Any]]:
+    """The public methods of a class but `forward`, such that DTensors and plain tensors can meet while they run.
+
+    Args:
+        stock: the class that the user wrote.
+        is_outside: whether no forward of the model is under way: in one, no DTensor is dispatched.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for kind in stock.__mro__[: stock.__mro__.index(nn.Module)]:
+        for name, held in vars(kind).items():
+            if isinstance(held, FunctionType) and not name.startswith("_") and name != "forward":
+                found.setdefault(name, _serving(held, is_outside))
+    return found
+
+
+_served: set[int] = set()
+
+
+def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _served or not is_outside(self):
+            return method(self, *args, **kwargs)
+        _served.add(id(self))
+        try:
+            with implicit_replication():
+                return method(self, *args, **kwargs)
+        finally:
+            _served.clear()
+
+    return call
+
+
+__all__ = ["serving_methods", "whole", "whole_arguments"]
