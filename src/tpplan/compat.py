@@ -393,6 +393,11 @@ def schema_defaults(operator: OpOverload) -> tuple[tuple[str, Any], ...]:
     return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
 
 
+def runs_backward() -> bool:
+    """Whether this thread is in a backward: what runs there is an activation checkpoint's forward, once more."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportUnknownMemberType]
+
+
 def takes_device(operator: OpOverload) -> bool:
     """Whether it makes a tensor on a device that it is told."""
     return any(argument.name == "device" for argument in operator._schema.arguments)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tpplan.compat import runs_backward
 from tpplan.compiler.fitness import MARK
 from tpplan.compiler.layout import Layout
 from tpplan.runtime.communicator import Communicator
@@ -143,9 +144,12 @@ def _apply(held: Any, path: tuple[str | int, ...], step: Move) -> Any:
 
 
 def run_alone(module: nn.Module) -> ModuleRuntime:
-    """What a module needs that is called by itself, outside of the root's forward."""
+    """What a module needs that is called by itself, outside of the root's forward.
+
+    In a backward that is an activation checkpoint, which computes again what was computed by the program in place.
+    """
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
-    if runtime.handed_out.alone is None:
+    if runtime.handed_out.alone is None or runs_backward():
         return runtime
     runtime.handed_out.alone()
     return module.__dict__[RUNTIME]
