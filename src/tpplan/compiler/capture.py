@@ -124,6 +124,7 @@ def record(
     before = set(map(id, outliving))
     for tensor in outliving:
         recorder.outlives(tensor)
+    buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
     example = _to_meta((tuple(arguments), dict(keywords)), {})
     inputs = tuple(recorder.value_of(tensor) for tensor in _leaves(example))
     outer = OpenFrame("", 0, [])
@@ -156,6 +157,7 @@ def record(
         tuple(dict.fromkeys(recorder.assumptions)),
         kept,
         frozenset(recorder.chosen),
+        buffers,
     )
 
 
@@ -313,9 +315,11 @@ def _leaves(held: Any) -> list[Tensor]:
 def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
     """Drop operations whose results nobody reads, now or after the run: autograd's own detaches, unused masks.
 
-    Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards.
+    Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards; of a call's
+    results those that nobody reads and a dropped operation made.
     """
     live = {crossing.source for crossing in root.exits} | effects
+    dropped: set[int] = set()
 
     def clean(frame: Frame) -> Frame:
         body: list[Operation | Frame] = []
@@ -330,7 +334,12 @@ def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
             if overwritten or any(output in live for output in node.outputs):
                 live.update(node.inputs)
                 body.append(node if overwritten == node.overwritten else replace(node, overwritten=overwritten))
+            else:
+                dropped.update(output for output in node.outputs if output is not None)
         live.update(crossing.source for crossing in frame.entries if crossing.target in live)
-        return replace(frame, body=tuple(reversed(body)))
+        exits = tuple(crossing for crossing in frame.exits if crossing.source not in dropped)
+        if len(exits) < len(frame.exits):
+            dropped.update({c.target for c in frame.exits} - {c.target for c in exits})
+        return replace(frame, exits=exits, body=tuple(reversed(body)))
 
     return clean(root)

@@ -190,7 +190,7 @@ class ModuleProgram:
         inner: reshards inside of its body, of which it has some only where the body is replaced.
         recorded: for a body that runs from its record: how its values lie; None for one that runs its own Python.
         split_norm: what takes the body's place, if that is a norm over split features.
-        reads: names of the parameters that its body reads, relative to the root.
+        reads: names of the parameters, and of split buffers, that its body reads, relative to the root.
         random: how it draws random numbers, None if it draws none.
         local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
@@ -279,6 +279,7 @@ class Program:
         training: the mode that was captured.
         inputs: the tensors of the example call.
         parameters, modules: in the model's order.
+        buffers: those that are split; each is stored whole, and bodies read a rank's part.
         kernels: the candidates for a kernel, in order of execution.
         assumptions: data-dependent branches that the proof leaves aside, with their place.
         picked: modules that are called with what is found in a tensor, as experts with the tokens routed to them: for
@@ -297,6 +298,7 @@ class Program:
     kernels: tuple[KernelUse, ...] = ()
     assumptions: tuple[str, ...] = ()
     picked: tuple[str, ...] = ()
+    buffers: tuple[ParameterPlacement, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     version: int = PROGRAM_VERSION
 
@@ -379,8 +381,9 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
         plain = asdict(self)
         del plain["diagnostics"]
-        if not self.picked:
-            del plain["picked"]
+        for key in ("picked", "buffers"):
+            if not plain[key]:
+                del plain[key]
         return json.loads(json.dumps(plain))
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -401,6 +404,7 @@ class Program:
         fields["kernels"] = tuple(_kernel(k) for k in plain["kernels"])
         fields["assumptions"] = tuple(plain["assumptions"])
         fields["picked"] = tuple(plain.get("picked", ()))
+        fields["buffers"] = tuple(_parameter(p) for p in plain.get("buffers", ()))
         return cls(**fields)
 
     @property

@@ -157,6 +157,7 @@ class Trace:
         recorded: the same with every operation, to compare another run with.
         values: all values, by identifier.
         parameters: value identifier to the parameter's qualified names (more than one if it is tied).
+        buffers: the same of buffers.
         inputs: identifiers of the root's example inputs.
         training: whether the run was in training mode.
         assumptions: data-dependent branches met on the way.
@@ -173,6 +174,12 @@ class Trace:
     assumptions: tuple[Assumption, ...] = field(default=())
     kept: dict[int, str] = field(default_factory=dict[int, str])
     chosen: frozenset[tuple[str, int]] = frozenset()
+    buffers: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+
+    @property
+    def stored(self) -> dict[int, tuple[str, ...]]:
+        """The parameters and the buffers."""
+        return self.parameters | self.buffers
 
     @property
     def taken(self) -> frozenset[Location]:

@@ -52,6 +52,7 @@ class ModuleRuntime:
         label: what `print` adds to the stock representation.
         entries, exits: reshards at the boundary.
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
+        parts: the same of split buffers.
         axis: the ranks.
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         handed_out: for the root: the tensors to read in a forward.
@@ -72,6 +73,7 @@ class ModuleRuntime:
     entries: tuple[EntryStep, ...] = ()
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
+    parts: tuple[tuple[nn.Module, str, Reader], ...] = ()
     random: Randomness | None = None
     handed_out: HandedOut | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
@@ -150,6 +152,8 @@ class ShardedModule(nn.Module):
         for owner, name, read in runtime.reads:
             # An instance attribute comes before nn.Module's own look-up of parameters.
             owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
+        for owner, name, read in runtime.parts:
+            owner.__dict__[name] = read(owner._buffers[name])  # pyright: ignore
         try:
             if runtime.random is None or not self.training:
                 result = self._body(runtime, args, kwargs)
@@ -157,7 +161,7 @@ class ShardedModule(nn.Module):
                 with runtime.random:
                     result = self._body(runtime, args, kwargs)
         finally:
-            for owner, name, _ in runtime.reads:
+            for owner, name, _ in (*runtime.reads, *runtime.parts) if runtime.parts else runtime.reads:
                 owner.__dict__.pop(name, None)
         return runtime.leave(result) if runtime.exits else result
 

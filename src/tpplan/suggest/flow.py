@@ -342,10 +342,10 @@ class _Walk:
         if answer is None or isinstance(answer, Refusal):
             return None
         for i, held in instead.items():
-            name, dim = self.subject.beside.get(instance.values[i], ("", None))
-            if dim == held.dim:
-                source = min(self.sources[instance.values[split[0][0]]])
-                self.found.beside[name] = (source, tuple(pack.size for pack in held.packs))
+            for name, dim in self.subject.beside.get(instance.values[i], {}).items():
+                if dim == held.dim:
+                    source = min(self.sources[instance.values[split[0][0]]])
+                    self.found.beside[name] = (source, tuple(pack.size for pack in held.packs))
         return answer
 
     def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:

@@ -135,7 +135,7 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
             families.join(_key(name, settings), _key(addend, settings))
     for parameter, (name, packs) in found.beside.items():
         if parameter not in settings and name in settings:
-            settings[parameter] = Setting(Style.COLWISE, packed=pack_names(packs) if len(packs) > 1 else None)
+            settings[parameter] = Setting(Style.COLWISE, packed=pack_names(packs, True) if len(packs) > 1 else None)
             families.join(_key(name, settings), _key(parameter, settings))
     order = [name for name in (*subject.tables, *subject.weights, *subject.addends) if name in settings]
     members: defaultdict[object, list[str]] = defaultdict(list)
