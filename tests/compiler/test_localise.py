@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
 from tests.compiler.toys import ATTENTION, HIDDEN, Attention, Block, codes, compiled
+from tpplan.compiler.assign import Assignment
+from tpplan.compiler.attribute_reads import attributes_read
+from tpplan.compiler.bind import bind
+from tpplan.compiler.capture import capture
+from tpplan.compiler.compare import CheckInput
 from tpplan.compiler.program import LocalAttribute
+from tpplan.compiler.region import build_regions
+from tpplan.compiler.skeleton import make_skeleton
+from tpplan.plan import Plan
 
 
 def local(program: tpplan.Program) -> dict[str, tuple[LocalAttribute, ...]]:
@@ -60,6 +69,73 @@ def test_two_attributes_that_must_change_together_do() -> None:
 
     (held,) = local(compiled(SizeAndHeads(), ATTENTION)).values()
     assert {(a.name, a.local) for a in held} == {("num_heads", 2), ("embed_dim", 8)}
+
+
+def test_a_wrong_factor_of_the_right_product_is_given_up() -> None:
+    """With as many heads as entries in a head, half of the one is half of the other, until they are told apart."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head_dim, self.num_heads, self.groups = 4, 4, 4
+            self.qkv, self.o = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, sequence, _ = x.shape
+            packed, end = self.qkv(x), self.num_heads * self.head_dim
+            parts = (packed[..., :end], packed[..., end : end + self.groups * self.head_dim])
+            parts = (*parts, packed[..., end + self.groups * self.head_dim :])
+            q, k, v = (part.view(batch, sequence, -1, self.head_dim).transpose(1, 2) for part in parts)
+            return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, sequence, -1))
+
+    rules = {"qkv": {"style": "colwise", "packed": ["q", "k", "v"]}, "o": "rowwise"}
+    (held,) = local(compiled(Square(), rules)).values()
+    assert {(a.name, a.local) for a in held} == {("num_heads", 2), ("groups", 2)}
+
+
+def test_heads_in_groups_of_which_a_product_counts_all() -> None:
+    class Grouped(nn.Module):
+        """The features of a group are 2 · heads // groups times the size; the size equals the heads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.groups, self.size, self.other = 8, 4, 8, 4
+            self.up, self.down = nn.Linear(HIDDEN, 2 * 64), nn.Linear(64, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, sequence, _ = x.shape
+            each = self.size * self.heads // self.groups
+            one, two = self.up(x).view(batch, sequence, self.groups, 2 * each).split([each, each], -1)
+            one = one.reshape(batch, sequence, self.heads, self.size).softmax(-1)
+            return self.down(one.reshape(batch, sequence, -1) * two.reshape(batch, sequence, -1))
+
+    (held,) = local(compiled(Grouped(), {"up": "colwise", "down": "rowwise"})).values()
+    assert {(a.name, a.local) for a in held} == {("heads", 4), ("groups", 2)}
+
+
+def test_what_the_code_reads_is_seen_through_another_name() -> None:
+    class Settings:
+        def __init__(self) -> None:
+            self.size, self.unread, self.heads = 1, 2, 4
+
+        def __getattr__(self, name: str) -> Any:
+            return self.heads if name == "n_head" else object.__getattribute__(self, name)
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings, self.other, self.width = Settings(), 5, HIDDEN
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(-1, self.width).view(-1, self.settings.n_head, self.width // self.settings.n_head)
+
+    model = nn.Sequential(Held())
+    trace = capture(make_skeleton(model), (torch.randn(2, HIDDEN),), {}, training=True)
+    given = CheckInput(model, trace, Assignment(), build_regions(trace, bind(model, Plan(), 2)[0]), 2,
+                       (torch.randn(2, HIDDEN),), {}, {})  # fmt: skip
+    assert attributes_read(given, "0") == {"width", "settings.heads"}
+    assert type(model[0]) is Held
+    assert type(model[0].settings) is Settings
 
 
 def test_a_plan_may_name_the_attribute() -> None:

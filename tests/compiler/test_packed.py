@@ -77,6 +77,8 @@ CASES = [
          lambda a: a.view(3, 5, 1, 16), (packed(2, [Pack(2, 2)]),)),
     Case("flatten the batch", ((3, 5, 64),), (QKV,), aten.view.default, (x, (15, 64)), lambda a: a.view(15, 16),
          (packed(1, QKV.packs),)),
+    Case("pairs of replicas as complex numbers", ((3, 2, 5, 2),), (packed(1, [Pack(2, 2)]),),
+         aten.view_as_complex.default, (x,), torch.view_as_complex, (packed(1, [Pack(2, 2)]),)),
     Case("repeat heads", ((3, 2, 1, 5, 4),), (packed(1, [Pack(2, 2)]),), aten.expand.default, (x, (3, 2, 4, 5, 4)),
          lambda a: a.expand(3, 1, 2, 5, 4), (SPREAD,)),
     Case("join repeats", ((3, 2, 4, 5, 4),), (SPREAD,), aten.view.default, (x, (3, 8, 5, 4)),

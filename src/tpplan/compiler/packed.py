@@ -35,6 +35,7 @@ REPEAT = "aten.repeat.default"
 EXPAND = "aten.expand.default"
 GATHER = "aten.gather.default"
 PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
+_PAIRS = frozenset(("aten.view_as_complex.default", "aten.view_as_real.default"))  # the last dim's, or as a last dim
 _LARGEST = 1 << 22
 _REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
 
@@ -87,6 +88,10 @@ def results(
         return _taken(held, [start], [length], size) if step == 1 else "takes every so many entries of a packed dim"
     if node.name in PICKS and picked_dim(node.name, node.arguments) == held.dim:
         return _picked(node, values, held, shape[held.dim], size)
+    if node.name in _PAIRS:
+        # DTensor's rule is that of a view, and refuses a dim of fewer entries than ranks.
+        last = held.dim + (1 if held.spread != 1 else 0)
+        return (held,) if last < len(values[_output(node)].shape) else "pairs entries of the dim that is sharded"
     if node.name == GATHER:
         # Every rank looks up its own entries in its own part.
         alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim

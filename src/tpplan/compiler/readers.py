@@ -244,7 +244,7 @@ class Readers:
         return before[:-1] == after[:-1] and after[-1] == self.trace.values[value].shape[-1]
 
     def _beside(self, at: _Dim, operation: Operation) -> bool:
-        """Whether the other operands are parameters, buffers, or the same for all entries of the dim, as a statistic is."""
+        """Whether the other operands are parameters or buffers, or alike for all entries of the dim, as a mean is."""
         rank = len(self.trace.values[at.value].shape)
         for i in operation.inputs:
             shape = self.trace.values[i].shape
