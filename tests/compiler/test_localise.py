@@ -77,20 +77,23 @@ def test_a_wrong_factor_of_the_right_product_is_given_up() -> None:
     class Square(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head_dim, self.num_heads, self.groups = 4, 4, 4
-            self.qkv, self.o = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+            self.head_dim, self.num_heads, self.keys, self.values = 4, 4, 4, 4
+            self.qkv, self.o = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
         def forward(self, x: Tensor) -> Tensor:
             batch, sequence, _ = x.shape
-            packed, end = self.qkv(x), self.num_heads * self.head_dim
-            parts = (packed[..., :end], packed[..., end : end + self.groups * self.head_dim])
-            parts = (*parts, packed[..., end + self.groups * self.head_dim :])
-            q, k, v = (part.view(batch, sequence, -1, self.head_dim).transpose(1, 2) for part in parts)
+            packed, start, parts = self.qkv(x), 0, list[Tensor]()
+            for count in (self.num_heads, self.keys, self.values):
+                parts.append(packed[..., start : start + count * self.head_dim])
+                start += count * self.head_dim
+            parts.append(packed[..., start:])
+            q, k, v, gate = (part.view(batch, sequence, -1, self.head_dim).transpose(1, 2) for part in parts)
+            v = v * gate
             return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, sequence, -1))
 
-    rules = {"qkv": {"style": "colwise", "packed": ["q", "k", "v"]}, "o": "rowwise"}
+    rules = {"qkv": {"style": "colwise", "packed": ["q", "k", "v", "gate"]}, "o": "rowwise"}
     (held,) = local(compiled(Square(), rules)).values()
-    assert {(a.name, a.local) for a in held} == {("num_heads", 2), ("groups", 2)}
+    assert {(a.name, a.local) for a in held} == {("num_heads", 2), ("keys", 2), ("values", 2)}
 
 
 def test_heads_in_groups_of_which_a_product_counts_all() -> None:
@@ -99,7 +102,7 @@ def test_heads_in_groups_of_which_a_product_counts_all() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.heads, self.groups, self.size, self.other = 8, 4, 8, 4
+            self.heads, self.groups, self.size, self.width = 8, 4, 8, 64
             self.up, self.down = nn.Linear(HIDDEN, 2 * 64), nn.Linear(64, HIDDEN)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -107,10 +110,10 @@ def test_heads_in_groups_of_which_a_product_counts_all() -> None:
             each = self.size * self.heads // self.groups
             one, two = self.up(x).view(batch, sequence, self.groups, 2 * each).split([each, each], -1)
             one = one.reshape(batch, sequence, self.heads, self.size).softmax(-1)
-            return self.down(one.reshape(batch, sequence, -1) * two.reshape(batch, sequence, -1))
+            return self.down(one.reshape(batch, sequence, self.width) * two.reshape(batch, sequence, -1))
 
     (held,) = local(compiled(Grouped(), {"up": "colwise", "down": "rowwise"})).values()
-    assert {(a.name, a.local) for a in held} == {("heads", 4), ("groups", 2)}
+    assert {(a.name, a.local) for a in held} == {("heads", 4), ("groups", 2), ("width", 32)}
 
 
 def test_what_the_code_reads_is_seen_through_another_name() -> None:
