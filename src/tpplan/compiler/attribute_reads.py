@@ -47,10 +47,10 @@ def _watch(module: nn.Module, known: frozenset[str], note: Callable[[str], None]
 
 def _derive(held: Any, keys: set[str], prefix: str, note: Callable[[str], None]) -> None:
     """Give `held` a class of its own, which tells what is read; by a name that stands for another, all of its value."""
-    kind = type(held)
-    counts = {key: vars(held)[key] for key in keys}
+    kind: type[object] = held.__class__
+    counts: dict[str, int] = {key: vars(held)[key] for key in keys}
 
-    def read(self: Any, key: str) -> Any:
+    def read(self: object, key: str) -> object:
         found = kind.__getattribute__(self, key)
         if self is held and type(found) is int:
             for name in [key] if key in counts else [n for n, count in counts.items() if count == found]:

@@ -320,7 +320,9 @@ def _candidates(
         exact = all(p.size * inner % unit == 0 for p in packs)
         scaled = [Pack(p.size * inner // unit, p.replicas) for p in packs]
         repeated = [Pack(count // outer, packs[0].replicas)] * outer if count % outer == 0 else []
-        proposals = [scaled if exact else [], [Pack(count, packs[0].replicas)], repeated]
+        runs = scaled[: len(packs) // math.prod(target[:position])]  # of packs that come again for each entry before
+        joined = [scaled * outer, runs] if exact and held.packs else []
+        proposals = [scaled if exact else [], [Pack(count, packs[0].replicas)], repeated, *joined]
         yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
         after = target[position + 1] if position + 1 < len(target) else 1
         for replicas in range(2, size):

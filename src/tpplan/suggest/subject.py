@@ -129,6 +129,13 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     )  # fmt: skip
 
 
+def columns_with_packs(subject: Subject, packs: Mapping[str, tuple[int, ...]]) -> dict[str, Column]:
+    """What splits with packs of these sizes make of layers, where the compiler knows any."""
+    named = {name: pack_names(sizes, exact=True) for name, sizes in packs.items()}
+    counts = {name: sum(sizes) for name, sizes in packs.items()}
+    return _split(subject.model, DataFlow(subject.trace), counts, named, subject.size)[0]
+
+
 def _beside(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, dict[str, int]]:
     found: dict[int, dict[str, int]] = {}
     for parameter, (name, *_) in readers.trace.stored.items():
@@ -264,7 +271,7 @@ def _without_conflicts(binding: Binding, found: Sequence[Diagnostic]) -> Binding
 
 def pack_names(sizes: Sequence[int], exact: bool = False) -> tuple[Pack, ...]:
     """Names for the packs of one projection; with sizes where these differ, or where `exact` ones are wanted."""
-    usual = {2: ("gate", "up"), 3: ("q", "k", "v")}
+    usual = {} if exact else {2: ("gate", "up"), 3: ("q", "k", "v")}
     names = usual.get(len(sizes), tuple(f"part{i}" for i in range(len(sizes))))
     even = len(set(sizes)) == 1 and not exact
     return tuple(Pack(name, None if even else count) for name, count in zip(names, sizes, strict=True))
