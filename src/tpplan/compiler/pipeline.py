@@ -406,7 +406,7 @@ def _try_attributes(
         if next(trials, None) is None:
             break
         after = check(given, proposal, work.excused, work.recorded)
-        if after is not None and _same_place(after, mismatch):
+        if after is not None and not _is_later(given, after, mismatch):
             continue
         if after is None or after.frame.module != mismatch.frame.module:
             return _Trial(proposal, after, True)
@@ -438,8 +438,11 @@ def _splits_features(given: CheckInput, mismatch: Mismatch) -> bool:
     """Whether what the body gets wrong comes from features or heads that are split, and not from the sequence."""
     if splits_parameters(given, mismatch.frame):
         return True
-    sizes = {whole for value in split_values(given, mismatch) if (whole := split_size(given, value)) is not None}
-    return bool(sizes & set(mismatch.sizes(given.size))) if mismatch.sizes(given.size) else bool(sizes)
+    layouts, values = given.assignment.layouts, given.trace.values
+    split = list(split_values(given, mismatch))
+    sizes = {whole for value in split if (whole := split_size(given, value)) is not None}
+    seen = {values[value].shape[layouts[value].dim or 0] for value in split}.intersection(mismatch.sizes(given.size))
+    return bool(sizes & seen) if seen else bool(sizes)
 
 
 def _record_body(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
@@ -462,6 +465,13 @@ def _takes_uneven(given: CheckInput, frame: Frame) -> bool:
     layouts, values = given.assignment.layouts, given.trace.values
     held = [(layouts.get(c.target, REPLICATED), values[c.target].shape) for c in frame.entries]
     return any(layout.dim is not None and not layout.is_even(shape[layout.dim], given.size) for layout, shape in held)
+
+
+def _is_later(given: CheckInput, one: Mismatch, other: Mismatch) -> bool:
+    """Whether a mismatch stands after another in the order of the comparison: callers come before what they call."""
+    order = {(frame.module, frame.call): place for place, frame in enumerate(given.trace.recorded.walk())}
+    ours, theirs = ((order[m.frame.module, m.frame.call], m.position) for m in (one, other))
+    return ours > theirs
 
 
 def _same_place(one: Mismatch, other: Mismatch) -> bool:
