@@ -41,6 +41,7 @@ def check(
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str] = frozenset(),
     recorded: frozenset[str] = frozenset(),
+    only: tuple[str, int] | None = None,
 ) -> Mismatch | None:
     """Run the model on local shapes, once for each kind of rank.
 
@@ -49,9 +50,10 @@ def check(
         attributes: integer attributes to set to local counts, by module.
         recorded: modules whose bodies run from their records.
         excused: modules that are not run, as they were reported already; their results are taken as promised.
+        only: the one call, as its module and number, that is compared; None for all.
     """
     for rank in different_ranks(given):
-        found = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
+        found = _check_rank(replace(given, rank=rank), attributes, excused, recorded, only)
         if found is not None:
             return replace(found, rank=rank)
     return None
@@ -76,6 +78,7 @@ def _check_rank(
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str],
     recorded: frozenset[str],
+    only: tuple[str, int] | None,
 ) -> Mismatch | None:
     shapes = _local_parameter_shapes(given)
     skeleton = make_skeleton(given.model, shapes)
@@ -94,7 +97,7 @@ def _check_rank(
         local, failed, reason = error.root, error.frame, str(error.__cause__)
     frames = {(f.module, f.call): f for f in given.trace.recorded.walk()}
     for frame in local.walk():
-        if (frame.module, frame.call) in boundary.skipped:
+        if (frame.module, frame.call) in boundary.skipped or only not in (None, (frame.module, frame.call)):
             continue
         whole = frames.get((frame.module, frame.call))
         if whole is None:
@@ -104,7 +107,7 @@ def _check_rank(
         found = compare(given, whole, frame, state.recorder.values, unfinished, reason if frame is failed else "")
         if found is not None:
             return found
-    assert failed is None, failed.module
+    assert failed is None or only is not None, failed.module
     return None
 
 

@@ -406,11 +406,15 @@ def _try_attributes(
         if next(trials, None) is None:
             break
         after = check(given, proposal, work.excused, work.recorded)
-        if after is not None and not _is_later(given, after, mismatch):
-            continue
-        if after is None or after.frame.module != mismatch.frame.module:
+        frame = mismatch.frame
+        own = after
+        if after is not None and after.frame.module != frame.module:  # callers are compared before what they call
+            own = check(given, proposal, work.excused, work.recorded, (frame.module, frame.call))
+        if own is None:
             return _Trial(proposal, after, True)
-        further = _try_attributes(work, given, after, proposal, trials)
+        if _same_place(own, mismatch):
+            continue
+        further = _try_attributes(work, given, own, proposal, trials)
         if further is not None and further.passes:
             return further
         first = first or _Trial(proposal, after, False)
@@ -465,13 +469,6 @@ def _takes_uneven(given: CheckInput, frame: Frame) -> bool:
     layouts, values = given.assignment.layouts, given.trace.values
     held = [(layouts.get(c.target, REPLICATED), values[c.target].shape) for c in frame.entries]
     return any(layout.dim is not None and not layout.is_even(shape[layout.dim], given.size) for layout, shape in held)
-
-
-def _is_later(given: CheckInput, one: Mismatch, other: Mismatch) -> bool:
-    """Whether a mismatch stands after another in the order of the comparison: callers come before what they call."""
-    order = {(frame.module, frame.call): place for place, frame in enumerate(given.trace.recorded.walk())}
-    ours, theirs = ((order[m.frame.module, m.frame.call], m.position) for m in (one, other))
-    return ours > theirs
 
 
 def _same_place(one: Mismatch, other: Mismatch) -> bool:
