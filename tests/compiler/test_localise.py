@@ -116,6 +116,45 @@ def test_heads_in_groups_of_which_a_product_counts_all() -> None:
     assert {(a.name, a.local) for a in held} == {("heads", 4), ("groups", 2), ("width", 32)}
 
 
+def test_a_wrong_count_that_shows_in_a_caller_first_is_not_taken() -> None:
+    class Blocks(nn.Module):
+        """As CodeGen: the code itself says that features lie in four blocks, so that no attribute can be right."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.size = 8, 8
+            self.qkv, self.o = nn.Linear(HIDDEN, 3 * 64), nn.Linear(64, HIDDEN)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            batch, sequence, _ = x.shape
+            parts = self.qkv(x).reshape(batch, sequence, 4, -1).split(self.size * self.heads // 4, -1)
+            q, k, v = (part.reshape(batch, sequence, -1, self.size).transpose(1, 2) for part in parts)
+            weights = (q @ k.transpose(-1, -2)).softmax(-1)
+            mixed = (weights @ v).transpose(1, 2).contiguous()
+            return self.o(mixed.view(batch, sequence, self.heads * self.size)), weights
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Blocks()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            mixed, weights = self.body(x)
+            return x + mixed, weights
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Outer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(x)[0]
+
+    program = compiled(First(), {"outer.body.qkv": "colwise", "outer.body.o": "rowwise"})
+    assert [module.name for module in program.modules if module.recorded is not None] == ["outer.body"]
+    assert not local(program)
+
+
 def test_what_the_code_reads_is_seen_through_another_name() -> None:
     class Settings:
         def __init__(self) -> None:
