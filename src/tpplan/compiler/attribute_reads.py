@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import derive_class, named_modules
 from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.capture import Capture, record
 from tpplan.compiler.compare import CheckInput
@@ -57,7 +57,7 @@ def _derive(held: Any, keys: set[str], prefix: str, note: Callable[[str], None])
                 note(prefix + name)
         return found
 
-    held.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
+    derive_class(held, {"__getattribute__": read})
 
 
 __all__ = ["attributes_read"]
