@@ -42,6 +42,7 @@ __all__ = [
     "TorchDispatchMode",
     "Unwatched",
     "all_gather_single",
+    "derive_class",
     "fake_mesh",
     "fake_process_group",
     "innermost_mode",
@@ -154,6 +155,12 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def transient_buffers(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that aren't in its state_dict."""
     return module._non_persistent_buffers_set
+
+
+def derive_class(held: object, members: dict[str, object]) -> None:
+    """Give an object of our own, such as a module of a skeleton, a class with these members, derived from its own."""
+    kind: type[object] = held.__class__
+    held.__class__ = type(kind.__name__, (kind,), members | {"__module__": kind.__module__})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
 from tests.compiler.toys import ATTENTION, HIDDEN, Attention, Block, codes, compiled
+from tpplan.compiler.assign import Assignment
+from tpplan.compiler.attribute_reads import attributes_read
+from tpplan.compiler.bind import bind
+from tpplan.compiler.capture import capture
+from tpplan.compiler.compare import CheckInput
 from tpplan.compiler.program import LocalAttribute
+from tpplan.compiler.region import build_regions
+from tpplan.compiler.skeleton import make_skeleton
+from tpplan.plan import Plan
 
 
 def local(program: tpplan.Program) -> dict[str, tuple[LocalAttribute, ...]]:
@@ -60,6 +69,115 @@ def test_two_attributes_that_must_change_together_do() -> None:
 
     (held,) = local(compiled(SizeAndHeads(), ATTENTION)).values()
     assert {(a.name, a.local) for a in held} == {("num_heads", 2), ("embed_dim", 8)}
+
+
+def test_a_wrong_factor_of_the_right_product_is_given_up() -> None:
+    """With as many heads as entries in a head, half of the one is half of the other, until they are told apart."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head_dim, self.num_heads, self.keys, self.values = 4, 4, 4, 4
+            self.qkv, self.o = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, sequence, _ = x.shape
+            packed, start, parts = self.qkv(x), 0, list[Tensor]()
+            for count in (self.num_heads, self.keys, self.values):
+                parts.append(packed[..., start : start + count * self.head_dim])
+                start += count * self.head_dim
+            parts.append(packed[..., start:])
+            q, k, v, gate = (part.view(batch, sequence, -1, self.head_dim).transpose(1, 2) for part in parts)
+            v = v * gate
+            return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, sequence, -1))
+
+    rules = {"qkv": {"style": "colwise", "packed": ["q", "k", "v", "gate"]}, "o": "rowwise"}
+    (held,) = local(compiled(Square(), rules)).values()
+    assert {(a.name, a.local) for a in held} == {("num_heads", 2), ("keys", 2), ("values", 2)}
+
+
+def test_heads_in_groups_of_which_a_product_counts_all() -> None:
+    class Grouped(nn.Module):
+        """The features of a group are 2 · heads // groups times the size; the size equals the heads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.groups, self.size, self.width = 8, 4, 8, 64
+            self.up, self.down = nn.Linear(HIDDEN, 2 * 64), nn.Linear(64, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, sequence, _ = x.shape
+            each = self.size * self.heads // self.groups
+            one, two = self.up(x).view(batch, sequence, self.groups, 2 * each).split([each, each], -1)
+            one = one.reshape(batch, sequence, self.heads, self.size).softmax(-1)
+            return self.down(one.reshape(batch, sequence, self.width) * two.reshape(batch, sequence, -1))
+
+    (held,) = local(compiled(Grouped(), {"up": "colwise", "down": "rowwise"})).values()
+    assert {(a.name, a.local) for a in held} == {("heads", 4), ("groups", 2), ("width", 32)}
+
+
+def test_a_wrong_count_that_shows_in_a_caller_first_is_not_taken() -> None:
+    class Blocks(nn.Module):
+        """As CodeGen: the code itself says that features lie in four blocks, so that no attribute can be right."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.size = 8, 8
+            self.qkv, self.o = nn.Linear(HIDDEN, 3 * 64), nn.Linear(64, HIDDEN)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            batch, sequence, _ = x.shape
+            parts = self.qkv(x).reshape(batch, sequence, 4, -1).split(self.size * self.heads // 4, -1)
+            q, k, v = (part.reshape(batch, sequence, -1, self.size).transpose(1, 2) for part in parts)
+            weights = (q @ k.transpose(-1, -2)).softmax(-1)
+            mixed = (weights @ v).transpose(1, 2).contiguous()
+            return self.o(mixed.view(batch, sequence, self.heads * self.size)), weights
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Blocks()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            mixed, weights = self.body(x)
+            return x + mixed, weights
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Outer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(x)[0]
+
+    program = compiled(First(), {"outer.body.qkv": "colwise", "outer.body.o": "rowwise"})
+    assert [module.name for module in program.modules if module.recorded is not None] == ["outer.body"]
+    assert not local(program)
+
+
+def test_what_the_code_reads_is_seen_through_another_name() -> None:
+    class Settings:
+        def __init__(self) -> None:
+            self.size, self.unread, self.heads = 1, 2, 4
+
+        def __getattr__(self, name: str) -> Any:
+            return self.heads if name == "n_head" else object.__getattribute__(self, name)
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings, self.other, self.width = Settings(), 5, HIDDEN
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(-1, self.width).view(-1, self.settings.n_head, self.width // self.settings.n_head)
+
+    model = nn.Sequential(Held())
+    trace = capture(make_skeleton(model), (torch.randn(2, HIDDEN),), {}, training=True)
+    given = CheckInput(model, trace, Assignment(), build_regions(trace, bind(model, Plan(), 2)[0]), 2,
+                       (torch.randn(2, HIDDEN),), {}, {})  # fmt: skip
+    assert attributes_read(given, "0") == {"width", "settings.heads"}
+    assert type(model[0]) is Held
+    assert type(model[0].settings) is Settings
 
 
 def test_a_plan_may_name_the_attribute() -> None:

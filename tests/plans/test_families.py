@@ -15,9 +15,9 @@ from tests.zoo.architectures import build
 
 FAMILIES = (
     "albert", "bart", "bloom", "clip", "cohere", "deberta-v2", "deepseek_v3", "electra", "falcon", "falcon-multi-query",
-    "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite", "granitemoe",
-    "mamba", "mixtral", "mpt", "nanogpt", "olmo2", "olmoe", "phi", "qwen2_moe", "qwen3_moe", "siglip", "stablelm",
-    "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
+    "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite",
+    "granitemoe", "mamba", "mixtral", "mpt", "nanogpt", "olmo2", "olmoe", "phi", "qwen2_moe", "qwen3_moe", "qwen3_next",
+    "siglip", "stablelm", "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
 )  # fmt: skip
 ARCHITECTURES = {"falcon": "falcon_new", "falcon-multi-query": "falcon_old"}  # where they have other names than plans
 WITHOUT_SEQUENCE = ("vit",)  # an image's patches and the class token are an odd number

@@ -131,6 +131,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gptj": _named_otherwise("gptj", **_GPT2, rotary_dim=4),
     "gpt_bigcode": _named_otherwise("gpt_bigcode", **_GPT2, multi_query=True),
     "gpt_bigcode_mha": _named_otherwise("gpt_bigcode", **_GPT2, multi_query=False),
+    "codegen": _named_otherwise("codegen", **_GPT2 | {"n_head": HEADS, "rotary_dim": 4}),
     "opt": _causal("opt", ffn_dim=FEED, word_embed_proj_dim=HIDDEN, dropout=0.0),
     "bloom": _causal("bloom", hidden_size=HIDDEN, n_layer=2, n_head=HEADS),
     "falcon_old": _causal("falcon", alibi=False, multi_query=True, parallel_attn=True, new_decoder_architecture=False),
@@ -158,6 +159,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere": _causal("cohere", **_GROUPED),
     "stablelm": _causal("stablelm", **_GROUPED, partial_rotary_factor=0.67),
     "starcoder2": _causal("starcoder2", **_GROUPED, residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0),
+    "diffllama": _causal("diffllama", num_key_value_heads=8),
     "glm4": _causal("glm4", **_GROUPED, head_dim=12, partial_rotary_factor=0.5),
     "granite": _causal("granite", **_GROUPED),
     "gpt_oss": _causal("gpt_oss", **_GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
@@ -201,6 +203,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": _named_otherwise(
         "mamba2", hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=6, num_heads=12,
         head_dim=8, n_groups=4, chunk_size=8, use_cache=False,
+    ),
+    "falcon_h1": _causal(
+        "falcon_h1", **_GROUPED, head_dim=6, mamba_n_heads=16, mamba_d_head=6, mamba_d_ssm=96, mamba_d_state=6,
+        mamba_n_groups=1, mamba_chunk_size=8,
+    ),
+    "qwen3_next": _causal(
+        "qwen3_next", **_GROUPED, **_EXPERTS, num_experts=4, shared_expert_intermediate_size=40, head_dim=12,
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=4, linear_num_value_heads=8,
+        linear_key_head_dim=6, linear_value_head_dim=10,
     ),
     "jamba": _causal(
         "jamba", **_GROUPED, num_experts=4, num_experts_per_tok=2, attn_layer_period=2, attn_layer_offset=1,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
@@ -26,7 +26,7 @@ class Bound:
         name, style, rule: the name, and what the plan says of it.
         form: what linear layer it is, or what is done with the parameter, for `colwise` and `rowwise`.
         packs: the stretches of the split features, if they are several or have several holders.
-        is_parameter: whether it is a parameter.
+        is_parameter: whether it is a parameter or a buffer.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Binding:
 
     Attributes:
         modules: by qualified name, of modules and of parameters; without a rule, or with style `none`, they're absent.
-        parameters: the layout of every parameter, by each of its names.
-        owners: the rule that sharded a parameter, by each of its names.
+        parameters: the layout of every parameter and buffer, by each of its names.
+        owners: the rule that sharded one of these, by each of its names.
     """
 
     modules: dict[str, Bound]
@@ -76,7 +76,7 @@ class Binding:
 def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
     """Match the plan's rules to `model` for an axis of `size` ranks."""
     modules = dict(named_modules(model, remove_duplicate=False))
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    parameters = [name for name, _ in stored_tensors(model)]
     matched = plan.match((name for name in modules if name), parameters)
     diagnostics = list(matched.diagnostics)
     bound: dict[str, Bound] = {}
@@ -96,6 +96,11 @@ def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnos
             diagnostics.append(problem)
     binding, conflicts = bind_parameters(model, bound)
     return binding, once(diagnostics + conflicts)
+
+
+def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and then the buffers of a model, by each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def bind_parameters(model: nn.Module, bound: dict[str, Bound]) -> tuple[Binding, list[Diagnostic]]:
@@ -177,7 +182,7 @@ def _parameter_layouts(
     model: nn.Module, bound: dict[str, Bound]
 ) -> tuple[dict[str, Layout], dict[str, Bound], list[Diagnostic]]:
     names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in stored_tensors(model):
         names_of.setdefault(id(parameter), []).append(name)
     layouts: dict[str, Layout] = {}
     owners: dict[str, Bound] = {}

@@ -125,6 +125,7 @@ def record(
     before = set(map(id, outliving))
     for tensor in outliving:
         recorder.outlives(tensor)
+    buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
     called = argument_names(type(skeleton.model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta)
     inputs = {path: recorder.value_of(tensor) for path, tensor in tensors_of(*example, called)}
@@ -167,6 +168,7 @@ def record(
         frozenset(recorder.chosen),
         inputs,
         left,
+        buffers,
     )
 
 
@@ -300,9 +302,11 @@ def _to_meta(_: Path, tensor: Tensor) -> Tensor:
 def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
     """Drop operations whose results nobody reads, now or after the run: autograd's own detaches, unused masks.
 
-    Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards.
+    Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards; of a call's
+    results those that nobody reads and a dropped operation made.
     """
     live = {crossing.source for crossing in root.exits} | effects
+    dropped: set[int] = set()
 
     def clean(frame: Frame) -> Frame:
         body: list[Operation | Frame] = []
@@ -317,7 +321,12 @@ def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
             if overwritten or any(output in live for output in node.outputs):
                 live.update(node.inputs)
                 body.append(node if overwritten == node.overwritten else replace(node, overwritten=overwritten))
+            else:
+                dropped.update(output for output in node.outputs if output is not None)
         live.update(crossing.source for crossing in frame.entries if crossing.target in live)
-        return replace(frame, body=tuple(reversed(body)))
+        exits = tuple(crossing for crossing in frame.exits if crossing.source not in dropped)
+        if len(exits) < len(frame.exits):
+            dropped.update({c.target for c in frame.exits} - {c.target for c in exits})
+        return replace(frame, exits=exits, body=tuple(reversed(body)))
 
     return clean(root)

@@ -130,9 +130,7 @@ def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: froze
     stock = dict(named_modules(make_skeleton(given.model).model))
     frames = {frame.module: frame for frame in given.trace.root.walk()}
     layouts = given.assignment.layouts
-    held = {
-        name: layouts[value] for value, names in given.trace.parameters.items() for name in names if value in layouts
-    }
+    held = {name: layouts[value] for value, names in given.trace.stored.items() for name in names if value in layouts}
     batch = given.trace.values[given.trace.inputs[0]].shape[0] if given.trace.inputs else 1
     for name in recorded:
         prefix = f"{name}." if name else ""
@@ -147,7 +145,7 @@ def _bound(replay: Replay, module: nn.Module) -> Callable[..., Any]:
 
 def _local_parameter_shapes(given: CheckInput) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for value, names in given.trace.parameters.items():
+    for value, names in given.trace.stored.items():
         layout = given.assignment.layouts.get(value, REPLICATED)
         for name in names:
             shapes[name] = layout.local_shape(given.trace.values[value].shape, given.size, given.rank)

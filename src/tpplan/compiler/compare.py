@@ -229,7 +229,8 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
     for (position, mine), its in zip(ours, theirs, strict=False):
         if mine.target is not its.target:
             return Mismatch(whole, mine, position, None, None, failure)
-        found = _compare_operation(given, whole, position, mine, its, values)
+        same = _compare_shapes if mine.name in _REARRANGING else _compare_operation
+        found = same(given, whole, position, mine, its, values)
         if found is not None:
             return found
     if len(theirs) >= len(ours):

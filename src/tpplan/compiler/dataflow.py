@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from tpplan.compiler.trace import Frame, Operation, Trace
+from tpplan.compat import schema_mutates
+from tpplan.compiler.trace import Frame, Operation, Reference, Trace
 
 
 class DataFlow:
@@ -55,6 +56,18 @@ class DataFlow:
                     for value in dict.fromkeys(node.inputs):
                         found[value].append((frame, node))
         return found
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """The values that operations write to, in whatever way, also where nobody reads them afterwards."""
+        found: set[int] = set()
+        for frame in self.trace.recorded.walk():
+            for node in frame.body:
+                if isinstance(node, Operation) and (places := schema_mutates(node.target)):
+                    found.update(node.overwritten)
+                    given = (a for place in places for a in node.arguments[place : place + 1])
+                    found.update(a.identifier for a in given if isinstance(a, Reference))
+        return frozenset(found)
 
     @cached_property
     def _frames(self) -> tuple[Frame, ...]:

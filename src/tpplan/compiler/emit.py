@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tpplan.compat import named_modules, own_parameters
+from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.bind import Binding
 from tpplan.compiler.choices import called_with_found
@@ -61,6 +61,7 @@ def emit(
         training=trace.training,
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
+        buffers=_buffers(trace, model, size, binding),
         modules=_modules(model, trace, binding, assignment, origins, attributes, recorded),
         kernels=kernels,
         assumptions=tuple(
@@ -115,6 +116,26 @@ def _parameters(
     return tuple(found)
 
 
+def _buffers(trace: Trace, model: nn.Module, size: int, binding: Binding) -> tuple[ParameterPlacement, ...]:
+    """The buffers that the plan splits."""
+    tensors = dict(model.named_buffers(remove_duplicate=False))
+    return tuple(
+        ParameterPlacement(
+            names=names,
+            shape=(shape := tuple(tensors[names[0]].shape)),
+            local_shape=layout.local_shape(shape, size, 0),
+            dtype=dtype_name(tensors[names[0]].dtype),
+            itemsize=tensors[names[0]].dtype.itemsize,
+            layout=layout,
+            summed=False,
+            trainable=False,
+            origin=binding.owners[names[0]].rule.origin,
+        )
+        for names in trace.buffers.values()
+        if (layout := binding.parameters[names[0]]).is_sharded
+    )
+
+
 def _modules(
     model: nn.Module,
     trace: Trace,
@@ -127,7 +148,7 @@ def _modules(
     by_module: dict[str, list[FrameAssignment]] = defaultdict(list)
     for decided in assignment.frames:
         by_module[decided.frame.module].append(decided)
-    reads, drawn = _reads(trace), random_draws(trace, assignment.layouts)
+    reads, drawn = _reads(trace, binding), random_draws(trace, assignment.layouts)
     found: list[ModuleProgram] = []
     modules = dict(named_modules(model))
     for name, module in modules.items():
@@ -161,21 +182,23 @@ def _modules(
     return tuple(found)
 
 
-def _reads(trace: Trace) -> dict[str, dict[tuple[str, ...], None]]:
-    """The parameters that each module's own body reads, by module; each with all its names.
+def _reads(trace: Trace, binding: Binding) -> dict[str, dict[tuple[str, ...], None]]:
+    """The parameters, and split buffers, that each module's own body reads, by module; each with all its names.
 
     Also by operations whose results nobody reads: they run all the same.
     """
     found: dict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
+    split = {value: names for value, names in trace.buffers.items() if binding.parameters[names[0]].is_sharded}
+    stored = trace.parameters | split
     for frame in trace.recorded.walk():
         for node in frame.body:
             inputs = node.inputs if isinstance(node, Operation) else tuple(c.source for c in node.entries)
             for value in inputs:
-                if value in trace.parameters:
-                    found[frame.module][trace.parameters[value]] = None
+                if value in stored:
+                    found[frame.module][stored[value]] = None
         for crossing in frame.exits:
-            if crossing.source in trace.parameters:
-                found[frame.module][trace.parameters[crossing.source]] = None
+            if crossing.source in stored:
+                found[frame.module][stored[crossing.source]] = None
     return found
 
 
@@ -187,7 +210,8 @@ def _in_order(modules: dict[str, nn.Module], name: str, read: dict[tuple[str, ..
     """
     prefix = f"{name}." if name else ""
     own = {n for names in read for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]}
-    ordered = [f"{prefix}{leaf}" for leaf in own_parameters(modules[name]) if f"{prefix}{leaf}" in own]
+    leaves = (*own_parameters(modules[name]), *own_buffers(modules[name]))
+    ordered = [f"{prefix}{leaf}" for leaf in leaves if f"{prefix}{leaf}" in own]
     foreign = [
         n
         for names in read

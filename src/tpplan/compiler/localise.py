@@ -27,9 +27,12 @@ Attributes = dict[str, tuple[LocalAttribute, ...]]
 
 
 def propose_attributes(
-    given: CheckInput, mismatch: Mismatch, current: Mapping[str, tuple[LocalAttribute, ...]]
+    given: CheckInput, mismatch: Mismatch, current: Mapping[str, tuple[LocalAttribute, ...]], read: Set[str]
 ) -> Iterator[Attributes]:
-    """Attribute settings worth a try: first one attribute, then pairs, then all that count a sharded dim."""
+    """Attribute settings worth a try: first one attribute, then pairs, then all that count a sharded dim.
+
+    Only those that the module's code has `read` can make a difference.
+    """
     modules = dict(named_modules(given.model))
     name = mismatch.frame.module
     taken = {a.name for a in current.get(name, ())}
@@ -38,7 +41,7 @@ def propose_attributes(
         LocalAttribute.of(key, whole, local)
         for key, value in integer_attributes(modules[name])
         for whole, local in sizes
-        if value == whole and key not in taken
+        if value == whole and key not in taken and key in read
     ]
     for subset in _subsets(candidates):
         proposal = dict(current)

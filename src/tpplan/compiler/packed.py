@@ -36,6 +36,7 @@ EXPAND = "aten.expand.default"
 GATHER = "aten.gather.default"
 PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
 SELECT = "aten.select.int"
+_PAIRS = frozenset(("aten.view_as_complex.default", "aten.view_as_real.default"))  # the last dim's, or as a last dim
 _LARGEST = 1 << 22
 _REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
 
@@ -81,6 +82,10 @@ def results(
     if along is not None and (along == held.dim or held.shares(along, size, 0)[0]):
         stretches = _stretches(node, values, along)
         return stretches if isinstance(stretches, str) else _taken(held, along, stretches, size, node.name != SELECT)
+    if node.name in _PAIRS:
+        # DTensor's rule is that of a view, and refuses a dim of fewer entries than ranks.
+        last = held.dim + (1 if held.within else 0)
+        return (held,) if last < len(values[_output(node)].shape) else "pairs entries of the dim that is sharded"
     if node.name == GATHER:
         # Every rank looks up its own entries in its own part.
         alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
@@ -335,7 +340,9 @@ def _candidates(
         entries = unit == inner
         scaled = _scaled(packs, inner, unit)
         repeated = [Pack(count // outer, packs[0].replicas)] * outer if count % outer == 0 else []
-        proposals = [scaled, [Pack(count, packs[0].replicas)], repeated, _scaled(*runs, unit)]
+        again = scaled[: len(packs) // math.prod(target[:position])]  # of packs that come again for each entry before
+        joined = [scaled * outer, again] if scaled and held.packs else []
+        proposals = [scaled, [Pack(count, packs[0].replicas)], repeated, *joined, _scaled(*runs, unit)]
         yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
         after = target[position + 1] if position + 1 < len(target) else 1
         for replicas in range(2, size):

@@ -24,7 +24,7 @@ from tpplan.compiler.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.dataflow import DataFlow
 from tpplan.compiler.layout import Pack
 from tpplan.compiler.linear import Addend, LinearForm, Product
-from tpplan.compiler.products import find_use
+from tpplan.compiler.products import find_buffer_use, find_use
 from tpplan.compiler.readers import Readers, Taken
 from tpplan.compiler.trace import Frame
 from tpplan.plan import Diagnostic, Style
@@ -126,7 +126,7 @@ def _with_parameters(
     binding: Binding, readers: Readers, frames: Mapping[str, Frame], findings: list[Diagnostic], partly: bool
 ) -> dict[str, Bound]:
     """The binding's modules, and bare parameters with what is done with them."""
-    values = {name: value for value, names in readers.trace.parameters.items() for name in names}
+    values = {name: value for value, names in readers.trace.stored.items() for name in names}
     modules: dict[str, Bound] = {}
     for name, bound in binding.modules.items():
         read = [f"{name}.{leaf}" for leaf in ("weight", "bias") if f"{name}.{leaf}" in values]
@@ -140,12 +140,16 @@ def _with_parameters(
         modules = {name: bound for name, bound in modules.items() if name not in unread}
     for name, bound in modules.items():
         if bound.is_parameter and bound.style is not Style.REPLICATE:
-            form = find_use(readers, values[name]) if name in values else None
+            form = _find_use(readers, values[name]) if name in values else None
             lone = isinstance(form, Addend) and not form.is_added
             if form is None or (lone and bound.style is Style.ROWWISE):
                 findings.append(_no_product(bound))
             modules[name] = replace(bound, form=form)
     return modules
+
+
+def _find_use(readers: Readers, value: int) -> Product | Addend | None:
+    return find_buffer_use(readers, value) if value in readers.trace.buffers else find_use(readers, value)
 
 
 def _is_read(readers: Readers, value: int | None) -> bool:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
+from tpplan.compiler.attribute_reads import attributes_read
 from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.bind import Binding, bind, once
 from tpplan.compiler.branches import record_model
@@ -60,6 +61,7 @@ from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError, Plan, Severity, Style
 
 _ROUNDS = 64
+_TRIALS = 96  # of attributes, for one place
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class _Work:
     heads: frozenset[int] = frozenset()
     features: frozenset[int] = frozenset()
     recorded: frozenset[str] = frozenset()
+    read: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
     fixed: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
     findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
@@ -360,11 +363,8 @@ def _try_more(work: _Work) -> bool:
 
 def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     """Make the next round's program differ where this one was found wanting, or report that nothing helps."""
-    for proposal in propose_attributes(given, mismatch, work.attributes):
-        after = check(given, proposal, work.excused, work.recorded)
-        if after is None or not _same_place(after, mismatch):
-            work.attributes = _needed(work, given, proposal, after)
-            return
+    if _localise(work, given, mismatch):
+        return
     finding = explain_failure.of_check(given, mismatch, work.binding)
     learned = read_sizes(given, mismatch, work.constraints.unsharded)
     if _splits_features(given, mismatch) and _record_body(work, given, mismatch):
@@ -378,6 +378,56 @@ def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
     if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
         raise CompileError(work.findings)
     work.excused |= equal_modules(given.instance, mismatch.frame)
+
+
+def _localise(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
+    """Make attributes local, if that gets past the mismatch."""
+    module = mismatch.frame.module
+    if module not in work.read:
+        work.read[module] = attributes_read(given, module)
+    found = _try_attributes(work, given, mismatch, work.attributes, iter(range(_TRIALS)))
+    if found is None:
+        return False
+    work.attributes = _needed(work, given, found.attributes, found.after)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Attributes, what the check then finds, and whether the body that they are for passes it."""
+
+    attributes: Mapping[str, tuple[LocalAttribute, ...]]
+    after: Mismatch | None
+    passes: bool
+
+
+def _try_attributes(
+    work: _Work,
+    given: CheckInput,
+    mismatch: Mismatch,
+    current: Mapping[str, tuple[LocalAttribute, ...]],
+    trials: Iterator[int],
+) -> _Trial | None:
+    """The first attributes with which the body passes; else the first that get past the mismatch.
+
+    Some get past it and then lead nowhere: a wrong factor of the right product.
+    """
+    first: _Trial | None = None
+    place = mismatch.when[:-1]
+    for proposal in propose_attributes(given, mismatch, current, work.read[mismatch.frame.module]):
+        if next(trials, None) is None:
+            break
+        after = check(given, proposal, work.excused, work.recorded)
+        if after is not None and after.when <= mismatch.when:
+            continue
+        if after is None or after.when[: len(place)] != place:
+            return _Trial(proposal, after, True)
+        if after.frame is mismatch.frame:
+            further = _try_attributes(work, given, after, proposal, trials)
+            if further is not None and further.passes:
+                return further
+        first = first or _Trial(proposal, after, False)
+    return first
 
 
 def _needed(
@@ -401,8 +451,11 @@ def _splits_features(given: CheckInput, mismatch: Mismatch) -> bool:
     """Whether what the body gets wrong comes from features or heads that are split, and not from the sequence."""
     if splits_parameters(given, mismatch.frame):
         return True
-    sizes = {whole for value in split_values(given, mismatch) if (whole := split_size(given, value)) is not None}
-    return bool(sizes & set(mismatch.sizes(given.size))) if mismatch.sizes(given.size) else bool(sizes)
+    layouts, values = given.assignment.layouts, given.trace.values
+    split = list(split_values(given, mismatch))
+    sizes = {whole for value in split if (whole := split_size(given, value)) is not None}
+    seen = {values[value].shape[layouts[value].dim or 0] for value in split}.intersection(mismatch.sizes(given.size))
+    return bool(sizes & seen) if seen else bool(sizes)
 
 
 def _record_body(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:

@@ -36,7 +36,7 @@ _KEEPS = frozenset(
 _ENTRYWISE = frozenset(
     f"aten.{name}.default" for name in ("exp", "neg", "log", "softplus", "sigmoid", "tanh", "abs", "silu", "sqrt")
 )
-_BESIDE = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
+ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
 _DEEPEST = 12
 
 Dims = tuple[int | None, ...]
@@ -50,10 +50,16 @@ def find_use(readers: Readers, value: int) -> Product | Addend | None:
     """
     shape = readers.trace.values[value].shape
     found = next(_uses(readers, value, tuple(range(len(shape))), shape, 0), None)
-    if found is None and shape:
-        dim = 0 if len(shape) == 1 else _dim_beside(readers, value)
-        return None if dim is None else Addend(shape[dim], dim, None, 0, is_added=False)
-    return found
+    return _beside(readers, value) if found is None else found
+
+
+def find_buffer_use(readers: Readers, value: int) -> Addend | None:
+    """How the buffer `value` can be split: as the features or heads that it stands beside; None if it can't.
+
+    One that the model writes to stays whole, as the whole is read again after the call.
+    """
+    replaced = not {*readers.trace.buffers[value]}.isdisjoint(readers.trace.kept.values())
+    return None if replaced or readers.is_written(value) else _beside(readers, value)
 
 
 def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
@@ -65,25 +71,32 @@ def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
         for _, operation, seen in readers.of(held) if depth < _DEEPEST else ():
             if seen != held:
                 yield seen, dims
-            after = dims if operation.name in _ENTRYWISE else _moved(readers, operation, seen, dims)
+            alone = operation.name in ENTRYWISE_OF_TWO and set(operation.inputs) == {seen}  # with a number
+            entrywise = alone or operation.name in _ENTRYWISE
+            after = dims if entrywise else _moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 pending.append((made, after, depth + 1))
 
 
-def _dim_beside(readers: Readers, parameter: int) -> int | None:
-    """The dim by which a parameter stands beside entries of another tensor: the first that both have."""
+def _beside(readers: Readers, parameter: int) -> Addend | None:
+    """Where a parameter or buffer stands beside entries of another tensor: by the first dim that both have."""
     values = readers.trace.values
-    found: set[int] = set()
+    shape = values[parameter].shape
+    found: dict[int, Addend] = {}
     for value, dims in derived(readers, parameter):
         for _, operation, seen in readers.of(value):
             others = [i for i in operation.inputs if i != seen]
-            if operation.name not in _BESIDE or len(others) != 1 or seen != value:
+            if operation.name not in ENTRYWISE_OF_TWO or len(others) != 1 or seen != value:
                 continue
-            mine, its = values[seen].shape, values[others[0]].shape
-            pairs = zip(reversed(dims), reversed(mine), reversed(its), strict=False)
-            found |= {dim for dim, count, other in pairs if dim is not None and count == other != 1}
-    return min(found, default=None)
+            (made,) = (o for o in operation.outputs if o is not None)
+            rank = len(values[made].shape)
+            its = values[others[0]].shape
+            for back, dim in enumerate(reversed(dims), 1):
+                if dim is not None and back <= len(its) and shape[dim] == its[-back] != 1:
+                    found.setdefault(dim, Addend(shape[dim], dim, made, rank - back, is_added=False))
+    lone = Addend(shape[0], 0, None, 0, is_added=False) if len(shape) == 1 else None
+    return found[min(found)] if found else lone
 
 
 def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int) -> Iterator[Product | Addend]:
@@ -194,6 +207,8 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
     if name == "aten.select.int":
         place = arguments[1] % rank
         return (*dims[:place], *dims[place + 1 :])
+    if name == "aten.slice.Tensor":
+        return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
     if name in ("aten.index.Tensor", "aten.index_select.default"):
         changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
         picked = _picked_dim(operation, rank)
@@ -235,4 +250,4 @@ def _picked_dim(operation: Operation, rank: int) -> int | None:
     return picks[0] if len(picks) == 1 else None
 
 
-__all__ = ["derived", "find_use"]
+__all__ = ["ENTRYWISE_OF_TWO", "derived", "find_use"]

@@ -192,7 +192,7 @@ class ModuleProgram:
         inner: reshards inside of its body, of which it has some only where the body is replaced.
         recorded: for a body that runs from its record: how its values lie; None for one that runs its own Python.
         split_norm: what takes the body's place, if that is a norm over split features.
-        reads: names of the parameters that its body reads, relative to the root.
+        reads: names of the parameters, and of split buffers, that its body reads, relative to the root.
         random: how it draws random numbers, None if it draws none.
         local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
@@ -296,6 +296,7 @@ class Program:
         training: the mode that was captured.
         inputs: the tensors of the example call.
         parameters, modules: in the model's order.
+        buffers: those that are split; each is stored whole, and bodies read a rank's part.
         kernels: the candidates for a kernel, in order of execution.
         assumptions: data-dependent branches that the proof leaves aside, with their place.
         picked: modules that are called with what is found in a tensor, as experts with the tokens routed to them: for
@@ -316,6 +317,7 @@ class Program:
     assumptions: tuple[str, ...] = ()
     picked: tuple[str, ...] = ()
     left: tuple[LeftTensor, ...] = ()
+    buffers: tuple[ParameterPlacement, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     version: int = PROGRAM_VERSION
 
@@ -398,7 +400,7 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
         plain = asdict(self)
         del plain["diagnostics"]
-        for name in ("picked", "left"):
+        for name in ("picked", "left", "buffers"):
             if not plain[name]:
                 del plain[name]
         return json.loads(json.dumps(plain))

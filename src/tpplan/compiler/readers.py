@@ -78,6 +78,10 @@ class Readers:
         for target in self._flow.targets.get(value, ()):
             yield from self.of(target)
 
+    def is_written(self, value: int) -> bool:
+        """Whether an operation writes to `value`, or to what shares its storage."""
+        return value in self._flow.written
+
     def joined(self, value: int) -> tuple[int, ...]:
         """The sizes of what was concatenated along the last dim to make `value`; empty if it wasn't."""
         while value in self._flow.source:
@@ -275,7 +279,7 @@ class Readers:
         return before[:-1] == after[:-1] and after[-1] == self.trace.values[value].shape[-1]
 
     def _beside(self, at: _Dim, operation: Operation) -> bool:
-        """Whether the other operands are parameters, or the same for all entries of the dim, as a statistic is."""
+        """Whether the other operands are parameters or buffers, or alike for all entries of the dim, as a mean is."""
         rank = len(self.trace.values[at.value].shape)
         for i in operation.inputs:
             shape = self.trace.values[i].shape
@@ -285,10 +289,10 @@ class Readers:
         return True
 
     def parameter_behind(self, value: int) -> int | None:
-        """The parameter that `value` is, or was picked from, such as a bias for each token's expert."""
+        """The parameter or buffer that `value` is, or was picked from, such as a bias for each token's expert."""
         for _ in range(_PICKS):
             value = self._flow.source.get(value, value)
-            if value in self.trace.parameters:
+            if value in self.trace.parameters or value in self.trace.buffers:
                 return value
             made = self._flow.made.get(value)
             if made is None or not made.inputs:

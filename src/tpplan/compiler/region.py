@@ -31,7 +31,7 @@ class LocalValue:
 
     Attributes:
         shape, stride, dtype, differentiable: see `Value`.
-        parameter: of a parameter: its layout when sharded, REPLICATED otherwise.
+        parameter: of a parameter: its layout when sharded, REPLICATED otherwise; of a buffer its layout when sharded.
         constant: whether it is there before the call.
         picks: the numbers of a short row of integers that the model made of Python's.
     """
@@ -224,6 +224,8 @@ class _Builder:
         value = self.trace.values[identifier]
         names = self.trace.parameters.get(identifier)
         layout = None if names is None else self.binding.parameters[names[0]]
+        buffer = self.binding.parameters.get(self.trace.buffers.get(identifier, ("",))[0])
+        layout = buffer if buffer is not None and buffer.is_sharded else layout
         constant, picks = identifier in self.constants, picks_of(value.numbers)
         key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks)
         found = self._kinds.get(key)

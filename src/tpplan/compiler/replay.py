@@ -56,7 +56,7 @@ class Replay:
         Args:
             stock: the stock module on meta tensors of whole shapes; it is copied before it runs.
             body: how its arguments, its results and those of its calls lie.
-            parameters: the layouts of all parameters in it, by their names there.
+            parameters: the layouts of all parameters, and of split buffers, in it, by their names there.
             size, rank: the number of ranks, and which of them this is.
             batch: tells the batch size of the model's call, for sequences flattened with their batch.
         """
@@ -106,14 +106,12 @@ class Replay:
             trace = record(skeleton, given, named, training, state)
         except Exception as error:
             raise ReplayError(f"the body can't be recorded on such arguments: {error}") from error
-        parameters = {
-            name: self._parameters.get(name, REPLICATED) for names in trace.parameters.values() for name in names
-        }
-        parameters |= {name: self._parameters.get(name, REPLICATED) for _, all_ in skeleton.parameters for name in all_}
+        held_by = [*trace.stored.values(), *(names for _, names in skeleton.parameters)]
+        parameters = {name: self._parameters.get(name, REPLICATED) for names in held_by for name in names}
         root = build_regions(trace, Binding({}, parameters, {}))
         number = batch if batch is not None else (given[0].shape[0] if given and isinstance(given[0], Tensor) else 1)
         settled = _Settler(root, trace, self._body, Propagator(self._size, number)).settle()
-        held = {value: parameters[names[0]] for value, names in trace.parameters.items()}
+        held = {value: parameters[names[0]] for value, names in trace.stored.items()}
         return self._script(trace, state, skeleton.model, held | settled)
 
     def _whole(self, local: Tensor, layout: Layout) -> Tensor:

@@ -32,10 +32,12 @@ class Skeleton:
     Attributes:
         model: the copy.
         parameters: every distinct parameter of the copy, with all names it goes by.
+        buffers: every distinct buffer of the copy, likewise.
     """
 
     model: nn.Module
     parameters: tuple[tuple[Tensor, tuple[str, ...]], ...]
+    buffers: tuple[tuple[Tensor, tuple[str, ...]], ...] = ()
 
 
 def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Skeleton:
@@ -43,7 +45,7 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
 
     Args:
         model: the stock model; not changed.
-        shapes: local shapes by parameter name, for parameters that differ from the stock model's.
+        shapes: local shapes by name, for parameters and buffers that differ from the stock model's.
     """
     memo: dict[int, Any] = {}
     names: dict[int, list[str]] = {}
@@ -59,13 +61,34 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
                 meta = torch.empty(shape, dtype=parameter.dtype, device="meta")
                 parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     memo.update(parameters)
+    buffers = _buffers(model, shapes or {}, memo)
     modules = [module for _, module in named_modules(model)]
     for module in modules:
         for held in (*own_buffers(module).values(), *vars(module).values()):
             if type(held) not in _WITHOUT_TENSORS:
                 _memoise_tensors(held, memo)
     duplicate = _copied(modules, memo)
-    return Skeleton(duplicate, tuple((parameters[key], tuple(held)) for key, held in names.items()))
+    return Skeleton(duplicate, tuple((parameters[key], tuple(held)) for key, held in names.items()), buffers)
+
+
+def _buffers(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], memo: dict[int, Any]
+) -> tuple[tuple[Tensor, tuple[str, ...]], ...]:
+    """Note the buffers' copies in `memo`; returns them with their names."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in named_modules(model, remove_duplicate=False):
+        for leaf, buffer in own_buffers(module).items():
+            if buffer is None:
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            names.setdefault(id(buffer), []).append(name)
+            if id(buffer) not in memo:
+                shape = shapes.get(name, tuple(buffer.shape))
+                changed = shape != tuple(buffer.shape)
+                memo[id(buffer)] = (
+                    torch.empty(shape, dtype=buffer.dtype, device="meta") if changed else _to_meta(buffer)
+                )
+    return tuple((memo[key], tuple(held)) for key, held in names.items())
 
 
 def _copied(modules: list[nn.Module], memo: dict[int, Any]) -> nn.Module:

@@ -157,6 +157,7 @@ class Trace:
         recorded: the same with every operation, to compare another run with.
         values: all values, by identifier.
         parameters: value identifier to the parameter's qualified names (more than one if it is tied).
+        buffers: the same of buffers.
         inputs: identifiers of the root's example inputs.
         training: whether the run was in training mode.
         assumptions: data-dependent branches met on the way.
@@ -177,6 +178,12 @@ class Trace:
     chosen: frozenset[tuple[str, int]] = frozenset()
     arguments: dict[Path, int] = field(default_factory=dict[Path, int])
     left: dict[Path, int] = field(default_factory=dict[Path, int])
+    buffers: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+
+    @property
+    def stored(self) -> dict[int, tuple[str, ...]]:
+        """The parameters and the buffers."""
+        return self.parameters | self.buffers
 
     @property
     def taken(self) -> frozenset[Location]:

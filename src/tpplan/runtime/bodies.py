@@ -23,7 +23,7 @@ from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_class
-from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader
+from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.split_norm import split_norm_body
@@ -63,7 +63,8 @@ def prepare(
         stock: the stock modules without their numbers, by qualified name; those whose bodies run from their records
             are looked up.
     """
-    placements = {name: placement for placement in program.parameters for name in placement.names}
+    placements = {name: held for held in (*program.parameters, *program.buffers) for name in held.names}
+    buffers = {name for placement in program.buffers for name in placement.names}
     handed_out = HandedOut(axis)
     readers = _readers(modules, program, handed_out)
     context = CallContext()
@@ -73,6 +74,7 @@ def prepare(
     found: list[Prepared] = []
     for spec in _with_kernels(program, uses, modules):
         module = modules[spec.name]
+        reads = _reads(spec, placements, readers, handed_out)
         is_root = spec.name == ""
         use = uses.get(spec.name)
         left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
@@ -82,7 +84,8 @@ def prepare(
             axis=axis,
             entries=tuple(s for r in spec.entries for s in _entries(module, r, axis, context)),
             exits=tuple(s for r in spec.exits for s in _exits(spec, r, axis, context)),
-            reads=tuple((*_owner(modules, n), read) for n, read in _reads(spec, placements, readers, handed_out)),
+            reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
+            parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
             random=random.get(spec.name),
             handed_out=handed_out,
             opened=opened if is_root else (),
@@ -203,6 +206,8 @@ def _readers(
         if placement.layout == PARTIAL:
             read = OnceReader(read, handed_out.axis)
         found |= dict.fromkeys(placement.names, read)
+    for placement in program.buffers:
+        found |= dict.fromkeys(placement.names, buffer_reader(placement.layout, placement.shape, handed_out.axis))
     return found
 
 

@@ -57,6 +57,7 @@ class ModuleRuntime:
         handed_out: the tensors to read in the root's forward, while that is under way.
         entries, exits: reshards at the boundary.
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
+        parts: the same of split buffers.
         axis: the ranks.
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
@@ -77,6 +78,7 @@ class ModuleRuntime:
     entries: tuple[EntryStep, ...] = ()
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
+    parts: tuple[tuple[nn.Module, str, Reader], ...] = ()
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -169,6 +171,8 @@ class ShardedModule(nn.Module):
         for owner, name, read in runtime.reads:
             # An instance attribute comes before nn.Module's own look-up of parameters.
             owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
+        for owner, name, read in runtime.parts:
+            owner.__dict__[name] = read(owner._buffers[name])  # pyright: ignore
         try:
             if runtime.random is None or not self.training:
                 result = self._body(runtime, args, kwargs)
@@ -176,7 +180,7 @@ class ShardedModule(nn.Module):
                 with runtime.random:
                     result = self._body(runtime, args, kwargs)
         finally:
-            for owner, name, _ in runtime.reads:
+            for owner, name, _ in (*runtime.reads, *runtime.parts) if runtime.parts else runtime.reads:
                 owner.__dict__.pop(name, None)
         return runtime.leave(result) if runtime.exits else result
 

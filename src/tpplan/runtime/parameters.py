@@ -161,6 +161,12 @@ class PartReader:
         return taken(self._summed(parameter), self._dim, self._intervals)
 
 
+def buffer_reader(layout: Layout, shape: tuple[int, ...], axis: Communicator) -> Callable[[Tensor], Tensor]:
+    """Reads the part of a buffer of `shape` that `layout` gives to this rank of `axis`; the buffer is stored whole."""
+    assert layout.dim is not None
+    return functools.partial(taken, dim=layout.dim, intervals=layout.intervals(shape[layout.dim], axis.size, axis.rank))
+
+
 class _CountedOnce(torch.autograd.Function):
     """A tensor on rank 0, zeros elsewhere: a term of a sum over the ranks. Its gradient is whole on every rank."""
 

@@ -46,6 +46,7 @@ class Flow:
         addends: parameters that are added to what a column or a row makes, with that column's or row's name.
         beside: parameters that stand beside what a column makes, feature by feature or head by head, with its name
             and the sizes of the packs, where they are several.
+        wanted: refused columns of one stretch that met packs, with the sizes of the packs that they would need.
         starved: linear layers that would read what becomes of refused columns, with these.
     """
 
@@ -58,6 +59,7 @@ class Flow:
     addends: dict[str, str] = field(default_factory=dict[str, str])
     beside: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict[str, tuple[str, tuple[int, ...]]])
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
+    wanted: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     mixed: set[str] = field(default_factory=set[str])
 
 
@@ -342,10 +344,10 @@ class _Walk:
         if answer is None or isinstance(answer, Refusal):
             return None
         for i, held in instead.items():
-            name, dim = self.subject.beside.get(instance.values[i], ("", None))
-            if dim == held.dim:
-                source = min(self.sources[instance.values[split[0][0]]])
-                self.found.beside[name] = (source, tuple(pack.size for pack in held.packs))
+            for name, dim in self.subject.beside.get(instance.values[i], {}).items():
+                if dim == held.dim:
+                    source = min(self.sources[instance.values[split[0][0]]])
+                    self.found.beside[name] = (source, tuple(pack.size for pack in held.packs))
         return answer
 
     def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:
@@ -362,8 +364,32 @@ class _Walk:
     def _refuse(self, instance: Instance, node: OperationNode, sources: Names, reason: str) -> None:
         place = f" ({node.location.short})" if node.location is not None else ""
         text = f"{quoted(instance.frame.module)} needs its result whole: `{node.name}` {reason}{place}"
+        wanted = self._packs_wanted(instance, node)
+        if wanted:
+            self.found.wanted |= wanted
+            self.found.refused |= {column: self.found.refused.get(column, text) for column in wanted}
+            return
         for column in self._culprits(instance, node) or sources:
             self.found.refused.setdefault(column, text)
+
+    def _packs_wanted(self, instance: Instance, node: OperationNode) -> dict[str, tuple[int, ...]]:
+        """The packs by which columns of one stretch could go on beside packed values along the same dim."""
+        split = [i for i in dict.fromkeys(node.inputs) if instance.values[i] in self.layouts]
+        held = {i: self.layouts[instance.values[i]] for i in split}
+        times = max(
+            h.interleave for h in held.values()
+        )  # of a batch that is flattened with heads, the packs come so often
+        rows = [h.packs[: len(h.packs) // times] for h in held.values() if len(h.packs) > times]
+        ratios = {tuple(pack.size / sum(p.size for p in row) for pack in row) for row in rows}
+        if len(ratios) != 1 or node.name in _RESHAPES:
+            return {}
+        found: dict[str, tuple[int, ...]] = {}
+        for name in {n for i in split if not held[i].packs for n in self.sources[instance.values[i]]}:
+            column, form = self.columns.get(name), self.subject.linears.get(name)
+            sizes = () if form is None else tuple(round(part * form.outputs) for part in min(ratios))
+            if column is not None and form is not None and len(column.stretches) < 2 and sum(sizes) == form.outputs:
+                found[name] = sizes
+        return found
 
     def _culprits(self, instance: Instance, node: OperationNode) -> Names:
         """Of columns from several modules, those without which the operation would go on; the smallest such set."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tpplan.compat import named_modules
+from tpplan.compiler.bind import stored_tensors
 from tpplan.compiler.pipeline import compile_program
 from tpplan.compiler.program import Program
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severity
@@ -53,9 +54,9 @@ def plan_of(subject: Subject, settings: Mapping[str, Setting], name: str = "plan
 
 
 def all_names(model: nn.Module) -> list[str]:
-    """Of what a pattern can match: modules, then parameters."""
+    """Of what a pattern can match: modules, then parameters and buffers."""
     modules = [name for name, _ in named_modules(model, remove_duplicate=False)]
-    return modules + [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return modules + [name for name, _ in stored_tensors(model)]
 
 
 def rule_of(pattern: str, setting: Setting) -> Rule:

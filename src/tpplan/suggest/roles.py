@@ -20,7 +20,7 @@ from tpplan.plan import Pin, Style
 from tpplan.plan.rules import Pack
 from tpplan.suggest.flow import Flow, flow
 from tpplan.suggest.patterns import is_repeated, shape_of
-from tpplan.suggest.subject import Column, Subject, pack_names
+from tpplan.suggest.subject import Column, Subject, columns_with_packs, pack_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,14 @@ def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles
         news = found.refused or {name: _unread(name, found) for name in sorted(found.columns - fed)}
         if not news:
             break
+        instead = columns_with_packs(subject, found.wanted) if found.wanted else {}
         for name, reason in news.items():
             ways = subject.columns[name]
-            after = ways.index(columns.pop(name)) + 1
-            if after < len(ways):
+            held = columns.pop(name)
+            after = ways.index(held) + 1 if held in ways else len(ways)
+            if name in instead:
+                columns[name] = instead[name]
+            elif after < len(ways):
                 columns[name] = ways[after]
             else:
                 reasons[name] = reason
@@ -135,7 +139,7 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
             families.join(_key(name, settings), _key(addend, settings))
     for parameter, (name, packs) in found.beside.items():
         if parameter not in settings and name in settings:
-            settings[parameter] = Setting(Style.COLWISE, packed=pack_names(packs) if len(packs) > 1 else None)
+            settings[parameter] = Setting(Style.COLWISE, packed=pack_names(packs, True) if len(packs) > 1 else None)
             families.join(_key(name, settings), _key(parameter, settings))
     order = [name for name in (*subject.tables, *subject.weights, *subject.addends) if name in settings]
     members: defaultdict[object, list[str]] = defaultdict(list)

@@ -25,10 +25,11 @@ from tpplan.compiler.layout import Pack as Stretch
 from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.packed import VIEWS
 from tpplan.compiler.packing import pack, taken_apart
-from tpplan.compiler.products import derived, find_use
+from tpplan.compiler.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
+from tpplan.compiler.propagate import NEW
 from tpplan.compiler.readers import Readers, Taken
 from tpplan.compiler.region import Instance, build_regions
-from tpplan.compiler.trace import Frame, Trace
+from tpplan.compiler.trace import Frame, Operation, Trace
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.plan.rules import Pack
@@ -62,10 +63,10 @@ class Subject:
         root: its calls, over shared regions.
         linears: the linear layers that are called, by name.
         products: parameters that a body multiplies by without calling a layer for it, by name.
-        addends: parameters that a body adds to a product, or that may stand beside features, by name.
+        addends: parameters that a body adds to a product, and these or buffers that may stand beside features, by name.
         heads: the numbers of heads into which split features are viewed.
-        beside: bare parameters that may stand beside features or heads, with the dim that counts these, by the values
-            that are made of them alone.
+        beside: bare parameters and buffers that may stand beside features or heads, with the dim that counts these, by
+            the values that are made of them, and of no data.
         weights: the number of entries of each layer's or product's weight, by name.
         columns: the ways to split the output features of layers and products, where they can be split, the simplest
             first; and those of tables.
@@ -83,7 +84,7 @@ class Subject:
     products: dict[str, Product]
     addends: dict[str, Addend]
     heads: frozenset[int]
-    beside: dict[int, tuple[str, int]]
+    beside: dict[int, dict[str, int]]
     weights: dict[str, int]
     columns: dict[str, tuple[Column, ...]]
     unsplittable: dict[str, str]
@@ -128,16 +129,45 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     )  # fmt: skip
 
 
-def _beside(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, tuple[str, int]]:
-    found: dict[int, tuple[str, int]] = {}
-    for parameter, (name, *_) in readers.trace.parameters.items():
+def columns_with_packs(subject: Subject, packs: Mapping[str, tuple[int, ...]]) -> dict[str, Column]:
+    """What splits with packs of these sizes make of layers, where the compiler knows any."""
+    named = {name: pack_names(sizes, exact=True) for name, sizes in packs.items()}
+    counts = {name: sum(sizes) for name, sizes in packs.items()}
+    return _split(subject.model, DataFlow(subject.trace), counts, named, subject.size)[0]
+
+
+def _beside(readers: Readers, addends: Mapping[str, Addend]) -> dict[int, dict[str, int]]:
+    found: dict[int, dict[str, int]] = {}
+    for parameter, (name, *_) in readers.trace.stored.items():
         addend = addends.get(name)
         if addend is None or (addend.is_added and len(readers.trace.values[parameter].shape) != 1):
             continue
         for value, dims in derived(readers, parameter):
             if addend.output_dim in dims:
-                found[value] = (name, dims.index(addend.output_dim))
+                found.setdefault(value, {})[name] = dims.index(addend.output_dim)
+    _meet(readers.trace, found)
     return found
+
+
+def _meet(trace: Trace, found: dict[int, dict[str, int]]) -> None:
+    """Note where such values go on in what entrywise operations make of them and of other tensors without data."""
+    dynamic = set(trace.inputs)
+    dynamic.update(c.target for frame in trace.root.walk() for c in (*frame.entries, *frame.exits))
+    for frame in trace.root.walk():
+        for node in frame.body:
+            if not isinstance(node, Operation) or node.name in NEW:
+                continue
+            made = [o for o in node.outputs if o is not None]
+            if not dynamic.isdisjoint(node.inputs):
+                dynamic.update(made)
+            elif node.name in ENTRYWISE_OF_TWO and len(made) == 1:
+                after = trace.values[made[0]].shape
+                for value in node.inputs:
+                    before = trace.values[value].shape
+                    for name, dim in found.get(value, {}).items():
+                        place = dim + len(after) - len(before)
+                        if after[place] == before[dim]:
+                            found.setdefault(made[0], {})[name] = place
 
 
 def _bare_parameters(readers: Readers, called: Collection[str]) -> tuple[dict[str, Product], dict[str, Addend]]:
@@ -151,6 +181,9 @@ def _bare_parameters(readers: Readers, called: Collection[str]) -> tuple[dict[st
         if isinstance(use, Product):
             products[name] = use
         elif isinstance(use, Addend):
+            addends[name] = use
+    for value, (name, *_) in readers.trace.buffers.items():
+        if (use := find_buffer_use(readers, value)) is not None:
             addends[name] = use
     return products, addends
 
@@ -236,9 +269,9 @@ def _without_conflicts(binding: Binding, found: Sequence[Diagnostic]) -> Binding
     return replace(binding, modules={name: held for name, held in binding.modules.items() if name not in bad})
 
 
-def pack_names(sizes: Sequence[int]) -> tuple[Pack, ...]:
-    """Names for the packs of one projection; with sizes where these differ."""
-    usual = {2: ("gate", "up"), 3: ("q", "k", "v")}
+def pack_names(sizes: Sequence[int], exact: bool = False) -> tuple[Pack, ...]:
+    """Names for the packs of one projection; with sizes where these differ, or where `exact` ones are wanted."""
+    usual = {} if exact else {2: ("gate", "up"), 3: ("q", "k", "v")}
     names = usual.get(len(sizes), tuple(f"part{i}" for i in range(len(sizes))))
-    even = len(set(sizes)) == 1
+    even = len(set(sizes)) == 1 and not exact
     return tuple(Pack(name, None if even else count) for name, count in zip(names, sizes, strict=True))
