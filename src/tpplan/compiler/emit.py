@@ -23,6 +23,7 @@ from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Coll
 from tpplan.compiler.linear import LinearForm
 from tpplan.compiler.origins import Origins
 from tpplan.compiler.program import (
+    Boundary,
     InputRecord,
     KernelUse,
     LeftTensor,
@@ -70,7 +71,27 @@ def emit(
         picked=tuple(sorted(called_with_found(trace))),
         left=_left(trace, assignment),
         diagnostics=diagnostics,
+        boundaries=_boundaries(trace, assignment),
     )
+
+
+def _boundaries(trace: Trace, assignment: Assignment) -> dict[str, tuple[Boundary, ...]]:
+    """What isn't whole outside of the modules, or has no gradient in the proof, by their first calls."""
+    found: dict[str, tuple[Boundary, ...]] = {}
+    for frame in trace.root.walk():
+        if frame.module in found:
+            continue
+        held: list[Boundary] = []
+        for inward, crossings in ((True, frame.entries), (False, frame.exits)):
+            for crossing in crossings:
+                outside = crossing.source if inward else crossing.target
+                value, layout = trace.values[outside], assignment.layouts.get(outside, REPLICATED)
+                if layout != REPLICATED or (inward and value.dtype.is_floating_point and not value.differentiable):
+                    held.append(
+                        Boundary(inward, crossing.path, crossing.aliases, layout, value.shape, value.differentiable)
+                    )
+        found[frame.module] = tuple(held)
+    return {module: held for module, held in found.items() if held}
 
 
 def _inputs(trace: Trace) -> list[InputRecord]:

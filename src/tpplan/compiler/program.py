@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -285,6 +285,29 @@ class LeftTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Boundary:
+    """How a tensor lies outside of a module that is given it or makes it, where that isn't whole, alike and proved.
+
+    Attributes:
+        inward: whether it is an argument.
+        path, aliases: where it sits, as of a `Reshard`.
+        layout: outside of the module's own reshards.
+        shape: of the whole tensor, in the example call.
+        differentiable: whether the proof has its gradient.
+    """
+
+    inward: bool
+    path: tuple[str | int, ...]
+    aliases: tuple[tuple[str | int, ...], ...]
+    layout: Layout
+    shape: tuple[int, ...]
+    differentiable: bool
+
+
+Boundaries = Mapping[str, tuple[Boundary, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A compiled plan; see the module's docstring.
 
@@ -303,6 +326,7 @@ class Program:
             some data they aren't.
         left: what calls leave of a rank's own in lists and dicts among their arguments, such as keys and values.
         diagnostics: warnings and notes; not part of the digest.
+        boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
     """
 
     plan: str
@@ -319,6 +343,9 @@ class Program:
     left: tuple[LeftTensor, ...] = ()
     buffers: tuple[ParameterPlacement, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(
+        default_factory=dict[str, tuple[Boundary, ...]], compare=False
+    )
     version: int = PROGRAM_VERSION
 
     # -- what it costs --------------------------------------------------------------------------------------------
@@ -397,9 +424,9 @@ class Program:
 
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain data; `from_dict` reads it back (diagnostics apart)."""
-        plain = asdict(self)
-        del plain["diagnostics"]
+        """Nested plain data; `from_dict` reads it back (diagnostics and boundaries apart)."""
+        plain = asdict(replace(self, diagnostics=(), boundaries={}))
+        del plain["diagnostics"], plain["boundaries"]
         for name in ("picked", "left", "buffers"):
             if not plain[name]:
                 del plain[name]

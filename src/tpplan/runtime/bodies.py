@@ -8,7 +8,7 @@ Nothing is changed here: `lower` puts it into the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from tpplan.compat import own_parameters
 from tpplan.compiler.capture import argument_names
 from tpplan.compiler.layout import PARTIAL, Layout
-from tpplan.compiler.program import KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.replay import Replay
+from tpplan.runtime.alone import alone_moves
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
@@ -75,15 +76,16 @@ def prepare(
     for spec in _with_kernels(program, uses, modules):
         module = modules[spec.name]
         reads = _reads(spec, placements, readers, handed_out)
-        is_root = spec.name == ""
+        is_root, fresh = spec.name == "", spec.style in ("rowwise", "vocab")
         use = uses.get(spec.name)
         left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
         body = without_bias(spec.transposed, module) if left else None
         runtime = ModuleRuntime(
             label=_label(spec, placements, use),
             axis=axis,
-            entries=tuple(s for r in spec.entries for s in _entries(module, r, axis, context)),
-            exits=tuple(s for r in spec.exits for s in _exits(spec, r, axis, context)),
+            entries=tuple(s for r in spec.entries for s in _entries(module, r, _step(r, axis, False, context))),
+            exits=tuple(s for r in spec.exits for s in _exits(r, _step(r, axis, fresh, context))),
+            alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
             random=random.get(spec.name),
@@ -220,11 +222,10 @@ def _block(modules: dict[str, nn.Module], name: str) -> str:
     return ".".join(path)
 
 
-def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: CallContext) -> list[EntryStep]:
+def _entries(module: nn.Module, held: Reshard | Boundary, step: Move) -> list[EntryStep]:
     names = argument_names(stock_class(module).forward)
-    step = _step(reshard, axis, False, context)
     steps: list[EntryStep] = []
-    for name, *inner in (reshard.path, *reshard.aliases):
+    for name, *inner in (held.path, *held.aliases):
         text = str(name)
         if text.startswith("*"):
             position: int | None = int(text[1:])
@@ -234,10 +235,23 @@ def _entries(module: nn.Module, reshard: Reshard, axis: Communicator, context: C
     return steps
 
 
-def _exits(spec: ModuleProgram, reshard: Reshard, axis: Communicator, context: CallContext) -> list[ExitStep]:
-    fresh = spec.style in ("rowwise", "vocab")
-    step = _step(reshard, axis, fresh, context)
-    return [ExitStep(path, step) for path in (reshard.path, *reshard.aliases)]
+def _exits(held: Reshard | Boundary, step: Move) -> list[ExitStep]:
+    return [ExitStep(path, step) for path in (held.path, *held.aliases)]
+
+
+def _alone(
+    name: str, module: nn.Module, held: Sequence[Boundary], handed_out: HandedOut, context: CallContext
+) -> ModuleRuntime:
+    """What happens at a module's boundary if it is called by itself."""
+    moves = alone_moves(name, held, handed_out.axis, context)
+    return ModuleRuntime(
+        label="",
+        axis=handed_out.axis,
+        handed_out=handed_out,
+        entries=tuple(s for at, move in moves if at.inward for s in _entries(module, at, move)),
+        exits=tuple(s for at, move in moves if not at.inward for s in _exits(at, move)),
+        shared=any(at.aliases for at in held),
+    )
 
 
 def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext) -> Move:

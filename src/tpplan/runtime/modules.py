@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import runs_backward
 from tpplan.compiler.fitness import MARK
 from tpplan.compiler.layout import Layout
+from tpplan.runtime.alone import starts_alone
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
-from tpplan.runtime.outside import serving_methods, whole, whole_arguments
+from tpplan.runtime.outside import serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move
 
@@ -70,6 +70,7 @@ class ModuleRuntime:
         bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
         first_row: of an embedding table split by rows, the first that this rank holds.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
+        alone: what happens at its boundary as well if it is called by itself; None if nothing does.
     """
 
     label: str
@@ -85,6 +86,7 @@ class ModuleRuntime:
     context: CallContext | None = None
     transposed: bool = False
     shared: bool = False
+    alone: ModuleRuntime | None = None
     body: Body | None = None
     bias_elsewhere: bool = False
     first_row: int = 0
@@ -145,16 +147,21 @@ def _apply(held: Any, path: tuple[str | int, ...], step: Move) -> Any:
     return held
 
 
-def run_alone(module: nn.Module) -> ModuleRuntime:
-    """What a module needs that is called by itself, outside of the root's forward.
-
-    In a backward that is an activation checkpoint, which computes again what was computed by the program in place.
-    """
+def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module that is called by itself, outside of the root's forward: on whole tensors, to whole ones."""
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
-    if runtime.handed_out.alone is None or runs_backward():
-        return runtime
-    runtime.handed_out.alone()
-    return module.__dict__[RUNTIME]
+    if runtime.handed_out.alone is not None:
+        runtime.handed_out.alone()
+        runtime = module.__dict__[RUNTIME]
+    runtime.handed_out.within = True
+    try:
+        args, kwargs = whole_arguments(args, kwargs)
+        if runtime.alone is None:
+            return module.forward(*args, **kwargs)
+        args, kwargs = runtime.alone.enter(args, kwargs)
+        return runtime.alone.leave(module.forward(*args, **kwargs))
+    finally:
+        runtime.handed_out.within = False
 
 
 class ShardedModule(nn.Module):
@@ -163,9 +170,8 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward on local tensors."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.handed_out.shards is None:
-            runtime = run_alone(self)
-            args, kwargs = whole_arguments(args, kwargs)
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, args, kwargs)
         if runtime.entries:
             args, kwargs = runtime.enter(args, kwargs)
         for owner, name, read in runtime.reads:
@@ -235,8 +241,8 @@ class ShardedLinear(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """X (…, in) to y (…, out / size)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.handed_out.shards is None:
-            runtime, input = run_alone(self), whole(input)
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
         parameters = self._parameters
@@ -255,8 +261,8 @@ class ReducedLinear(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """X (…, in / size) to y (…, out)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.handed_out.shards is None:
-            runtime, input = run_alone(self), whole(input)
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
         parameters = self._parameters
@@ -277,8 +283,8 @@ class VocabularyEmbedding(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Ids (…) to rows (…, hidden)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.handed_out.shards is None:
-            runtime, input = run_alone(self), whole(input)
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, (input,), {})
         table = runtime.reads[0][2](self._parameters["weight"])  # pyright: ignore
         rows = table.shape[0]
         local = input - runtime.first_row

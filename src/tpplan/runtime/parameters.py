@@ -102,6 +102,7 @@ class HandedOut:
         axis: the ranks.
         shards: the tensors; None while no forward of the root is under way.
         alone: called before a module runs by itself, outside of any forward of the root.
+        within: whether such a call is under way.
     """
 
     def __init__(self, axis: Communicator) -> None:
@@ -109,6 +110,7 @@ class HandedOut:
         self.axis = axis
         self.shards: dict[int, Tensor] | None = None
         self.alone: Callable[[], None] | None = None
+        self.within = False
 
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""

@@ -1,0 +1,109 @@
+"""Modules called by themselves: each takes and gives whole tensors, and gradients are those of the stock module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tpplan
+from tests.models.tiny import tiny_model
+from tests.plans.parity import PLANS
+from tests.runtime.world import Member, world
+
+Call = tuple[tuple[Any, ...], dict[str, Any], Any]
+
+
+def calls_of(model: nn.Module, keywords: dict[str, Any]) -> dict[str, Call]:
+    """The arguments and the result of each module's call in a forward of the stock model."""
+    found: dict[str, Call] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda _m, args, kwargs, out, name=name: found.update({name: (args, kwargs, out)}),  # pyright: ignore
+            with_kwargs=True,
+        )
+        for name, module in model.named_modules()
+        if name
+    ]
+    model(**keywords)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def fresh(held: Any) -> Any:
+    """Leaves in place of tensors, with gradients as before."""
+    if isinstance(held, Tensor):
+        return held.detach().clone().requires_grad_(held.requires_grad)
+    if isinstance(held, (tuple, list)):
+        return type(held)(map(fresh, held))  # pyright: ignore
+    return {name: fresh(item) for name, item in held.items()} if isinstance(held, dict) else held  # pyright: ignore
+
+
+def leaves(held: Any) -> list[Tensor]:
+    if isinstance(held, Tensor):
+        return [held]
+    items = held.values() if isinstance(held, dict) else held if isinstance(held, (tuple, list)) else ()
+    return [leaf for item in items for leaf in leaves(item)]
+
+
+def run(module: nn.Module, call: Call) -> list[Tensor]:
+    """The result, and the gradients of what it is given and of its parameters."""
+    args, kwargs = fresh(call[0]), fresh(call[1])
+    for parameter in module.parameters():
+        parameter.grad = None
+    made = leaves(module(*args, **kwargs))[0]
+    if not made.requires_grad:
+        return [made]
+    torch.manual_seed(1)
+    made.backward(torch.randn(made.shape, dtype=made.dtype))
+    given = [leaf.grad for leaf in leaves((args, kwargs)) if leaf.requires_grad]
+    wanted = [*given, *(parameter.grad for parameter in module.parameters())]
+    return [made] + [held.full_tensor() if isinstance(held, DTensor) else held for held in wanted if held is not None]
+
+
+def alone(member: Member, name: str, plan: str) -> dict[str, float]:
+    """The largest error of each module that is called by itself, relative to the largest of what it should give."""
+    stock, keywords = tiny_model(name)
+    model, _ = tiny_model(name)
+    tpplan.parallelize(model, PLANS / f"{plan}.yaml", member.mesh(), keywords)
+    errors: dict[str, float] = {}
+    for path, call in calls_of(stock, keywords).items():
+        if not leaves(call[0]) and not leaves(call[1]):
+            continue
+        theirs, ours = (run(m.get_submodule(path), call) for m in (stock, model))
+        assert len(ours) == len(theirs), path
+        scale = max(float(b.detach().abs().max()) for b in theirs)
+        errors[path] = max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True)) / scale
+    return errors
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["llama", "llama-sequence", "bert", "gpt2-sequence"])
+def test_each_module_takes_and_gives_whole_tensors(plan: str) -> None:
+    for errors in world(2).run(alone, plan.removesuffix("-sequence"), plan):
+        assert len(errors) > 15
+        assert {path: error for path, error in errors.items() if error > 1e-12} == {}
+
+
+def wanting(member: Member) -> str:
+    stock, keywords = tiny_model("llama")
+    model, _ = tiny_model("llama")
+    tpplan.parallelize(model, PLANS / "llama.yaml", member.mesh(), keywords)
+    args, kwargs, _ = calls_of(stock, keywords)["model.layers.0.self_attn"]
+    kwargs["position_embeddings"] = tuple(t.clone().requires_grad_() for t in kwargs["position_embeddings"])
+    try:
+        model.get_submodule("model.layers.0.self_attn")(*args, **kwargs)
+    except tpplan.TpplanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_gradient_that_the_proof_does_not_have_is_refused() -> None:
+    for text in world(2).run(wanting):
+        assert text.startswith("TP117 unproved-call: `model.layers.0.self_attn` is called by itself")
+        assert "`position_embeddings.0` has no gradient there" in text
