@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, reshards, x_BSH
-from tpplan.compiler import pipeline
 from tpplan.compiler.check import check
 from tpplan.compiler.compare import CheckInput, Mismatch
 
@@ -25,7 +24,7 @@ def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[Mismatch | None]:
         found.append(check(given, *more))
         return found[-1]
 
-    monkeypatch.setattr(pipeline, "check", spying)
+    monkeypatch.setattr("tpplan.compiler.check.check", spying)
     return found
 
 

@@ -12,7 +12,6 @@ import tpplan
 from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshards, x_BSH
 from tests.models.uneven import GATED, MLP, Gated
 from tpplan.compiler import check as check_module
-from tpplan.compiler import pipeline
 from tpplan.compiler.check import check, different_ranks
 from tpplan.compiler.compare import CheckInput, Mismatch
 from tpplan.compiler.program import LocalAttribute
@@ -28,7 +27,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append(different_ranks(given))
         return check(given, *more)
 
-    monkeypatch.setattr(pipeline, "check", spying)
+    monkeypatch.setattr("tpplan.compiler.check.check", spying)
     return found
 
 

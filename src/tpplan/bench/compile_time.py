@@ -81,9 +81,10 @@ def _peak() -> float:
 @contextmanager
 def _timed_passes(seconds: dict[str, float]) -> Generator[None]:
     """Add up what each pass of the pipeline takes, in processor time."""
-    from tpplan.compiler import pipeline
+    from tpplan.compiler import check, pipeline
 
-    held = {name: (pipeline.Placer if name == "solve" else pipeline, name) for name in PASSES}
+    owners = {"solve": pipeline.Placer, "check": check}
+    held = {name: (owners.get(name, pipeline), name) for name in PASSES}
     stock = {name: getattr(owner, attribute) for name, (owner, attribute) in held.items()}
     try:
         for name, (owner, attribute) in held.items():

@@ -9,22 +9,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler import explain_failure
+from tpplan.compiler import check, explain_failure
 from tpplan.compiler.assign import Assignment, assign
-from tpplan.compiler.attribute_reads import attributes_read
 from tpplan.compiler.attributes import integer_attributes
-from tpplan.compiler.bind import Binding, bind, once
+from tpplan.compiler.bind import bind, once
 from tpplan.compiler.branches import record_model
 from tpplan.compiler.capture import BodyError, without_collection
-from tpplan.compiler.check import check
-from tpplan.compiler.compare import CheckInput, Mismatch
+from tpplan.compiler.compare import CheckInput
 from tpplan.compiler.conflicts import (
     conflicting_modules,
     mixed_gradient_findings,
@@ -39,65 +37,22 @@ from tpplan.compiler.effects import effect_findings, left_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
 from tpplan.compiler.layout import REPLICATED, Layout, Pack
-from tpplan.compiler.localise import (
-    equal_modules,
-    propose_attributes,
-    read_sizes,
-    split_size,
-    split_values,
-    splits_parameters,
-)
+from tpplan.compiler.learn import learn
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
 from tpplan.compiler.propagate import FILLS, Propagator
-from tpplan.compiler.region import Instance, RegionTable, build_regions
+from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.solution import Constraints, Failure
 from tpplan.compiler.substitute import substitute
-from tpplan.compiler.trace import Frame, Operation, Path, Trace
+from tpplan.compiler.trace import Operation, Path, Trace
 from tpplan.compiler.uncovered import uncovered_finding
 from tpplan.compiler.warn import gathers_columns, warnings_for
+from tpplan.compiler.work import Work
 from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError, Plan, Severity, Style
 
 _ROUNDS = 64
-_TRIALS = 96  # of attributes, for one place
-
-
-@dataclass(slots=True)
-class _Work:
-    """What the passes share while they look for a program that passes the check."""
-
-    model: nn.Module
-    plan: Plan
-    size: int
-    arguments: Sequence[Any]
-    keywords: Mapping[str, Any]
-    binding: Binding
-    trace: Trace
-    flow: DataFlow
-    results: dict[tuple[str, int], Any]
-    constraints: Constraints
-    propagator: Propagator
-    placer: Placer
-    table: RegionTable = field(default_factory=RegionTable)
-    attributes: dict[str, tuple[LocalAttribute, ...]] = field(default_factory=dict[str, tuple[LocalAttribute, ...]])
-    heads: frozenset[int] = frozenset()
-    features: frozenset[int] = frozenset()
-    recorded: frozenset[str] = frozenset()
-    read: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    fixed: frozenset[str] = frozenset()
-    excused: frozenset[str] = frozenset()
-    findings: list[Diagnostic] = field(default_factory=list[Diagnostic])
-    learned_from: Diagnostic | None = None
-    learned: list[Diagnostic] = field(default_factory=list[Diagnostic])
-    regions: tuple[frozenset[str], Instance] | None = None
-    parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
-
-    @property
-    def given(self) -> dict[int, Layout]:
-        """How the inputs lie that don't come whole."""
-        return {self.trace.arguments[path]: layout for path, layout in self.parts.items()}
 
 
 def compile_program(
@@ -158,7 +113,7 @@ def _compile(
         raise CompileError(diagnostics)
     constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
     propagator = Propagator(size, _batch(trace))
-    work = _Work(
+    work = Work(
         model, plan, size, arguments, keywords, binding, trace, flow, results,
         constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
         features=_filled(trace, unpacked.features), findings=list(diagnostics), parts=parts,
@@ -178,7 +133,7 @@ def _compile(
     return program
 
 
-def _recorded_findings(work: _Work) -> list[Diagnostic]:
+def _recorded_findings(work: Work) -> list[Diagnostic]:
     found: list[Diagnostic] = []
     for name in sorted(work.recorded):
         bound = work.binding.first_inside(name)
@@ -222,7 +177,7 @@ def _filled(trace: Trace, features: frozenset[int]) -> frozenset[int]:
     return features.intersection(made)
 
 
-def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
+def _named_attributes(work: Work) -> dict[str, tuple[LocalAttribute, ...]]:
     """The attributes that the plan's `local:` names."""
     modules = dict(named_modules(work.model))
     found: dict[str, tuple[LocalAttribute, ...]] = {}
@@ -269,7 +224,7 @@ def _capture(
     raise CompileError([*diagnostics, explain_failure.of_capture(errors[-1])])
 
 
-def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
+def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
     """Place and check until a program passes, or nothing more can be learned."""
     for attempt in range(_ROUNDS):
         placed = _place(work)
@@ -286,16 +241,16 @@ def _search(work: _Work, dump: Dump) -> tuple[Instance, Assignment]:
             work.model, work.trace, assignment, instance, work.size, work.arguments, work.keywords, work.results,
             work.parts,
         )  # fmt: skip
-        mismatch = check(given, work.attributes, work.excused, work.recorded)
+        mismatch = check.check(given, work.attributes, work.excused, work.recorded)
         if mismatch is None:
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
             work.findings += left_findings(work.trace, assignment.layouts)
             return instance, assignment
-        _learn(work, given, mismatch)
+        learn(work, given, mismatch)
     raise InternalError(f"no program was settled on in {_ROUNDS} rounds")
 
 
-def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
+def _reconcile(work: Work, instance: Instance, assignment: Assignment) -> bool:
     """Constrain what one module or one parameter can't serve both ways; True if the placement must be redone."""
     clashes = conflicting_modules(assignment)
     if clashes - work.fixed:
@@ -315,14 +270,14 @@ def _reconcile(work: _Work, instance: Instance, assignment: Assignment) -> bool:
     return False
 
 
-def _regions(work: _Work) -> Instance:
+def _regions(work: Work) -> Instance:
     """The regions; of what a round learns, they depend on the fixed modules alone."""
     if work.regions is None or work.regions[0] != work.fixed:
         work.regions = (work.fixed, build_regions(work.trace, work.binding, work.fixed, work.table, work.given))
     return work.regions[1]
 
 
-def _place(work: _Work) -> tuple[Instance, Assignment] | None:
+def _place(work: Work) -> tuple[Instance, Assignment] | None:
     """Solve the placement; on failure, report it, set the operation aside and look for the next mistake."""
     failed = False
     for _ in range(_ROUNDS):
@@ -350,7 +305,7 @@ def _place(work: _Work) -> tuple[Instance, Assignment] | None:
     return None
 
 
-def _try_more(work: _Work) -> bool:
+def _try_more(work: Work) -> bool:
     """From now on, let new tensors be split by features; then, let values be split by heads at every boundary."""
     if work.features and not work.constraints.features:
         work.constraints.features = work.propagator.features = work.features
@@ -359,126 +314,3 @@ def _try_more(work: _Work) -> bool:
         work.constraints.heads = work.propagator.heads = work.heads
         return True
     return False
-
-
-def _learn(work: _Work, given: CheckInput, mismatch: Mismatch) -> None:
-    """Make the next round's program differ where this one was found wanting, or report that nothing helps."""
-    if _localise(work, given, mismatch):
-        return
-    finding = explain_failure.of_check(given, mismatch, work.binding)
-    learned = read_sizes(given, mismatch, work.constraints.unsharded)
-    if _splits_features(given, mismatch) and _record_body(work, given, mismatch):
-        return
-    if learned:
-        work.constraints.unsharded |= learned
-        work.learned_from = finding
-        work.learned.append(finding)
-        return
-    work.findings.append(finding)
-    if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
-        raise CompileError(work.findings)
-    work.excused |= equal_modules(given.instance, mismatch.frame)
-
-
-def _localise(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
-    """Make attributes local, if that gets past the mismatch."""
-    module = mismatch.frame.module
-    if module not in work.read:
-        work.read[module] = attributes_read(given, module)
-    found = _try_attributes(work, given, mismatch, work.attributes, iter(range(_TRIALS)))
-    if found is None:
-        return False
-    work.attributes = _needed(work, given, found.attributes, found.after)
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Attributes, what the check then finds, and whether the body that they are for passes it."""
-
-    attributes: Mapping[str, tuple[LocalAttribute, ...]]
-    after: Mismatch | None
-    passes: bool
-
-
-def _try_attributes(
-    work: _Work,
-    given: CheckInput,
-    mismatch: Mismatch,
-    current: Mapping[str, tuple[LocalAttribute, ...]],
-    trials: Iterator[int],
-) -> _Trial | None:
-    """The first attributes with which the body passes; else the first that get past the mismatch.
-
-    Some get past it and then lead nowhere: a wrong factor of the right product.
-    """
-    first: _Trial | None = None
-    place = mismatch.when[:-1]
-    for proposal in propose_attributes(given, mismatch, current, work.read[mismatch.frame.module]):
-        if next(trials, None) is None:
-            break
-        after = check(given, proposal, work.excused, work.recorded)
-        if after is not None and after.when <= mismatch.when:
-            continue
-        if after is None or after.when[: len(place)] != place:
-            return _Trial(proposal, after, True)
-        if after.frame is mismatch.frame:
-            further = _try_attributes(work, given, after, proposal, trials)
-            if further is not None and further.passes:
-                return further
-        first = first or _Trial(proposal, after, False)
-    return first
-
-
-def _needed(
-    work: _Work, given: CheckInput, proposal: Mapping[str, tuple[LocalAttribute, ...]], after: Mismatch | None
-) -> dict[str, tuple[LocalAttribute, ...]]:
-    """The proposal without attributes that make no difference: their number is the same by chance alone.
-
-    The example doesn't read those, but another call might.
-    """
-    needed = dict(proposal)
-    added = {a for name, held in proposal.items() for a in held if a not in work.attributes.get(name, ())}
-    for attribute in sorted(added, key=lambda a: a.name) if len(added) > 1 else ():
-        fewer = {name: tuple(a for a in held if a != attribute) for name, held in needed.items()}
-        found = check(given, fewer, work.excused, work.recorded)
-        if found is None or (after is not None and _same_place(after, found)):
-            needed, after = fewer, found
-    return needed
-
-
-def _splits_features(given: CheckInput, mismatch: Mismatch) -> bool:
-    """Whether what the body gets wrong comes from features or heads that are split, and not from the sequence."""
-    if splits_parameters(given, mismatch.frame):
-        return True
-    layouts, values = given.assignment.layouts, given.trace.values
-    split = list(split_values(given, mismatch))
-    sizes = {whole for value in split if (whole := split_size(given, value)) is not None}
-    seen = {values[value].shape[layouts[value].dim or 0] for value in split}.intersection(mismatch.sizes(given.size))
-    return bool(sizes & seen) if seen else bool(sizes)
-
-
-def _record_body(work: _Work, given: CheckInput, mismatch: Mismatch) -> bool:
-    """Let a body run from its record, if that gets past the mismatch."""
-    modules, name = dict(named_modules(work.model)), mismatch.frame.module
-    equal = {n for n in equal_modules(given.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
-    recorded = work.recorded | equal
-    if name in work.recorded or not name or _takes_uneven(given, mismatch.frame):
-        return False
-    attributes = {name: held for name, held in work.attributes.items() if name not in recorded}
-    after = check(given, attributes, work.excused, recorded)
-    if after is not None and _same_place(after, mismatch):
-        return False
-    work.recorded, work.attributes = recorded, attributes
-    return True
-
-
-def _takes_uneven(given: CheckInput, frame: Frame) -> bool:
-    """Whether ranks hold different numbers of entries of an argument: from its part a rank can't tell the whole."""
-    layouts, values = given.assignment.layouts, given.trace.values
-    held = [(layouts.get(c.target, REPLICATED), values[c.target].shape) for c in frame.entries]
-    return any(layout.dim is not None and not layout.is_even(shape[layout.dim], given.size) for layout, shape in held)
-
-
-def _same_place(one: Mismatch, other: Mismatch) -> bool:
-    return one.frame.module == other.frame.module and one.when <= other.when
