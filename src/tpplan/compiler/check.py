@@ -31,7 +31,7 @@ from tpplan.compiler.recorder import Recorder
 from tpplan.compiler.region import Instance
 from tpplan.compiler.replay import Replay, recorded_body
 from tpplan.compiler.skeleton import make_skeleton
-from tpplan.compiler.trace import Frame, Path
+from tpplan.compiler.trace import Frame, Path, Value
 from tpplan.plan import Style
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))
@@ -256,7 +256,7 @@ class _LocalBoundary:
                 if value is None:
                     return held
                 shape = promised_shape(self.given, value)
-                return _like(shape, held.dtype, value.differentiable, _in_order_of(value.stride, shape))
+                return _like(shape, held.dtype, value.differentiable, _strides(value, shape))
             if isinstance(held, tuple):
                 items = [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
                 return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
@@ -285,11 +285,13 @@ def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInp
     return tuple(moved)
 
 
-def _in_order_of(stride: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
-    """The strides of a tensor of `shape` whose dims lie in memory in the order of these, without gaps."""
+def _strides(value: Value, shape: tuple[int, ...]) -> list[int]:
+    """The strides of a part of a value: its dims lie in memory in the same order; of what is whole, also as far."""
+    if shape == value.shape:
+        return [*value.stride]
     made, inner = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
-        if stride[dim]:
+    for dim in sorted(range(len(shape)), key=lambda dim: (value.stride[dim], -dim)):
+        if value.stride[dim]:
             made[dim], inner = inner, inner * max(shape[dim], 1)
     return made
 
@@ -302,7 +304,13 @@ def _like(
         made = torch.empty(shape, dtype=dtype, device="meta", requires_grad=differentiable)
     else:
         made = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=differentiable)
-    return made.clone() if differentiable else made
+    if not differentiable:
+        return made
+    copy = made.clone()
+    if stride is None or list(copy.stride()) == list(stride):
+        return copy
+    reached = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))  # a copy has no gaps
+    return made.new_empty(reached).requires_grad_().clone().as_strided(shape, stride)
 
 
 __all__ = ["check", "different_ranks"]
