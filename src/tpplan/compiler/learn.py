@@ -52,9 +52,6 @@ def learn(work: Work, given: CheckInput, mismatch: Mismatch) -> None:
 
 def _localise(work: Work, given: CheckInput, mismatch: Mismatch) -> bool:
     """Make attributes local, if that gets past the mismatch."""
-    module = mismatch.frame.module
-    if module not in work.read:
-        work.read[module] = attributes_read(given, module)
     found = _try_attributes(work, given, mismatch, work.attributes, iter(range(_TRIALS)))
     if found is None:
         return False
@@ -82,9 +79,15 @@ def _try_attributes(
 
     Some get past it and then lead nowhere: a wrong factor of the right product.
     """
+
+    def read(module: str) -> frozenset[str]:
+        if module not in work.read:
+            work.read[module] = attributes_read(given, module)
+        return work.read[module]
+
     first: _Trial | None = None
     place = mismatch.when[:-1]
-    for proposal in propose_attributes(given, mismatch, current, work.read[mismatch.frame.module]):
+    for proposal in propose_attributes(given, mismatch, current, read):
         if next(trials, None) is None:
             break
         after = check.check(given, proposal, work.excused, work.recorded)

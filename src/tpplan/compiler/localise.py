@@ -11,7 +11,7 @@ out: integer attributes to divide (`self.num_heads`), to be tried and proved by 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from tpplan.compat import named_modules
 from tpplan.compiler.attributes import integer_attributes
@@ -27,11 +27,14 @@ Attributes = dict[str, tuple[LocalAttribute, ...]]
 
 
 def propose_attributes(
-    given: CheckInput, mismatch: Mismatch, current: Mapping[str, tuple[LocalAttribute, ...]], read: Set[str]
+    given: CheckInput,
+    mismatch: Mismatch,
+    current: Mapping[str, tuple[LocalAttribute, ...]],
+    read: Callable[[str], Set[str]],
 ) -> Iterator[Attributes]:
     """Attribute settings worth a try: first one attribute, then pairs, then all that count a sharded dim.
 
-    Only those that the module's code has `read` can make a difference.
+    Only those that the module's code has `read` can make a difference; if there are any, it is called with the module.
     """
     modules = dict(named_modules(given.model))
     name = mismatch.frame.module
@@ -41,8 +44,9 @@ def propose_attributes(
         LocalAttribute.of(key, whole, local)
         for key, value in integer_attributes(modules[name])
         for whole, local in sizes
-        if value == whole and key not in taken and key in read
+        if value == whole and key not in taken
     ]
+    candidates = [held for held in candidates if held.name in read(name)]
     for subset in _subsets(candidates):
         proposal = dict(current)
         for other in equal_modules(given.instance, mismatch.frame):
