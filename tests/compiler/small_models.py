@@ -24,6 +24,17 @@ class Mlp(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
+class Gated(nn.Module):
+    """A gated layer: both `first` and `second` meet before `last`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.silu(self.first(x)) * self.second(x))
+
+
 class Attention(nn.Module):
     """Heads are counted by an attribute, as OPT and many others do."""
 

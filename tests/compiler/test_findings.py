@@ -82,6 +82,43 @@ def test_a_bad_plan_is_reported_as_recorded(code: str, monkeypatch: pytest.Monke
     assert text == path.read_text(encoding="utf-8")
 
 
+GATED = [
+    ({"first": "colwise", "last": "rowwise"}, "it meets the whole result of `second`", "`second` `colwise` as well;"),
+    ({"second": "colwise", "last": "rowwise"}, "it meets the whole result of `first`", "`first` `colwise` as well;"),
+    ({"first": "colwise"}, "result of `second`", "make `second` `colwise` as well, and `last` `rowwise`;"),
+    ({"{first,second}": "colwise"}, "`last` reads it and isn't `rowwise`", "make `last` `rowwise`;"),
+]
+
+
+@pytest.mark.parametrize(("rules", "why", "way_out"), GATED)
+def test_a_gather_names_the_layers_that_would_save_it(rules: dict[str, str], why: str, way_out: str) -> None:
+    plan = {"version": 1, "modules": rules}
+    first, *_ = tpplan.compile_plan(toys.Gated(), plan, tp=2, inputs=toys.activations()).diagnostics
+    assert first.code == "TP104" and first.message.endswith(why), first.message
+    assert way_out in (first.help or ""), first.help
+
+
+@pytest.mark.parametrize(("given", "named"), [((), "`first` and `second`, whose"), (("first",), "`second`, whose")])
+def test_a_slice_names_the_layers_that_are_whole(given: tuple[str, ...], named: str) -> None:
+    plan = {"version": 1, "modules": dict.fromkeys(given, "colwise") | {"last": "rowwise"}}
+    *_, found = tpplan.compile_plan(toys.Gated(), plan, tp=2, inputs=toys.activations()).diagnostics
+    assert found.code == "TP105" and (found.help or "").startswith(f"make {named}"), found.help
+
+
+def test_a_gather_at_the_end_of_the_model_says_so() -> None:
+    plan = {"version": 1, "modules": {"down": "colwise"}}
+    (found,) = tpplan.compile_plan(toys.LoneColwise(), plan, tp=2, inputs=toys.activations()).diagnostics
+    assert found.message.endswith("it leaves the model") and "`rowwise`" not in (found.help or "")
+
+
+def test_the_layer_that_reads_heads_is_named_with_the_layers_that_meet_them() -> None:
+    rules = {"q": "colwise"}
+    (found,) = tpplan.compile_plan(
+        toys.Attention(), {"version": 1, "modules": rules}, tp=2, inputs=toys.activations()
+    ).diagnostics
+    assert found.help is not None and found.help.startswith("make `k` and `v` `colwise` as well, and `o` `rowwise`;")
+
+
 def test_a_forward_on_an_instance_is_refused() -> None:
     model = toys.Mlp()
     vars(model.up)["forward"] = lambda x: x

@@ -47,6 +47,7 @@ from tpplan.compiler.localise import (
     split_values,
     splits_parameters,
 )
+from tpplan.compiler.neighbours import Neighbours
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Placer, root_solution
 from tpplan.compiler.program import LocalAttribute, Program
@@ -165,7 +166,7 @@ def _compile(
     )  # fmt: skip
     work.attributes = _named_attributes(work)
     instance, assignment = _search(work, dump)
-    work.findings += [_with_reason(d, work.learned) for d in warnings_for(flow, binding, assignment, size)]
+    work.findings += [_with_reason(d, work.learned) for d in _warnings(work, instance, assignment)]
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
@@ -176,6 +177,13 @@ def _compile(
     )
     dump.program(program)
     return program
+
+
+def _warnings(work: _Work, instance: Instance, assignment: Assignment) -> list[Diagnostic]:
+    def around() -> Neighbours:
+        return Neighbours(work.model, work.flow, instance, work.propagator)
+
+    return warnings_for(work.flow, work.binding, assignment, work.size, around)
 
 
 def _recorded_findings(work: _Work) -> list[Diagnostic]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import islice
 
 from tpplan.plan.pattern import Pattern, PatternError
+from tpplan.plan.wording import one_of
 
 _SHAPES = 500
 _LISTED = 5
@@ -19,12 +20,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
     found = get_close_matches(word.lower()[:64], list(known), n=1, cutoff=0.6)
     return found[0] if found else None
-
-
-def one_of(known: Iterable[str]) -> str:
-    """A list for a help line: `a`, `b` or `c`."""
-    words = [f"`{word}`" for word in known]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def word_help(word: str, known: Sequence[str]) -> str:
