@@ -136,3 +136,21 @@ def test_all_mistakes_are_reported_at_once() -> None:
 def test_parallelize_without_torchrun_or_mesh_says_so() -> None:
     with pytest.raises(tpplan.CompileError, match=r"TP115.*torchrun"):
         tpplan.parallelize(toys.Mlp(), {"version": 1, "modules": {"up": "colwise"}}, inputs=toys.activations())
+
+
+def test_a_misspelt_attribute_is_corrected_once_for_all_its_modules() -> None:
+    model = nn.Sequential(toys.Attention(), toys.Attention())
+    rules = {"*": {"style": "replicate", "local": ["num_heds", "head_dim"]}}
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.compile_plan(model, {"version": 1, "modules": rules}, tp=2, inputs=toys.activations())
+    (found,) = [d for d in caught.value.diagnostics if d.code == "TP102"]
+    assert found.help == "did you mean `num_heads`?" and found.notes[-1] == "the same holds for 1 more"
+
+
+def test_an_attribute_of_the_module_around_is_found_there() -> None:
+    rules = {"0.{q,k,v}": {"style": "colwise", "local": ["num_heads"]}, "0.o": "rowwise"}
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.compile_plan(
+            nn.Sequential(toys.Attention()), {"version": 1, "modules": rules}, tp=2, inputs=toys.activations()
+        )
+    assert "`0` has it" in (caught.value.diagnostics[0].help or "")

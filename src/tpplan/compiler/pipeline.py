@@ -19,7 +19,6 @@ from tpplan.compat import named_modules
 from tpplan.compiler import explain_failure
 from tpplan.compiler.assign import Assignment, assign
 from tpplan.compiler.attribute_reads import attributes_read
-from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.bind import Binding, bind, once
 from tpplan.compiler.branches import record_model
 from tpplan.compiler.capture import BodyError, without_collection
@@ -38,7 +37,7 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.effects import effect_findings, left_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
-from tpplan.compiler.layout import REPLICATED, Layout, Pack
+from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.compiler.localise import (
     equal_modules,
     propose_attributes,
@@ -47,6 +46,7 @@ from tpplan.compiler.localise import (
     split_values,
     splits_parameters,
 )
+from tpplan.compiler.named_attributes import named_attributes
 from tpplan.compiler.neighbours import Neighbours
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Placer, root_solution
@@ -164,7 +164,8 @@ def _compile(
         constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
         features=_filled(trace, unpacked.features), findings=list(diagnostics), parts=parts,
     )  # fmt: skip
-    work.attributes = _named_attributes(work)
+    work.attributes, unknown = named_attributes(model, binding, size)
+    work.findings += unknown
     instance, assignment = _search(work, dump)
     work.findings += [_with_reason(d, work.learned) for d in _warnings(work, instance, assignment)]
     work.findings += [] if work.findings else uncovered_finding(model, binding)
@@ -228,33 +229,6 @@ def _filled(trace: Trace, features: frozenset[int]) -> frozenset[int]:
         for size in trace.values[output].shape
     )
     return features.intersection(made)
-
-
-def _named_attributes(work: _Work) -> dict[str, tuple[LocalAttribute, ...]]:
-    """The attributes that the plan's `local:` names."""
-    modules = dict(named_modules(work.model))
-    found: dict[str, tuple[LocalAttribute, ...]] = {}
-    for name, bound in work.binding.modules.items():
-        counts = {} if bound.is_parameter else dict(integer_attributes(modules[name]))
-        held: list[LocalAttribute] = []
-        for attribute in bound.rule.local:
-            if attribute in counts:
-                whole = counts[attribute]
-                shared = [Pack(whole).local(work.size, rank) for rank in range(work.size)]
-                held.append(LocalAttribute.of(attribute, whole, shared))
-                continue
-            work.findings.append(
-                Diagnostic(
-                    code="TP102",
-                    message=f"`{name}` has no integer attribute `{attribute}`",
-                    span=bound.rule.span_of("local"),
-                    help=f"its integer attributes are {', '.join(counts) or 'none'}",
-                    subject=name,
-                )
-            )
-        if held:
-            found[name] = tuple(held)
-    return found
 
 
 def _capture(
