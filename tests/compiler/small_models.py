@@ -53,6 +53,22 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 
+class OneKeyHead(Attention):
+    """All queries use one key and value head."""
+
+    def __init__(self) -> None:
+        super().__init__(literal=False)
+        self.k, self.v = nn.Linear(WIDTH, self.head_dim), nn.Linear(WIDTH, self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
+        mixed = functional.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q))
+        return self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
 class Block(nn.Module):
     def __init__(self, **settings: object) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from torch import nn
 
 import tpplan
 from tests.compiler import small_models as toys
-from tpplan.plan import CATALOGUE, PlanError
+from tpplan.plan import CATALOGUE, PlanError, Severity
 from tpplan.report.diagnostics import render, summary
 
 BAD = Path(__file__).parent / "bad"
@@ -52,6 +52,7 @@ ELSEWHERE = {
     "TP123": "suggest/test_suggest.py",
     "TP124": "compiler/test_replay.py",
     "TP125": "runtime/test_caller_containers.py",
+    "TP126": "compiler/test_findings.py",
     "TP199": "cli/test_main.py",
 }
 
@@ -154,3 +155,13 @@ def test_an_attribute_of_the_module_around_is_found_there() -> None:
             nn.Sequential(toys.Attention()), {"version": 1, "modules": rules}, tp=2, inputs=toys.activations()
         )
     assert "`0` has it" in (caught.value.diagnostics[0].help or "")
+
+
+def test_a_single_head_that_all_ranks_need_is_noted_and_no_warning() -> None:
+    plan = 'version: 1\nmodules:\n  "{q,k,v}": colwise\n  o: rowwise\n'
+    program = tpplan.compile_plan(toys.OneKeyHead(), plan, tp=2, inputs=toys.activations())
+    (found,) = program.diagnostics
+    assert (found.code, found.severity, found.notes) == ("TP126", Severity.NOTE, ("the same holds for 1 more",))
+    meant = {"q": "colwise", "{k,v}": "replicate", "o": "rowwise"}
+    quiet = tpplan.compile_plan(toys.OneKeyHead(), {"version": 1, "modules": meant}, tp=2, inputs=toys.activations())
+    assert not quiet.diagnostics

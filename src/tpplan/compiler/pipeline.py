@@ -172,7 +172,7 @@ def _compile(
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
     kernels = substitute(dict(named_modules(model)), plan, trace, binding, assignment, instance)
-    work.findings += _recorded_findings(work)
+    work.findings += [*unpacked.notes, *_recorded_findings(work)]
     program = emit(
         model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
     )
