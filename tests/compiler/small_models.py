@@ -24,6 +24,17 @@ class Mlp(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
+class Gated(nn.Module):
+    """A gated layer: both `first` and `second` meet before `last`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.silu(self.first(x)) * self.second(x))
+
+
 class Attention(nn.Module):
     """Heads are counted by an attribute, as OPT and many others do."""
 
@@ -39,6 +50,22 @@ class Attention(nn.Module):
             return y.view(*x.shape[:2], self.num_heads if self.literal else -1, self.head_dim).transpose(1, 2)
 
         mixed = functional.scaled_dot_product_attention(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)))
+        return self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class OneKeyHead(Attention):
+    """All queries use one key and value head."""
+
+    def __init__(self) -> None:
+        super().__init__(literal=False)
+        self.k, self.v = nn.Linear(WIDTH, self.head_dim), nn.Linear(WIDTH, self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
+        mixed = functional.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q))
         return self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import tpplan
 from tests.compiler import small_models as toys
-from tpplan.plan import CATALOGUE, PlanError
+from tpplan.plan import CATALOGUE, PlanError, Severity
 from tpplan.report.diagnostics import render, summary
 
 BAD = Path(__file__).parent / "bad"
@@ -52,6 +52,7 @@ ELSEWHERE = {
     "TP123": "suggest/test_suggest.py",
     "TP124": "compiler/test_replay.py",
     "TP125": "runtime/test_caller_containers.py",
+    "TP126": "compiler/test_findings.py",
     "TP199": "cli/test_main.py",
 }
 
@@ -82,6 +83,43 @@ def test_a_bad_plan_is_reported_as_recorded(code: str, monkeypatch: pytest.Monke
     assert text == path.read_text(encoding="utf-8")
 
 
+GATED = [
+    ({"first": "colwise", "last": "rowwise"}, "it meets the whole result of `second`", "`second` `colwise` as well;"),
+    ({"second": "colwise", "last": "rowwise"}, "it meets the whole result of `first`", "`first` `colwise` as well;"),
+    ({"first": "colwise"}, "result of `second`", "make `second` `colwise` as well, and `last` `rowwise`;"),
+    ({"{first,second}": "colwise"}, "`last` reads it and isn't `rowwise`", "make `last` `rowwise`;"),
+]
+
+
+@pytest.mark.parametrize(("rules", "why", "way_out"), GATED)
+def test_a_gather_names_the_layers_that_would_save_it(rules: dict[str, str], why: str, way_out: str) -> None:
+    plan = {"version": 1, "modules": rules}
+    first, *_ = tpplan.compile_plan(toys.Gated(), plan, tp=2, inputs=toys.activations()).diagnostics
+    assert first.code == "TP104" and first.message.endswith(why), first.message
+    assert way_out in (first.help or ""), first.help
+
+
+@pytest.mark.parametrize(("given", "named"), [((), "`first` and `second`, whose"), (("first",), "`second`, whose")])
+def test_a_slice_names_the_layers_that_are_whole(given: tuple[str, ...], named: str) -> None:
+    plan = {"version": 1, "modules": dict.fromkeys(given, "colwise") | {"last": "rowwise"}}
+    *_, found = tpplan.compile_plan(toys.Gated(), plan, tp=2, inputs=toys.activations()).diagnostics
+    assert found.code == "TP105" and (found.help or "").startswith(f"make {named}"), found.help
+
+
+def test_a_gather_at_the_end_of_the_model_says_so() -> None:
+    plan = {"version": 1, "modules": {"down": "colwise"}}
+    (found,) = tpplan.compile_plan(toys.LoneColwise(), plan, tp=2, inputs=toys.activations()).diagnostics
+    assert found.message.endswith("it leaves the model") and "`rowwise`" not in (found.help or "")
+
+
+def test_the_layer_that_reads_heads_is_named_with_the_layers_that_meet_them() -> None:
+    rules = {"q": "colwise"}
+    (found,) = tpplan.compile_plan(
+        toys.Attention(), {"version": 1, "modules": rules}, tp=2, inputs=toys.activations()
+    ).diagnostics
+    assert found.help is not None and found.help.startswith("make `k` and `v` `colwise` as well, and `o` `rowwise`;")
+
+
 def test_a_forward_on_an_instance_is_refused() -> None:
     model = toys.Mlp()
     vars(model.up)["forward"] = lambda x: x
@@ -99,3 +137,31 @@ def test_all_mistakes_are_reported_at_once() -> None:
 def test_parallelize_without_torchrun_or_mesh_says_so() -> None:
     with pytest.raises(tpplan.CompileError, match=r"TP115.*torchrun"):
         tpplan.parallelize(toys.Mlp(), {"version": 1, "modules": {"up": "colwise"}}, inputs=toys.activations())
+
+
+def test_a_misspelt_attribute_is_corrected_once_for_all_its_modules() -> None:
+    model = nn.Sequential(toys.Attention(), toys.Attention())
+    rules = {"*": {"style": "replicate", "local": ["num_heds", "head_dim"]}}
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.compile_plan(model, {"version": 1, "modules": rules}, tp=2, inputs=toys.activations())
+    (found,) = [d for d in caught.value.diagnostics if d.code == "TP102"]
+    assert found.help == "did you mean `num_heads`?" and found.notes[-1] == "the same holds for 1 more"
+
+
+def test_an_attribute_of_the_module_around_is_found_there() -> None:
+    rules = {"0.{q,k,v}": {"style": "colwise", "local": ["num_heads"]}, "0.o": "rowwise"}
+    with pytest.raises(tpplan.CompileError) as caught:
+        tpplan.compile_plan(
+            nn.Sequential(toys.Attention()), {"version": 1, "modules": rules}, tp=2, inputs=toys.activations()
+        )
+    assert "`0` has it" in (caught.value.diagnostics[0].help or "")
+
+
+def test_a_single_head_that_all_ranks_need_is_noted_and_no_warning() -> None:
+    plan = 'version: 1\nmodules:\n  "{q,k,v}": colwise\n  o: rowwise\n'
+    program = tpplan.compile_plan(toys.OneKeyHead(), plan, tp=2, inputs=toys.activations())
+    (found,) = program.diagnostics
+    assert (found.code, found.severity, found.notes) == ("TP126", Severity.NOTE, ("the same holds for 1 more",))
+    meant = {"q": "colwise", "{k,v}": "replicate", "o": "rowwise"}
+    quiet = tpplan.compile_plan(toys.OneKeyHead(), {"version": 1, "modules": meant}, tp=2, inputs=toys.activations())
+    assert not quiet.diagnostics

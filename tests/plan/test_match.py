@@ -118,3 +118,17 @@ def test_kernel_choices_hold_inside_the_named_module_and_the_nearest_counts() ->
     assert plan.kernel_choice("gelu", "a.b.c") is KernelChoice.AUTO
     assert plan.kernel_choice("gelu", "a.b.c.d.e") is KernelChoice.TORCH
     assert plan.kernel_choice("rms_norm", "a.b") is KernelChoice.AUTO
+
+
+@pytest.mark.parametrize(
+    ("pattern", "suggestion"),
+    [
+        ("mlp.experts.gate_up_prj", "mlp.experts.gate_up_proj"),
+        ("mlp.ruoter", "mlp.router"),
+        ("mlp.expert", "mlp.experts"),
+    ],
+)
+def test_a_misspelt_parameter_gets_the_nearest_one(pattern: str, suggestion: str) -> None:
+    modules, parameters = ["mlp", "mlp.router", "mlp.experts"], ["mlp.router.weight", "mlp.experts.gate_up_proj"]
+    (found,) = plan_of(**{pattern: "colwise"}).match(modules, parameters).diagnostics
+    assert found.help == f"did you mean `{suggestion}`?"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from tpplan.cli.model_callable import from_callable
+from tpplan.cli.model_problem import first_line, problem
 from tpplan.inputs import BATCH, example_call
-from tpplan.plan import Diagnostic, PlanError
+from tpplan.plan.wording import one_of
+
+_COMMON_TYPES = ("llama", "qwen3", "gpt2", "bert")
 
 
 def load_model(
@@ -45,18 +49,34 @@ def _value(text: str) -> Any:
 
 
 def _build(reference: str, overrides: dict[str, Any]) -> tuple[nn.Module, Any]:
-    if reference.startswith("hf:"):
-        return _transformers_model(_config_for_type(reference[3:], reference), {}, overrides, reference), None
+    prefix, colon, name = reference.partition(":")
+    if colon and prefix.lower() == "hf":
+        return _transformers_model(_config_for_type(name, reference), {}, overrides, reference), None
     path = Path(reference)
-    if path.exists():
+    if reference and path.exists():
         config, fields = _config_from_path(path, reference)
         return _transformers_model(config, fields, overrides, reference), None
-    module, colon, name = reference.partition(":")
-    if colon:
-        return _from_callable(module, name, overrides, reference)
-    raise _problem(
-        f"`{reference}` is no file or folder, no `hf:MODEL_TYPE` and no `package.module:callable`",
-        "for an architecture of transformers write `hf:llama`; for a model of your own `package.module:make_model`",
+    if colon and prefix and name:
+        return from_callable(prefix, name, overrides, reference)
+    raise problem(
+        f"`{reference}` is no file or folder, no `hf:MODEL_TYPE` and no `package.module:callable`", _meant(reference)
+    )
+
+
+def _meant(reference: str) -> str:
+    """What a reference of no known form may have been meant for."""
+    kinds = list(_transformers(reference).CONFIG_MAPPING.keys()) if find_spec("transformers") is not None else []
+    close = get_close_matches(reference.strip(":"), kinds, 1, 0.8)
+    if close:
+        return f"did you mean `hf:{close[0]}`?"
+    if reference and not reference.startswith((".", ":")) and "/" not in reference and reference.isprintable():
+        return (
+            f"for an architecture of transformers write `hf:llama`; for a model of your own name what makes it: "
+            f"`{reference.strip(':')}:make_model`"
+        )
+    return (
+        "for an architecture of transformers write `hf:llama`; for a checkpoint the folder on this machine that holds "
+        "its config.json; for a model of your own `package.module:make_model`"
     )
 
 
@@ -64,7 +84,7 @@ def _transformers(reference: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise _problem(f"`{reference}` needs transformers, which isn't installed", "pip install 'tpplan[hf]'") from None
+        raise problem(f"`{reference}` needs transformers, which isn't installed", "pip install 'tpplan[hf]'") from None
 
 
 def _config_for_type(kind: str, reference: str) -> Any:
@@ -72,11 +92,11 @@ def _config_for_type(kind: str, reference: str) -> Any:
     known: list[str] = list(transformers.CONFIG_MAPPING.keys())
     if kind not in known:
         close = get_close_matches(kind, known, 3)
-        raise _problem(
+        raise problem(
             f"transformers has no model type `{kind}`",
-            f"did you mean {' or '.join(f'`hf:{name}`' for name in close)}?"
+            f"did you mean {one_of(f'hf:{name}' for name in close)}?"
             if close
-            else "see transformers' model types",
+            else f"use one of transformers' {len(known)} model types, such as {one_of(_COMMON_TYPES)}",
         )
     return transformers.CONFIG_MAPPING[kind]()
 
@@ -85,12 +105,24 @@ def _config_from_path(path: Path, reference: str) -> tuple[Any, dict[str, Any]]:
     transformers = _transformers(reference)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise _problem(f"`{path}` has no config.json", "name a folder that save_pretrained wrote, or its config.json")
+        raise problem(f"`{path}` has no config.json", "name a folder that save_pretrained wrote, or its config.json")
+    if file.suffix == ".py":
+        raise problem(f"`{path}` is Python, not a transformers config", f"name what makes the model: `{file.stem}:…`")
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True), fields
+        fields: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"`{file}` is no transformers config, as it isn't JSON: {first_line(error)}"
+        raise problem(message, "name a config.json, or the folder that holds it") from None
+    kind = cast("dict[str, Any]", fields).get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(kind, str):
+        raise problem(f"`{file}` is no transformers config: it has no `model_type`", "add one, such as `llama`")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True), cast("dict[str, Any]", fields)
     except (OSError, ValueError, KeyError) as error:
-        raise _problem(f"`{file}` is no transformers config: {_first_line(error)}", "it needs a `model_type`") from None
+        if kind not in transformers.CONFIG_MAPPING:
+            _config_for_type(kind, reference)
+        message = f"`{file}` is no transformers config: {first_line(error)}"
+        raise problem(message, "check its fields") from None
 
 
 def _transformers_model(config: Any, fields: dict[str, Any], overrides: dict[str, Any], reference: str) -> nn.Module:
@@ -99,12 +131,12 @@ def _transformers_model(config: Any, fields: dict[str, Any], overrides: dict[str
         if not hasattr(config, key):
             close = get_close_matches(key, list(config.to_dict()), 1)
             hint = f"did you mean `{close[0]}`?" if close else "see the config's fields"
-            raise _problem(f"the config of `{config.model_type}` has no field `{key}`", hint)
+            raise problem(f"the config of `{config.model_type}` has no field `{key}`", hint)
     try:
         # Built anew: some fields follow from others, such as a head's size from the hidden size.
         changed: Any = config.__class__.from_dict({**fields, **overrides}) if overrides else config
     except Exception as error:
-        raise _problem(f"`{reference}` can't be built: {_first_line(error)}", "check the values of --set") from None
+        raise problem(f"`{reference}` can't be built: {first_line(error)}", "check the values of --set") from None
     named: Any = getattr(transformers, str((changed.architectures or [""])[0]), None)
     kinds = ("Seq2SeqLM", "SpeechSeq2Seq", "MaskedLM", "CausalLM")
     makers = [getattr(transformers, f"AutoModelFor{kind}") for kind in kinds]
@@ -117,31 +149,4 @@ def _transformers_model(config: Any, fields: dict[str, Any], overrides: dict[str
                     return maker.from_config(changed)
             return transformers.AutoModel.from_config(changed)
     except Exception as error:
-        raise _problem(f"`{reference}` can't be built: {_first_line(error)}", "check the config's values") from None
-
-
-def _from_callable(module: str, name: str, overrides: dict[str, Any], reference: str) -> tuple[nn.Module, Any]:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise _problem(f"`{reference}` can't be imported: {_first_line(error)}", "run tpplan where it can be") from None
-    try:
-        with torch.device("meta"):
-            made = make(**overrides)
-    except Exception as error:
-        message = f"`{reference}` raised {type(error).__name__}: {_first_line(error)}"
-        raise _problem(message, "it must build a model without arguments, also on the meta device") from None
-    pair: tuple[Any, Any] = made if isinstance(made, tuple) else (made, None)  # pyright: ignore
-    if not isinstance(pair[0], nn.Module):
-        raise _problem(f"`{reference}` gave a {type(pair[0]).__name__}, not a module", "return a torch.nn.Module")
-    return pair
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _problem(message: str, way_out: str) -> PlanError:
-    return PlanError([Diagnostic(code="TP122", message=message, help=way_out)])
+        raise problem(f"`{reference}` can't be built: {first_line(error)}", "check the config's values") from None

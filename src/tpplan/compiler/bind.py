@@ -16,6 +16,7 @@ from tpplan.compat import named_modules
 from tpplan.compiler.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.linear import Addend, LinearForm, Product, is_grouped_convolution, linear_form
 from tpplan.plan import Diagnostic, Plan, Rule, Style
+from tpplan.plan.wording import with_article
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +155,12 @@ def _not_for_parameters(name: str, rule: Rule) -> Diagnostic:
 
 
 def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
-    kind = type(module).__name__
+    kind = with_article(type(module).__name__)
     return Diagnostic(
         code="TP101",
-        message=f"{what}, but `{name}` is a `{kind}`",
+        message=f"{what}, but `{name}` is {kind}",
         span=rule.style_span,
-        label=f"`{name}` is a `{kind}`",
+        label=f"`{name}` is {kind}",
         help=_suggest_style(module),
         subject=name,
     )

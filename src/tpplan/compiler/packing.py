@@ -5,7 +5,7 @@ out: the binding, its modules with their packs; findings for packs that don't fi
 
     {style: colwise, packed: [q, k, v]}, the result split as 32|16|16   ->  packs 32|16|16
     k_proj: colwise, its result viewed as 2 heads, on 4 ranks           ->  one pack with 2 replicas
-    k_proj: colwise, its result viewed as 1 head                        ->  replicate
+    k_proj: colwise, its result viewed as 1 head                        ->  replicate, and a note (TP126)
     qkv: colwise, 2 groups of 4 queries, a key and a value, on 4 ranks  ->  packs of each group for 2 of the ranks
     experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
 
@@ -39,12 +39,14 @@ class Packed:
         findings: packs that don't fit.
         heads: the numbers of heads into which sharded features are viewed, as far as the axis divides them.
         features: the numbers of features that are split.
+        notes: columns that stay whole, since they make a single head.
     """
 
     binding: Binding
     findings: list[Diagnostic]
     heads: frozenset[int]
     features: frozenset[int]
+    notes: list[Diagnostic]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +106,19 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
     counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
     heads = frozenset(n for n in counts if n % size == 0)
+    single: list[Diagnostic] = []
     for name, use in uses.items():
         held = _refined(modules[name], use, _Axis(size, heads))
         if isinstance(held, Diagnostic):
             findings.append(held)
-        else:
-            modules[name] = held
+            continue
+        if held.style is not modules[name].style:
+            single.append(_single_head(held, size))
+        modules[name] = held
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
-    return Packed(binding, once(findings), heads, frozenset(n for b in modules.values() for n in _made(b)))
+    features = frozenset(n for b in modules.values() for n in _made(b))
+    return Packed(binding, once(findings), heads, features, once(single))
 
 
 def _made(bound: Bound) -> list[int]:
@@ -320,6 +326,18 @@ def _cut(bound: Bound, index: int, views: str, counted: str, count: int, size: i
         span=bound.rule.span_of("packed"),
         label=f"{counted} / {size} ranks",
         help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule",
+        subject=bound.name,
+    )
+
+
+def _single_head(bound: Bound, size: int) -> Diagnostic:
+    """TP126 for a column that is replicated."""
+    return Diagnostic(
+        code="TP126",
+        message=f"`{bound.name}` makes a single head, which all {size} ranks need: it stays whole on every rank",
+        span=bound.rule.style_span,
+        label="replicated",
+        help="nothing is wrong; write `replicate` to say that it's meant",
         subject=bound.name,
     )
 

@@ -18,7 +18,6 @@ from torch import nn
 from tpplan.compat import named_modules
 from tpplan.compiler import check, explain_failure
 from tpplan.compiler.assign import Assignment, assign
-from tpplan.compiler.attributes import integer_attributes
 from tpplan.compiler.bind import bind, once
 from tpplan.compiler.branches import record_model
 from tpplan.compiler.capture import BodyError, without_collection
@@ -36,11 +35,13 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.effects import effect_findings, left_findings
 from tpplan.compiler.emit import emit
 from tpplan.compiler.fitness import unfit_findings
-from tpplan.compiler.layout import REPLICATED, Layout, Pack
+from tpplan.compiler.layout import REPLICATED, Layout
 from tpplan.compiler.learn import learn
+from tpplan.compiler.named_attributes import named_attributes
+from tpplan.compiler.neighbours import Neighbours
 from tpplan.compiler.packing import pack
 from tpplan.compiler.place import Placer, root_solution
-from tpplan.compiler.program import LocalAttribute, Program
+from tpplan.compiler.program import Program
 from tpplan.compiler.propagate import FILLS, Propagator
 from tpplan.compiler.region import Instance, build_regions
 from tpplan.compiler.solution import Constraints, Failure
@@ -118,19 +119,27 @@ def _compile(
         constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
         features=_filled(trace, unpacked.features), findings=list(diagnostics), parts=parts,
     )  # fmt: skip
-    work.attributes = _named_attributes(work)
+    work.attributes, unknown = named_attributes(model, binding, size)
+    work.findings += unknown
     instance, assignment = _search(work, dump)
-    work.findings += [_with_reason(d, work.learned) for d in warnings_for(flow, binding, assignment, size)]
+    work.findings += [_with_reason(d, work.learned) for d in _warnings(work, instance, assignment)]
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
     kernels = substitute(dict(named_modules(model)), plan, trace, binding, assignment, instance)
-    work.findings += _recorded_findings(work)
+    work.findings += [*unpacked.notes, *_recorded_findings(work)]
     program = emit(
         model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
     )
     dump.program(program)
     return program
+
+
+def _warnings(work: Work, instance: Instance, assignment: Assignment) -> list[Diagnostic]:
+    def around() -> Neighbours:
+        return Neighbours(work.model, work.flow, instance, work.propagator)
+
+    return warnings_for(work.flow, work.binding, assignment, work.size, around)
 
 
 def _recorded_findings(work: Work) -> list[Diagnostic]:
@@ -175,33 +184,6 @@ def _filled(trace: Trace, features: frozenset[int]) -> frozenset[int]:
         for size in trace.values[output].shape
     )
     return features.intersection(made)
-
-
-def _named_attributes(work: Work) -> dict[str, tuple[LocalAttribute, ...]]:
-    """The attributes that the plan's `local:` names."""
-    modules = dict(named_modules(work.model))
-    found: dict[str, tuple[LocalAttribute, ...]] = {}
-    for name, bound in work.binding.modules.items():
-        counts = {} if bound.is_parameter else dict(integer_attributes(modules[name]))
-        held: list[LocalAttribute] = []
-        for attribute in bound.rule.local:
-            if attribute in counts:
-                whole = counts[attribute]
-                shared = [Pack(whole).local(work.size, rank) for rank in range(work.size)]
-                held.append(LocalAttribute.of(attribute, whole, shared))
-                continue
-            work.findings.append(
-                Diagnostic(
-                    code="TP102",
-                    message=f"`{name}` has no integer attribute `{attribute}`",
-                    span=bound.rule.span_of("local"),
-                    help=f"its integer attributes are {', '.join(counts) or 'none'}",
-                    subject=name,
-                )
-            )
-        if held:
-            found[name] = tuple(held)
-    return found
 
 
 def _capture(

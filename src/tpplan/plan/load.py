@@ -16,8 +16,9 @@ from tpplan.plan.plan import Plan
 from tpplan.plan.problems import Problems, Stop
 from tpplan.plan.read_plan import Document, read_document
 from tpplan.plan.rules import KernelRule, Rule
-from tpplan.plan.suggest import did_you_mean, one_of
+from tpplan.plan.suggest import did_you_mean
 from tpplan.plan.vocabulary import DEFAULT_AXIS
+from tpplan.plan.wording import one_of
 from tpplan.plan.yaml_source import MAX_BYTES, compose, decode
 
 PlanSource = str | os.PathLike[str] | Mapping[str, object]

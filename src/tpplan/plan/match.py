@@ -89,7 +89,7 @@ def match_rules(
             candidates.setdefault(name, []).append((specificity, number))
     contest = _Contest(rules)
     won = {name: contest.decide(name, candidates[name]) for name in (*names, *parameters) if name in candidates}
-    suggestions = Suggestions(names)
+    suggestions = Suggestions(names, parameters)
     diagnostics = [
         *_unmatched(rules, contest.tallies, suggestions),
         *_unmatched_kernels(kernels, index, suggestions),

@@ -15,8 +15,9 @@ from tpplan.plan.positions import Span
 from tpplan.plan.problems import Problems
 from tpplan.plan.rules import Pack, Rule
 from tpplan.plan.schema import RULE_KEYS
-from tpplan.plan.suggest import one_of, word_help
+from tpplan.plan.suggest import word_help
 from tpplan.plan.vocabulary import OPTIONS_BY_STYLE, Pin, Style
+from tpplan.plan.wording import one_of
 
 _Word = TypeVar("_Word", bound=StrEnum)
 _ATTRIBUTE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import islice
 
 from tpplan.plan.pattern import Pattern, PatternError
+from tpplan.plan.wording import one_of
 
 _SHAPES = 500
 _LISTED = 5
@@ -21,12 +22,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def one_of(known: Iterable[str]) -> str:
-    """A list for a help line: `a`, `b` or `c`."""
-    words = [f"`{word}`" for word in known]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
 def word_help(word: str, known: Sequence[str]) -> str:
     """The help line for a word that isn't among the known ones."""
     nearest = did_you_mean(word, known)
@@ -34,22 +29,24 @@ def word_help(word: str, known: Sequence[str]) -> str:
 
 
 class Suggestions:
-    """Help lines for patterns that match no module of one model.
+    """Help lines for patterns that match no module, and no parameter, of one model.
 
     It looks at shapes, which are names with `*` for each index: a model of any depth has a few dozen.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[str] = ()) -> None:
         self.names = names
+        self.parameters = parameters
 
     @cached_property
     def shapes(self) -> dict[str, str]:
-        """Each shape, with the first name that has it."""
-        shapes: dict[str, str] = {}
-        for name in self.names:
-            if name and len(shapes) < _SHAPES:
-                shapes.setdefault(_shape(name), name)
-        return shapes
+        """Each shape of a module, with the first name that has it."""
+        return _shapes(self.names)
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, str]:
+        """The same of parameters."""
+        return _shapes(self.parameters)
 
     def help_for(self, pattern: Pattern) -> str:
         """The nearest pattern that matches, or else what there is to match."""
@@ -87,13 +84,21 @@ class Suggestions:
         for alternative in pattern.alternatives[:4]:
             text = alternative.text
             matcher = SequenceMatcher(b=_shape(text), autojunk=False)
-            for shape in self.shapes:
+            for shape in (*self.shapes, *self.parameter_shapes):
                 matcher.set_seq1(shape)
                 if matcher.real_quick_ratio() > best[0] and matcher.quick_ratio() > best[0]:
                     same_depth = shape.count(".") == text.count(".")
                     ratio = matcher.ratio() + (0.02 if same_depth else 0)
                     best = max(best, (ratio, _with_indices(shape, text)), key=lambda pair: pair[0])
         return best[1] or None
+
+
+def _shapes(names: Sequence[str]) -> dict[str, str]:
+    shapes: dict[str, str] = {}
+    for name in names:
+        if name and len(shapes) < _SHAPES:
+            shapes.setdefault(_shape(name), name)
+    return shapes
 
 
 def _shape(text: str) -> str:

@@ -20,6 +20,7 @@ from tpplan.compiler.linear import linear_form
 from tpplan.plan import CompileError, Diagnostic
 from tpplan.plan.emit import SCHEMA_COMMENT
 from tpplan.plan.pattern import Pattern, PatternError
+from tpplan.plan.wording import with_article
 
 _GATHERED: Final = "{style: colwise, output: replicate}"
 _SLICED: Final = "{style: rowwise, input: shard}"
@@ -108,6 +109,7 @@ def _problem(text: str, style: str, modules: Mapping[str, nn.Module]) -> str | N
     meant = [name for name in modules if pattern.matches(name)]
     if not meant:
         return "matches no module of this model: it may be a parameter, which no rule can name"
-    if style in _LINEAR and any(linear_form(modules[name]) is None for name in meant):
-        return f"is a `{type(modules[meant[0]]).__name__}`, no linear layer"
+    other = next((name for name in meant if linear_form(modules[name]) is None), None)
+    if style in _LINEAR and other is not None:
+        return f"`{other}` is {with_article(type(modules[other]).__name__)}, no linear layer"
     return None

@@ -63,8 +63,9 @@ use.
         summary="A column-wise result is gathered, since nobody can use it sharded.",
         explanation="""
 The program is right, but pays for an all-gather of the whole result; the message says how many bytes. A `colwise`
-linear pays off where its result stays sharded until a `rowwise` one sums it away. Make the next linear `rowwise`, or
-this one `replicate`. If the gathered result is what's wanted, as of an `lm_head`, say so with `output: replicate`.
+linear pays off where its result stays sharded until a `rowwise` one sums it away. The message names the layer that
+could be `rowwise`, the layers that have to be `colwise` as well, or the operation that needs all columns; then the rule
+is better left out. If the gathered result is what's wanted, as of an `lm_head`, say so with `output: replicate`.
 """,
         bad="""
 version: 1
@@ -83,9 +84,9 @@ modules:
         severity=Severity.WARNING,
         summary="A row-wise module's input isn't sharded, so it's sliced.",
         explanation="""
-The program is right, but every rank has computed the whole input and throws most of it away. Make the linear that
-feeds this one `colwise`, so that each rank computes its own part. If the slice is what's wanted, say so with `input:
-replicate`.
+The program is right, but every rank has computed the whole input and throws most of it away. The message names the
+linear layers that feed this one and are whole: make all of them `colwise`, so that each rank computes its own part. If
+the slice is what's wanted, say so with `input: shard`.
 """,
         bad="""
 version: 1

@@ -245,6 +245,18 @@ them as they are. Only a caller that reads such a tensor itself finds less than 
 """,
     ),
     Entry(
+        code="TP126",
+        name="single-head",
+        severity=Severity.NOTE,
+        summary="A column-wise layer makes one head, and stays whole on every rank.",
+        explanation="""
+In multi-query attention all queries use the same key and value head. The queries are split among the ranks, and each of
+them needs that head, so a `colwise` rule on the layer that makes it replicates the layer: its numbers are stored, and
+its product is computed, on every rank. That's right, and usually small. A `replicate` rule says that it's meant, and
+the note goes away; a model with more heads splits them by the same `colwise` rule.
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,
