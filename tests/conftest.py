@@ -28,6 +28,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device, and torch sees none")
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a module of tests draws when it is imported is the same whichever tests are chosen."""
+    if isinstance(collector, pytest.Module):
+        import torch
+
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _few_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several processes, or several xdist workers, with a thread pool each would fight over the cores."""
