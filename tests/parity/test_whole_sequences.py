@@ -166,6 +166,7 @@ def generated(member: Member, length: int) -> tuple[list[list[int]], list[list[i
     sharded = tpplan.parallelize(copy.deepcopy(stock), "plans/llama-sequence.yaml", member.mesh(), keywords)
     prompt: dict[str, Any] = example_keywords("llama", sequence=length)
     prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+    prompt["attention_mask"][0, :3] = 0  # padding in front, so that positions count from behind it
     settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     with mock.patch.object(
         ProcessGroupCommunicator, "reduce_scatter", autospec=True, side_effect=ProcessGroupCommunicator.reduce_scatter
@@ -177,7 +178,7 @@ def generated(member: Member, length: int) -> tuple[list[list[int]], list[list[i
 @pytest.mark.processes
 @pytest.mark.parametrize("length", [12, 7])
 def test_tokens_are_generated_with_a_cache(length: int) -> None:
-    """`generate` passes position ids, with which the program would reshard elsewhere: whole sequences serve it all."""
+    """`generate` wants the last token's logits alone, for which the program would gather elsewhere: by whole sequences."""
     for ours, theirs, scattered in world(2).run(generated, length):
         assert ours == theirs
         assert len(ours[0]) == length + 5
