@@ -178,7 +178,7 @@ def generated(member: Member, length: int) -> tuple[list[list[int]], list[list[i
 @pytest.mark.processes
 @pytest.mark.parametrize("length", [12, 7])
 def test_tokens_are_generated_with_a_cache(length: int) -> None:
-    """`generate` wants the last token's logits alone, for which the program would gather elsewhere: by whole sequences."""
+    """`generate` wants the last logits alone, for which the program would gather elsewhere: its sequences are whole."""
     for ours, theirs, scattered in world(2).run(generated, length):
         assert ours == theirs
         assert len(ours[0]) == length + 5
