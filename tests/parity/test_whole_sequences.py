@@ -178,11 +178,19 @@ def generated(member: Member, length: int) -> tuple[list[list[int]], list[list[i
 @pytest.mark.processes
 @pytest.mark.parametrize("length", [12, 7])
 def test_tokens_are_generated_with_a_cache(length: int) -> None:
-    """`generate` wants the last logits alone, for which the program would gather elsewhere: its sequences are whole."""
     for ours, theirs, scattered in world(2).run(generated, length):
         assert ours == theirs
         assert len(ours[0]) == length + 5
-        assert scattered == 0
+        assert length % 2 == 0 or scattered == 0
+
+
+@pytest.mark.processes
+@pytest.mark.xfail(
+    reason="`generate` wants the last logits alone, for which the program would gather elsewhere: sequences are whole",
+    strict=True,
+)
+def test_a_prompt_is_split_where_it_can_be_and_the_tokens_after_it_are_not() -> None:
+    assert [scattered for _, _, scattered in world(2).run(generated, 12)] == [5, 5]
 
 
 def copied(member: Member) -> list[float]:
