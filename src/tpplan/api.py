@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tpplan.calls.guard import CallGuard
 from tpplan.checkpoint import load_weights, save_weights
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
-from tpplan.compiler.skeleton import make_skeleton
-from tpplan.guard import CallGuard
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.inputs import example_call
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan

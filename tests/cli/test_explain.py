@@ -95,7 +95,7 @@ def test_a_module_that_isn_t_there_is_refused(module: str, message: str, capsys:
 
 
 def test_json_is_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    from tpplan.compiler.program import Program
+    from tpplan.compiler.ir.program import Program
 
     code, text, _ = explain(capsys, "tiny.yaml", *MODEL, "--format", "json")
     program = Program.from_dict(json.loads(text))

@@ -7,8 +7,8 @@ from torch import nn
 
 import tpplan
 from tests.compiler.toys import MLP, Attention, Block, Mlp, bound, plan_of
-from tpplan.compiler.bind import bind
-from tpplan.compiler.layout import REPLICATED, sharded
+from tpplan.compiler.bind.bind import bind
+from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.plan import Style
 
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.compiler.toys import Mlp, Normed, frame_of, operations, traced, x_BSH
-from tpplan.compiler.capture import BodyError, capture
-from tpplan.compiler.skeleton import make_skeleton
-from tpplan.compiler.trace import Frame, Operation, Trace
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
+from tpplan.compiler.trace.capture import BodyError, capture
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import CompileError
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, reshards, x_BSH
-from tpplan.compiler.check import check
-from tpplan.compiler.compare import CheckInput, Mismatch
+from tpplan.compiler.check.compare import CheckInput, Mismatch
+from tpplan.compiler.check.local_run import check
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[Mismatch | None]:
         found.append(check(given, *more))
         return found[-1]
 
-    monkeypatch.setattr("tpplan.compiler.check.check", spying)
+    monkeypatch.setattr("tpplan.compiler.check.local_run.check", spying)
     return found
 
 

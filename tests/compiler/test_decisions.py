@@ -11,8 +11,8 @@ from torch import nn
 
 import tpplan
 from tests.compiler import small_models as toys
-from tpplan.compiler.layout import Collective
-from tpplan.compiler.program import ModuleProgram, Program
+from tpplan.compiler.ir.layout import Collective
+from tpplan.compiler.ir.program import ModuleProgram, Program
 
 IDS = (torch.zeros(toys.BATCH, toys.SEQUENCE, dtype=torch.long),)
 TENSOR_PARALLEL = {
@@ -120,7 +120,7 @@ def test_a_batch_of_one_needs_no_other_program() -> None:
 
 
 def test_equal_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpplan.compiler.propagate import Propagator
+    from tpplan.compiler.rules.propagate import Propagator
 
     asked: list[int] = []
     stock = Propagator.outcomes

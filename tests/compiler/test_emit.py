@@ -9,8 +9,8 @@ from torch.nn import functional
 
 import tpplan
 from tests.compiler.toys import ATTENTION, HIDDEN, MLP, SEQUENCE, Attention, Block, Mlp, Normed, codes, compiled, x_BSH
-from tpplan.compiler.layout import REPLICATED, sharded
-from tpplan.compiler.program import ModuleProgram
+from tpplan.compiler.ir.layout import REPLICATED, sharded
+from tpplan.compiler.ir.program import ModuleProgram
 
 IN_BODY = {f"body.{name}": style for name, style in MLP.items()}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tpplan.compat import GATHERS_STRIDED_SHARDS
-from tpplan.compiler.layout import (
+from tpplan.compiler.ir.layout import (
     PARTIAL,
     REPLICATED,
     REPLICATED_PARTIAL,

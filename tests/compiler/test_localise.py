@@ -11,14 +11,14 @@ from torch.nn import functional
 
 import tpplan
 from tests.compiler.toys import ATTENTION, HIDDEN, Attention, Block, codes, compiled
-from tpplan.compiler.assign import Assignment
-from tpplan.compiler.attribute_reads import attributes_read
-from tpplan.compiler.bind import bind
-from tpplan.compiler.capture import capture
-from tpplan.compiler.compare import CheckInput
-from tpplan.compiler.program import LocalAttribute
-from tpplan.compiler.region import build_regions
-from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.bind.bind import bind
+from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.check.attribute_reads import attributes_read
+from tpplan.compiler.check.compare import CheckInput
+from tpplan.compiler.ir.program import LocalAttribute
+from tpplan.compiler.place.assign import Assignment
+from tpplan.compiler.trace.capture import capture
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import Plan
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
-from tpplan.compiler import packed as rules
-from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
-from tpplan.compiler.packed import viewed
-from tpplan.compiler.propagate import Outcome, Propagator, Refusal
-from tpplan.compiler.region import LocalValue, OperationNode
-from tpplan.compiler.trace import Reference
-from tpplan.runtime.stretches import in_packs, in_ranks, taken
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.trace import Reference
+from tpplan.compiler.rules import packed as rules
+from tpplan.compiler.rules.packed import viewed
+from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
+from tpplan.runtime.segments import in_packs, in_ranks, taken
 
 RANKS, BATCH = 4, 3
 aten = torch.ops.aten

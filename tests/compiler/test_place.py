@@ -26,7 +26,7 @@ from tests.compiler.toys import (
     reshards,
     x_BSH,
 )
-from tpplan.compiler.layout import PARTIAL
+from tpplan.compiler.ir.layout import PARTIAL
 
 
 def inside(rules: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch import nn
 
 import tpplan
 from tests.compiler.toys import ATTENTION, Attention, Block, compiled, plan_of
-from tpplan.compiler.layout import PARTIAL, REPLICATED_PARTIAL, Collective
-from tpplan.compiler.program import ModuleProgram, Program, Reshard
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED_PARTIAL, Collective
+from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard
 
 RULES = {f"*.body.{name}": style for name, style in ATTENTION.items()}
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
-from tpplan.compiler.propagate import Outcome, Propagator, Refusal
-from tpplan.compiler.region import LocalValue, OperationNode
-from tpplan.compiler.trace import Reference
-from tpplan.runtime.stretches import in_packs, taken
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.trace import Reference
+from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
+from tpplan.runtime.segments import in_packs, taken
 
 RANKS = 2
 aten = torch.ops.aten

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.compiler.toys import MLP, Block, Mlp, bound, traced, x_BSH
-from tpplan.compiler.region import Instance, build_regions
+from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.ir.region import Instance
 
 
 def instances(model: nn.Module, rules: dict[str, Any]) -> dict[str, Instance]:

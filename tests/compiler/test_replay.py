@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.compat import fake_process_group
-from tpplan.compiler import replay
-from tpplan.compiler.layout import REPLICATED
-from tpplan.compiler.program import Program, RecordedBody
+from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.program import Program, RecordedBody
+from tpplan.compiler.rewrite import replay
 from tpplan.parity import verify_program
 
 WIDTH, HEADS, LENGTH = 16, 4, 6

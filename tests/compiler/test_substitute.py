@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, compiled, plan_of, x_BSH
 from tests.models.tiny import tiny_model
-from tpplan.compiler.program import KernelUse, Program
+from tpplan.compiler.ir.program import KernelUse, Program
 
 
 def uses(program: Program) -> dict[str, KernelUse]:
@@ -226,7 +226,7 @@ def test_the_plan_decides_by_kind_and_by_module() -> None:
 
 
 def test_equal_layers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpplan.compiler import substitute
+    from tpplan.compiler.emit import substitute
 
     seen: list[int] = []
     stock = substitute.recognise

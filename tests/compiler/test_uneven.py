@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import tpplan
 from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshards, x_BSH
 from tests.models.uneven import GATED, MLP, Gated
-from tpplan.compiler import check as check_module
-from tpplan.compiler.check import check, different_ranks
-from tpplan.compiler.compare import CheckInput, Mismatch
-from tpplan.compiler.program import LocalAttribute
+from tpplan.compiler.check import local_run as check_module
+from tpplan.compiler.check.compare import CheckInput, Mismatch
+from tpplan.compiler.check.local_run import check, different_ranks
+from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.report.program import render_program
 
 
@@ -27,7 +27,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append(different_ranks(given))
         return check(given, *more)
 
-    monkeypatch.setattr("tpplan.compiler.check.check", spying)
+    monkeypatch.setattr("tpplan.compiler.check.local_run.check", spying)
     return found
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
-from tpplan.compiler.bind import Binding, bind
-from tpplan.compiler.capture import capture
-from tpplan.compiler.skeleton import make_skeleton
-from tpplan.compiler.trace import Frame, Operation, Trace
+from tpplan.compiler.bind.bind import Binding, bind
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
+from tpplan.compiler.trace.capture import capture
+from tpplan.compiler.trace.skeleton import make_skeleton
 
 HIDDEN = 16
 X = (3, 12, HIDDEN)

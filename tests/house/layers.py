@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("bench", "demo"),
     ("api",),
-    ("guard",),
+    ("calls",),
     ("report", "parity"),
     ("inputs",),
     ("suggest",),
@@ -30,6 +30,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("plan",),
 )
+# The same inside of the compiler; "" is for the files beside its folders.
+STAGES = ("", "emit", "explain", "check", "place", "rewrite", "bind", "rules", "trace", "ir")
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # The one file that may use torch's private names, and the layers that may use this file.
@@ -39,7 +41,13 @@ COMPAT_USERS = frozenset({"bench", "parity", "suggest", "checkpoint", "runtime",
 OPERATOR_PREFIX = "torch.ops.aten."
 
 # A report renders results; it doesn't compute them.
-REPORT_IMPORTS = ("tpplan.report", "tpplan.compiler.program", "tpplan.compiler.layout", "tpplan.cost", "tpplan.plan")
+REPORT_IMPORTS = (
+    "tpplan.report",
+    "tpplan.compiler.ir.program",
+    "tpplan.compiler.ir.layout",
+    "tpplan.cost",
+    "tpplan.plan",
+)
 
 TORCH_FREE = ("tpplan.plan", "tpplan.report.diagnostics")
 HEAVY_PACKAGES = frozenset({"torch", "triton", "transformers", "safetensors", "numpy"})
@@ -110,6 +118,34 @@ def upward_imports(package: Path) -> list[str]:
             elif RANK[target] <= RANK[source.layer]:
                 findings.append(source.at(name.line, f"`{source.layer}` imports {name.target}, which isn't below it"))
     return findings
+
+
+def upward_stages(package: Path) -> list[str]:
+    """Imports inside of the compiler that don't point to an earlier stage."""
+    findings: list[str] = []
+    for source in sources(package):
+        if source.layer != "compiler":
+            continue
+        own = _stage_of(f"{source.module}.")
+        for name in source.imports:
+            if name.typing_only or not name.target.startswith("tpplan.compiler."):
+                continue
+            target = _stage_of(name.target)
+            if STAGES.index(target) < STAGES.index(own):
+                findings.append(source.at(name.line, f"stage `{own}` imports {name.target}, which isn't below it"))
+    return findings
+
+
+def unknown_stages(package: Path) -> list[str]:
+    """Folders of the compiler that have no place in STAGES."""
+    folders = sorted(path.name for path in (package / "compiler").iterdir() if (path / "__init__.py").is_file())
+    return [f"compiler/{name} has no place in STAGES" for name in folders if name not in STAGES]
+
+
+def _stage_of(target: str) -> str:
+    """The folder of a name below tpplan.compiler; "" for a file beside the folders."""
+    stage = target.split(".")[2]
+    return stage if stage in STAGES else ""
 
 
 def compat_outsiders(package: Path) -> list[str]:

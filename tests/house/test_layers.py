@@ -14,6 +14,8 @@ from tests.house import layers
 PACKAGE = Path(__file__).parents[2] / "src" / "tpplan"
 CHECKS = (
     layers.upward_imports,
+    layers.upward_stages,
+    layers.unknown_stages,
     layers.compat_outsiders,
     layers.report_outsiders,
     layers.private_torch_names,
@@ -83,6 +85,12 @@ def test_import_of_a_lower_layer_or_for_typing_is_allowed(package, statement):
     assert layers.upward_imports(package({"compiler/place.py": statement})) == []
 
 
+def test_import_of_a_later_stage_is_found(package):
+    root = package({"compiler/ir/layout.py": "from tpplan.compiler.place.solution import Constraints"})
+    (finding,) = layers.upward_stages(root)
+    assert finding.startswith("tpplan/compiler/ir/layout.py:1:")
+
+
 def test_layers_side_by_side_stay_apart(package):
     root = package({"report/html.py": "import tpplan.parity", "parity/run.py": "import tpplan.report"})
     assert len(layers.upward_imports(root)) == 2
@@ -101,7 +109,9 @@ def test_compat_is_for_the_layers_that_need_it(package):
 
 
 def test_report_uses_only_the_plan_and_the_program(package):
-    root = package({"report/tree.py": "from tpplan.compiler.program import Program\nfrom tpplan.compiler import bind"})
+    root = package(
+        {"report/tree.py": "from tpplan.compiler.ir.program import Program\nfrom tpplan.compiler import bind"}
+    )
     (finding,) = layers.report_outsiders(root)
     assert finding.startswith("tpplan/report/tree.py:2:")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.models.tiny import tiny_model
 from tests.models.torch_transformer import TorchTransformer
+from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program
 from tpplan.plan import load_plan
 
 PLANS = Path(__file__).parents[2] / "plans"

@@ -12,7 +12,7 @@ from torch.nn import functional
 import tpplan
 from tpplan import CompileError, load_plan
 from tpplan.api import suggest_text
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.program import Program
 from tpplan.parity import verify_program
 from tpplan.runtime import bodies
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 import tpplan
 from tpplan import load_plan
 from tpplan.api import suggest_text
-from tpplan.compiler.skeleton import make_skeleton
-from tpplan.guard import CallGuard
+from tpplan.calls.guard import CallGuard
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity import verify_program
 from tpplan.parity.materialise import copy_structure, copy_with_numbers
 from tpplan.parity.rank import SimulatedDistributor

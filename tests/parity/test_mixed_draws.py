@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from tests.models.mixed_draws import SUBJECTS, dropouts_that_drop_nothing, mixed_draws
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
 from tpplan.parity import run as parity_run
 from tpplan.parity import verify_program
 from tpplan.plan import load_plan

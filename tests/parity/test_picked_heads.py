@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import tpplan
 from tpplan.api import suggest_text
-from tpplan.compiler.packed import picked_stretch
+from tpplan.compiler.rules.packed import picked_stretch
 
 WIDTH, HEADS = 32, 4
 SIZE = WIDTH // HEADS

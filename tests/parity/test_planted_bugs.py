@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import tpplan
 from tests.parity.subjects import subject, with_module, with_parameter
-from tpplan.compiler.layout import Collective
+from tpplan.compiler.ir.layout import Collective
 from tpplan.parity import ParityReport, verify_program
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.modules import RUNTIME, ReducedLinear, swapped_class

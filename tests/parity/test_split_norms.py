@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import tpplan
 from tpplan.compat import fake_process_group
-from tpplan.compiler.layout import Collective
+from tpplan.compiler.ir.layout import Collective
 from tpplan.parity import verify_program
 from tpplan.runtime import bodies
 

@@ -16,11 +16,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tpplan
 from tpplan.api import suggest_text
-from tpplan.compiler import split_norms
+from tpplan.calls.guard import CallGuard
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
-from tpplan.compiler.skeleton import make_skeleton
-from tpplan.guard import CallGuard
+from tpplan.compiler.place import split_norms
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity import verify_program
 from tpplan.parity.materialise import copy_structure, copy_with_numbers
 from tpplan.parity.rank import SimulatedDistributor

@@ -15,9 +15,9 @@ import tpplan
 from tests.models.tiny import first_output
 from tests.models.uneven import SUBJECTS, Subject, uneven_subject
 from tests.runtime.world import Member, world
-from tpplan.compiler.layout import Collective
+from tpplan.compiler.ir.layout import Collective
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
 from tpplan.cost.communication import bytes_sent
 from tpplan.parity import verify_program
 from tpplan.parity.errors import VerifyError
@@ -25,7 +25,7 @@ from tpplan.parity.threads import ThreadCommunicator
 from tpplan.plan import load_plan
 from tpplan.report.program_cost import gradient_sum_traffic, module_traffic
 from tpplan.runtime import bodies, reshard
-from tpplan.runtime.stretches import in_packs
+from tpplan.runtime.segments import in_packs
 
 COARSE = ("llama", "tied llama", "phi3")  # their RMSNorm computes in float32
 
@@ -164,7 +164,7 @@ def test_padding_that_is_cut_in_the_wrong_place_is_seen(monkeypatch: pytest.Monk
 
 
 def test_a_count_that_is_the_first_ranks_everywhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpplan.compiler.program import LocalAttribute
+    from tpplan.compiler.ir.program import LocalAttribute
 
     compiled("packed, split by an attribute", 2)  # with the right counts
     monkeypatch.setattr(LocalAttribute, "on", lambda self, rank: self.local)
@@ -185,13 +185,13 @@ class LastRankTurns(nn.Module):
 
 
 def test_a_check_of_the_first_rank_alone_would_miss_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpplan.compiler import check
+    from tpplan.compiler.check import local_run
 
     plan = load_plan({"version": 1, "modules": {"up": "colwise", "down": "rowwise"}})
     model, call = LastRankTurns(), ((torch.randn(3, 12, 16),), {})
     right = compile_program(model, plan, 2, *call)
     assert right.diagnostics[0].code == "TP104"  # gathered before the branch
     assert verify_program(model, right, call).ok
-    monkeypatch.setattr(check, "different_ranks", lambda given: [0])
+    monkeypatch.setattr(local_run, "different_ranks", lambda given: [0])
     wrong = compile_program(model, plan, 2, *call)
     assert not verify_program(model, wrong, call).ok

@@ -17,11 +17,11 @@ import tpplan
 from tests.models.tiny import example_keywords, first_output, tiny_model
 from tests.plans.parity import run
 from tests.runtime.world import Member, world
+from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
-from tpplan.compiler.skeleton import make_skeleton
-from tpplan.guard import CallGuard
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator, run_ranks

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.report.toy_program import layer, linear, one_module, parameter, reshard, toy_program
-from tpplan.compiler.layout import PARTIAL, REPLICATED, sharded
-from tpplan.compiler.program import ModuleProgram, Program
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, sharded
+from tpplan.compiler.ir.program import ModuleProgram, Program
 from tpplan.plan import Diagnostic, Pattern
 from tpplan.report.program import render_program
 from tpplan.report.program_why import render_why

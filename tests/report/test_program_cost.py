@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.report.toy_program import one_module, parameter, reshard, toy_program
-from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, sharded
-from tpplan.compiler.program import ModuleProgram
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, sharded
+from tpplan.compiler.ir.program import ModuleProgram
 from tpplan.report.program_cost import (
     gradient_sum_traffic,
     memory,

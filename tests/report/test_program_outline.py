@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.report.toy_program import linear, one_module, parameter, reshard, toy_program
-from tpplan.compiler.layout import PARTIAL, REPLICATED, sharded
-from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, sharded
+from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program
 from tpplan.report.program_outline import Block, Item, Unit, collapse, units, units_of, without_boundaries
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tpplan.compiler.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, reshard_between, sharded
-from tpplan.compiler.program import InputRecord, LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, reshard_between, sharded
+from tpplan.compiler.ir.program import InputRecord, LocalAttribute, ModuleProgram, ParameterPlacement, Program, Reshard
 
 SIZE = 4
 HIDDEN = 64

@@ -16,12 +16,12 @@ from torch.nn import functional
 
 import tpplan
 from tests.runtime.world import Member, world
+from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
-from tpplan.compiler.layout import REPLICATED
+from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
-from tpplan.compiler.skeleton import make_skeleton
-from tpplan.guard import CallGuard
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator, run_ranks

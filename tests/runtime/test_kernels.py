@@ -13,7 +13,7 @@ import tpplan
 from tests.compiler.toys import HIDDEN, MLP
 from tpplan import kernels
 from tpplan.compat import fake_process_group
-from tpplan.compiler.program import KernelUse
+from tpplan.compiler.ir.program import KernelUse
 from tpplan.runtime.kernels import active_uses
 
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpplan.compiler.layout import (
+from tpplan.compiler.ir.layout import (
     PARTIAL,
     REPLICATED,
     REPLICATED_PARTIAL,
@@ -23,7 +23,7 @@ from tpplan.compiler.layout import (
 from tpplan.parity.errors import VerifyError
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
-from tpplan.runtime.stretches import taken
+from tpplan.runtime.segments import taken
 
 SHAPE = (6, 5, 13)
 PACKS = packed(2, [Pack(5), Pack(8)])  # on four ranks 4, 4, 3 and 2: one that is short comes before another

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.zoo.architectures import build
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.program import Program
 from tpplan.parity.run import verify_program
 from tpplan.plan import CompileError, load_plan
 from tpplan.suggest import search, write_plan

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tpplan.api import compile_plan, parallelize
 from tpplan.bench.subjects import SHIPPED, first_tensor, tiny_transformer, torch_plan
-from tpplan.compiler.layout import Collective
+from tpplan.compiler.ir.layout import Collective
 from tpplan.plan import shipped_plan_names
 
 TORCH = "parallelize_module"

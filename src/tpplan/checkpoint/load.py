@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.checkpoint.files import locate_tensors, open_tensors, problem
 from tpplan.checkpoint.packs import packs_of
 from tpplan.compat import local_of, named_modules, own_buffers, own_parameters, transient_buffers
-from tpplan.compiler.layout import Layout, Pack
+from tpplan.compiler.ir.layout import Layout, Pack
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from tpplan.compiler.layout import Layout
+from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.modules import RUNTIME, ModuleRuntime
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tpplan.cli.arguments import Subparsers
-    from tpplan.compiler.program import Program
+    from tpplan.compiler.ir.program import Program
     from tpplan.plan import Pattern
 
 _EXAMPLES = """\

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tpplan.compiler.assign import Assignment
-from tpplan.compiler.bind import Binding
-from tpplan.compiler.program import Program
-from tpplan.compiler.trace import Frame, Operation, Trace
+from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
+from tpplan.compiler.place.assign import Assignment
 
 
 class Dump:

@@ -16,13 +16,26 @@ from typing import Any
 from torch import nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler import check, explain_failure
-from tpplan.compiler.assign import Assignment, assign
-from tpplan.compiler.bind import bind, once
-from tpplan.compiler.branches import record_model
-from tpplan.compiler.capture import BodyError, without_collection
-from tpplan.compiler.compare import CheckInput
-from tpplan.compiler.conflicts import (
+from tpplan.compiler.bind.bind import bind, once
+from tpplan.compiler.bind.named_attributes import named_attributes
+from tpplan.compiler.bind.packing import pack
+from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.check import local_run
+from tpplan.compiler.check.compare import CheckInput
+from tpplan.compiler.dump import Dump
+from tpplan.compiler.emit.emit import emit
+from tpplan.compiler.emit.substitute import substitute
+from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.neighbours import Neighbours
+from tpplan.compiler.explain.uncovered import uncovered_finding
+from tpplan.compiler.explain.warnings import gathers_columns, warnings_for
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.trace import Operation, Path, Trace
+from tpplan.compiler.place.assign import Assignment, assign
+from tpplan.compiler.place.conflicts import (
     conflicting_modules,
     mixed_gradient_findings,
     mixed_gradients,
@@ -30,25 +43,14 @@ from tpplan.compiler.conflicts import (
     shared_module_findings,
     uses_of,
 )
-from tpplan.compiler.dataflow import DataFlow
-from tpplan.compiler.dump import Dump
-from tpplan.compiler.effects import effect_findings, left_findings
-from tpplan.compiler.emit import emit
-from tpplan.compiler.fitness import unfit_findings
-from tpplan.compiler.layout import REPLICATED, Layout
-from tpplan.compiler.learn import learn
-from tpplan.compiler.named_attributes import named_attributes
-from tpplan.compiler.neighbours import Neighbours
-from tpplan.compiler.packing import pack
-from tpplan.compiler.place import Placer, root_solution
-from tpplan.compiler.program import Program
-from tpplan.compiler.propagate import FILLS, Propagator
-from tpplan.compiler.region import Instance, build_regions
-from tpplan.compiler.solution import Constraints, Failure
-from tpplan.compiler.substitute import substitute
-from tpplan.compiler.trace import Operation, Path, Trace
-from tpplan.compiler.uncovered import uncovered_finding
-from tpplan.compiler.warn import gathers_columns, warnings_for
+from tpplan.compiler.place.place import Placer, root_solution
+from tpplan.compiler.place.solution import Constraints, Failure
+from tpplan.compiler.refine import learn
+from tpplan.compiler.rules.propagate import FILLS, Propagator
+from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.capture import BodyError, without_collection
+from tpplan.compiler.trace.effects import effect_findings, left_findings
+from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.work import Work
 from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError, Plan, Severity, Style
@@ -203,7 +205,7 @@ def _capture(
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
-    raise CompileError([*diagnostics, explain_failure.of_capture(errors[-1])])
+    raise CompileError([*diagnostics, failures.of_capture(errors[-1])])
 
 
 def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
@@ -223,7 +225,7 @@ def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
             work.model, work.trace, assignment, instance, work.size, work.arguments, work.keywords, work.results,
             work.parts,
         )  # fmt: skip
-        mismatch = check.check(given, work.attributes, work.excused, work.recorded)
+        mismatch = local_run.check(given, work.attributes, work.excused, work.recorded)
         if mismatch is None:
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
             work.findings += left_findings(work.trace, assignment.layouts)
@@ -279,8 +281,8 @@ def _place(work: Work) -> tuple[Instance, Assignment] | None:
         if work.learned_from is not None:
             work.findings.append(work.learned_from)
             return None
-        work.findings.append(explain_failure.of_placement(instance, solutions, work.trace, work.binding))
-        region = explain_failure.instance_at(instance, solutions.path).region
+        work.findings.append(failures.of_placement(instance, solutions, work.trace, work.binding))
+        region = failures.instance_at(instance, solutions.path).region
         if solutions.node is None or (region.example, solutions.node) in work.constraints.forgiven:
             return None
         work.constraints.forgiven.add((region.example, solutions.node))

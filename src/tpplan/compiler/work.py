@@ -12,15 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compiler.bind import Binding
-from tpplan.compiler.dataflow import DataFlow
-from tpplan.compiler.layout import Layout
-from tpplan.compiler.place import Placer
-from tpplan.compiler.program import LocalAttribute
-from tpplan.compiler.propagate import Propagator
-from tpplan.compiler.region import Instance, RegionTable
-from tpplan.compiler.solution import Constraints
-from tpplan.compiler.trace import Path, Trace
+from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.bind.regions import RegionTable
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.program import LocalAttribute
+from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.trace import Path, Trace
+from tpplan.compiler.place.place import Placer
+from tpplan.compiler.place.solution import Constraints
+from tpplan.compiler.rules.propagate import Propagator
 from tpplan.plan import Diagnostic, Plan
 
 

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import nn
 
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.program import Program
 from tpplan.parity.errors import TooLargeError
 
 _COMFORTABLE = 2 << 30

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import local_of
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.program import Program
 from tpplan.parity.divergence import compare_calls, first_divergence
 from tpplan.parity.measure import joined, magnitude, relative_error
 from tpplan.parity.parity import Divergence, ParityReport, TensorParity

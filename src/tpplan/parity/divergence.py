@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.program import Program
 from tpplan.parity.measure import joined, relative_error
 from tpplan.parity.observe import ModuleCall
 from tpplan.parity.parity import Divergence, TensorParity

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tpplan.compiler.layout import Pack
+from tpplan.compiler.ir.layout import Pack
 
 
 def magnitude(tensor: Tensor) -> float:

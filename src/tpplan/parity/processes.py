@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn  # pyright: ignore[reportUnknownVariableType]
 
-from tpplan.compiler.layout import Collective
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.layout import Collective
+from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
 from tpplan.parity.errors import RankError, RankTimeoutError, VerifyError, describe
 from tpplan.parity.rank import RankResult, run_rank

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import fake_mesh
-from tpplan.compiler.layout import Pack
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.measure import split_dim

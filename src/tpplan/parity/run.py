@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
 from tpplan.inputs import example_call
 from tpplan.parity.budget import choose_dtype, refuse_too_large
 from tpplan.parity.call import Call, call_with_numbers

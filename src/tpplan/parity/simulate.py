@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from tpplan.compiler.program import Program
+from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT, ThreadCommunicator, run_ranks

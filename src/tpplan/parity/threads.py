@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from tpplan.compiler.layout import Collective
+from tpplan.compiler.ir.layout import Collective
 from tpplan.parity.errors import RankError, RanksDisagreeError, RankTimeoutError, VerifyError, describe
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from tpplan.report.program_tables import cost_table, memory_table, module_table
 from tpplan.report.quantities import count_text, path_text, shape_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.program import Program
+    from tpplan.compiler.ir.program import Program
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _LEGEND = """\

@@ -18,7 +18,7 @@ from tpplan.report.program_outline import Block, Item, Unit, units_of
 from tpplan.report.quantities import NOTHING, bytes_text, count_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.program import Program, Reshard
+    from tpplan.compiler.ir.program import Program, Reshard
 
 _BLOCK_STYLE = "bold cyan"
 _SUBTOTAL_STYLE = "italic"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tpplan.cost.communication import bytes_sent
 
 if TYPE_CHECKING:
-    from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, Reshard
+    from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, Reshard
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from rich.table import Table
 from tpplan.report.grid import new_table
 
 if TYPE_CHECKING:
-    from tpplan.compiler.program import KernelUse, Program
+    from tpplan.compiler.ir.program import KernelUse, Program
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$|^\d+$")
 _CHOICES = {"auto": "on a GPU, where it pays", "triton": "always, as the plan says"}

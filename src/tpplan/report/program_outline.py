@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, Reshard
+    from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, Reshard
 
 _INDEXED = re.compile(r"(?:(?P<container>.*?)\.)?(?P<index>\d+)(?:\.(?P<rest>.*))?")
 

@@ -21,7 +21,7 @@ from tpplan.report.program_tables import by_rank_text, placement_text, randomnes
 from tpplan.report.quantities import bytes_text, path_text, shape_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.program import ModuleProgram, ParameterPlacement, Program, Reshard
+    from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, Reshard
 
 _WHY_STYLE = "cyan"
 

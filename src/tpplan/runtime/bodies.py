@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import own_parameters
-from tpplan.compiler.capture import argument_names
-from tpplan.compiler.layout import PARTIAL, Layout
-from tpplan.compiler.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
-from tpplan.compiler.replay import Replay
-from tpplan.runtime.alone import alone_moves
+from tpplan.compiler.ir.layout import PARTIAL, Layout
+from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.rewrite.replay import Replay
+from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
@@ -28,6 +27,7 @@ from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartRe
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.split_norm import split_norm_body
+from tpplan.runtime.standalone import alone_moves
 
 
 @dataclass(frozen=True, slots=True)

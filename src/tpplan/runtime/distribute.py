@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tpplan.compiler.program import ParameterPlacement
+from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.stretches import taken
+from tpplan.runtime.segments import taken
 
 
 class MeshDistributor:

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from torch.utils import checkpoint
 
 from tpplan.compat import OpOverload, RecordingMode, innermost_mode
-from tpplan.compiler.draws import is_draw
-from tpplan.compiler.trace import quoted
+from tpplan.compiler.ir.trace import quoted
+from tpplan.compiler.trace.draws import is_draw
 from tpplan.plan import TpplanError
 from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
 

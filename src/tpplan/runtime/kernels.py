@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan import kernels
-from tpplan.compiler.program import KernelUse, Program, dtype_name
+from tpplan.compiler.ir.program import KernelUse, Program, dtype_name
 
 Stock = Callable[..., Any]
 Body = Callable[[Stock, tuple[Any, ...], dict[str, Any]], Any]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
-from tpplan.compiler.attributes import replaced_attribute
-from tpplan.compiler.layout import Layout
-from tpplan.compiler.program import ParameterPlacement, Program
-from tpplan.compiler.skeleton import make_skeleton
+from tpplan.compiler.bind.attributes import replaced_attribute
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.program import ParameterPlacement, Program
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, swapped_class

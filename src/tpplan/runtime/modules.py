@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compiler.fitness import MARK
-from tpplan.compiler.layout import Layout
-from tpplan.runtime.alone import starts_alone
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
 from tpplan.runtime.outside import serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move
+from tpplan.runtime.standalone import starts_alone
 
 Reader = Callable[[Tensor], Tensor]
 RUNTIME = MARK

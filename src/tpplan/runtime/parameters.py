@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import local_of, native_apply, new_gradient, own_parameters
-from tpplan.compiler.layout import Layout
+from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.stretches import taken
+from tpplan.runtime.segments import taken
 
 
 class _LocalShards(torch.autograd.Function):

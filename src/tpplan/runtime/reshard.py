@@ -1,7 +1,7 @@
 """Reshards as autograd functions on plain local tensors.
 
 Each pairs a forward with its adjoint: Megatron's f, f*, g and g* (Shoeybi et al., 2019; Korthikanti et al., 2022), and
-the slices and all-to-alls between them. See `tpplan.compiler.layout` for the table.
+the slices and all-to-alls between them. See `tpplan.compiler.ir.layout` for the table.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import native_apply
-from tpplan.compiler.layout import Collective, Layout, Pack
+from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.stretches import in_packs, in_ranks, padded, taken
+from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compiler.capture import argument_names
-from tpplan.compiler.program import SplitNorm
+from tpplan.compiler.ir.program import SplitNorm
+from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.kernels import Body, Stock
 from tpplan.runtime.modules import stock_class
 from tpplan.runtime.reshard import Move

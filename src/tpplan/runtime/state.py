@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.compat import local_of, new_distributed_tensor
-from tpplan.compiler.layout import Layout
+from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.stretches import in_packs, padded, taken
+from tpplan.runtime.segments import in_packs, padded, taken
 
 
 def whole_of(tensor: Tensor, layout: Layout | None) -> Tensor:

@@ -16,14 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tpplan.compiler.convolution import CONVOLUTION, weight_layout
-from tpplan.compiler.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
-from tpplan.compiler.linear import Product
-from tpplan.compiler.packed import VIEWS
-from tpplan.compiler.propagate import NEW, Outcome, Propagator, Refusal
-from tpplan.compiler.recognise import Norm, recognise, recognise_gated
-from tpplan.compiler.region import Instance, OperationNode
-from tpplan.compiler.trace import Frame, quoted
+from tpplan.compiler.bind.linear import Product
+from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.ir.region import Instance, OperationNode
+from tpplan.compiler.ir.trace import Frame, quoted
+from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
+from tpplan.compiler.rules.convolution import CONVOLUTION, weight_layout
+from tpplan.compiler.rules.packed import VIEWS
+from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal
 from tpplan.suggest.subject import Column, Subject
 
 Names = frozenset[str]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler.bind import stored_tensors
+from tpplan.compiler.bind.bind import stored_tensors
+from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
-from tpplan.compiler.program import Program
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severity
 from tpplan.plan.pattern import Pattern
 from tpplan.suggest.patterns import patterns_for

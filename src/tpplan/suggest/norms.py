@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tpplan.compiler.trace import Frame, Operation
+from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.plan import Style
 from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import Group, Setting

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tpplan.compiler.propagate import Propagator
+from tpplan.compiler.rules.propagate import Propagator
 from tpplan.plan import Pin, Style
 from tpplan.plan.rules import Pack
 from tpplan.suggest.flow import Flow, flow

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compiler.program import Program
-from tpplan.compiler.propagate import Propagator
+from tpplan.compiler.ir.program import Program
+from tpplan.compiler.rules.propagate import Propagator
 from tpplan.plan import CompileError, Diagnostic, Style
 from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms

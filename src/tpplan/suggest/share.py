@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tpplan.compiler.program import ParameterPlacement, Program
+from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.suggest.patterns import is_repeated, shape_of
 
 

@@ -16,20 +16,21 @@ from typing import Any
 from torch import nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler import explain_failure
-from tpplan.compiler.bind import Binding, bind
-from tpplan.compiler.branches import record_model
-from tpplan.compiler.dataflow import DataFlow
-from tpplan.compiler.fitness import unfit_findings
-from tpplan.compiler.layout import Pack as Stretch
-from tpplan.compiler.linear import Addend, LinearForm, Product, linear_form
-from tpplan.compiler.packed import VIEWS
-from tpplan.compiler.packing import pack, taken_apart
-from tpplan.compiler.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
-from tpplan.compiler.propagate import NEW
-from tpplan.compiler.readers import Readers, Taken
-from tpplan.compiler.region import Instance, build_regions
-from tpplan.compiler.trace import Frame, Operation, Trace
+from tpplan.compiler.bind.bind import Binding, bind
+from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
+from tpplan.compiler.bind.packing import pack, taken_apart
+from tpplan.compiler.bind.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
+from tpplan.compiler.bind.readers import Readers, Taken
+from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.explain import failures
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Pack as Stretch
+from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
+from tpplan.compiler.rules.packed import VIEWS
+from tpplan.compiler.rules.propagate import NEW
+from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.plan.rules import Pack
@@ -195,7 +196,7 @@ def _captured(model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str,
             return record_model(model, arguments, keywords, training)[0]
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
-    raise CompileError([explain_failure.of_capture(errors[-1])])
+    raise CompileError([failures.of_capture(errors[-1])])
 
 
 def _is_plain(frame: Frame) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tpplan.compiler.bind import bind
-from tpplan.compiler.trace import Frame, Trace
+from tpplan.compiler.bind.bind import bind
+from tpplan.compiler.ir.trace import Frame, Trace
 from tpplan.plan import Plan, Rule, Severity, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.suggest.roles import Group, Setting

@@ -1,0 +1,1 @@
+"""What a plan says of modules and parameters: styles, products, packs, and the regions that are solved."""

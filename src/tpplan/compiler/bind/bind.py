@@ -1,0 +1,234 @@
+"""Bind: what the plan says of each module or bare parameter, and what follows for the parameters.
+
+in:  a plan and the model's modules and parameters
+out: `Binding`: a style and a rule for modules, a layout for every parameter; and diagnostics
+
+    model.layers.*.mlp.down_proj: rowwise   ->   layers.0.mlp.down_proj: rowwise, its weight S(1), its bias R
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_convolution, linear_form
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
+from tpplan.plan import Diagnostic, Plan, Rule, Style
+from tpplan.plan.wording import with_article
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A module, or a parameter that a body reads by itself, with a rule.
+
+    Attributes:
+        name, style, rule: the name, and what the plan says of it.
+        form: what linear layer it is, or what is done with the parameter, for `colwise` and `rowwise`.
+        packs: the stretches of the split features, if they are several or have several holders.
+        is_parameter: whether it is a parameter or a buffer.
+    """
+
+    name: str
+    style: Style
+    rule: Rule
+    form: LinearForm | Product | Addend | None = None
+    packs: tuple[Pack, ...] = ()
+    is_parameter: bool = False
+
+    def layout_of(self, leaf: str) -> Layout | None:
+        """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
+        if self.style is Style.VOCAB:
+            return sharded(0)
+        if self.form is None or self.style not in (Style.COLWISE, Style.ROWWISE):
+            return None
+        columns = self.style is Style.COLWISE
+        if isinstance(self.form, Addend):
+            # What is added to a partial product is added on one rank.
+            return packed(self.form.output_dim, self.packs) if columns else PARTIAL
+        if leaf == "bias":
+            return packed(0, self.packs) if columns else None
+        return packed(self.form.output_dim if columns else self.form.input_dim, self.packs)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What the plan says.
+
+    Attributes:
+        modules: by qualified name, of modules and of parameters; without a rule, or with style `none`, they're absent.
+        parameters: the layout of every parameter and buffer, by each of its names.
+        owners: the rule that sharded one of these, by each of its names.
+    """
+
+    modules: dict[str, Bound]
+    parameters: dict[str, Layout]
+    owners: dict[str, Bound]
+
+    def first_inside(self, module: str) -> Bound | None:
+        """The first rule on `module` or on a module in it."""
+        return next(
+            (b for name, b in self.modules.items() if name == module or not module or name.startswith(f"{module}.")),
+            None,
+        )
+
+
+def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
+    """Match the plan's rules to `model` for an axis of `size` ranks."""
+    modules = dict(named_modules(model, remove_duplicate=False))
+    parameters = [name for name, _ in stored_tensors(model)]
+    matched = plan.match((name for name in modules if name), parameters)
+    diagnostics = list(matched.diagnostics)
+    bound: dict[str, Bound] = {}
+    for name, rule in matched.rules.items():
+        if rule.style is Style.NONE:
+            continue
+        if name not in modules:
+            if rule.style in (Style.COLWISE, Style.ROWWISE, Style.REPLICATE):
+                bound[name] = Bound(name, rule.style, rule, is_parameter=True)
+            else:
+                diagnostics.append(_not_for_parameters(name, rule))
+            continue
+        problem = _misfit(modules[name], name, rule)
+        if problem is None:
+            bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]))
+        else:
+            diagnostics.append(problem)
+    binding, conflicts = bind_parameters(model, bound)
+    return binding, once(diagnostics + conflicts)
+
+
+def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and then the buffers of a model, by each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def bind_parameters(model: nn.Module, bound: dict[str, Bound]) -> tuple[Binding, list[Diagnostic]]:
+    """The binding for these modules, by any of their names."""
+    parameters, owners, conflicts = _parameter_layouts(model, bound)
+    return Binding(_under_first_names(model, bound), parameters, owners), conflicts
+
+
+def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, Bound]:
+    """A module reachable by several names is traced under its first."""
+    first: dict[int, str] = {}
+    named = {name: held for name, held in bound.items() if held.is_parameter}
+    for name, module in named_modules(model, remove_duplicate=False):
+        first.setdefault(id(module), name)
+        if name in bound:
+            named.setdefault(first[id(module)], bound[name])
+    return named
+
+
+def _misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
+    """What keeps a rule from being carried out on this module, seen from the module alone."""
+    if rule.style in (Style.COLWISE, Style.ROWWISE):
+        form = linear_form(module)
+        if form is None and not (rule.style is Style.COLWISE and is_grouped_convolution(module)):
+            return _mismatch(module, name, rule, f"`{rule.style}` splits a linear layer")
+        return None  # whether the features can be shared out depends on what the model does with them, see `packing`
+    if rule.style is Style.VOCAB:
+        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+            return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return Diagnostic(
+                code="TP112",
+                message=f"`{name}` is an embedding with max_norm, scale_grad_by_freq or sparse gradients, "
+                "which look at rows that other ranks hold",
+                span=rule.style_span,
+                help="remove the rule, so that the table stays replicated",
+                subject=name,
+            )
+    return None
+
+
+def _not_for_parameters(name: str, rule: Rule) -> Diagnostic:
+    return Diagnostic(
+        code="TP101",
+        message=f"`{rule.style}` is for modules, but `{name}` is a parameter",
+        span=rule.style_span,
+        label=f"`{name}` is a parameter",
+        help="a parameter can be `colwise`, `rowwise` or `replicate`",
+        subject=name,
+    )
+
+
+def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
+    kind = with_article(type(module).__name__)
+    return Diagnostic(
+        code="TP101",
+        message=f"{what}, but `{name}` is {kind}",
+        span=rule.style_span,
+        label=f"`{name}` is {kind}",
+        help=_suggest_style(module),
+        subject=name,
+    )
+
+
+def _suggest_style(module: nn.Module) -> str:
+    if linear_form(module) is not None:
+        return "a linear layer can be `colwise` or `rowwise`"
+    if is_grouped_convolution(module):
+        return "a convolution in groups can be `colwise`"
+    if isinstance(module, nn.Embedding):
+        return "an embedding table can be `vocab`"
+    linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]
+    if linears:
+        return f"name the linear layers inside it, such as `….{linears[0]}`"
+    return "a module of this kind can be `sequence` or `replicate`"
+
+
+def _parameter_layouts(
+    model: nn.Module, bound: dict[str, Bound]
+) -> tuple[dict[str, Layout], dict[str, Bound], list[Diagnostic]]:
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in stored_tensors(model):
+        names_of.setdefault(id(parameter), []).append(name)
+    layouts: dict[str, Layout] = {}
+    owners: dict[str, Bound] = {}
+    diagnostics: list[Diagnostic] = []
+    for names in names_of.values():
+        wanted: dict[str, tuple[Layout, Bound]] = {}
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            holder = bound.get(name) or bound.get(module)
+            layout = holder.layout_of(leaf) if holder is not None else None
+            if holder is not None and layout is not None:
+                wanted[name] = (layout, holder)
+        choices = {layout for layout, _ in wanted.values()}
+        if len(choices) > 1:
+            (first, (_, one)), (second, (_, other)), *_ = wanted.items()
+            diagnostics.append(
+                Diagnostic(
+                    code="TP109",
+                    message=f"`{first}` and `{second}` are one parameter, but `{one.style}` and `{other.style}` "
+                    "split it differently",
+                    span=other.rule.style_span,
+                    help=f"give both modules styles that split the same dim (`vocab` and `colwise` agree); "
+                    f"the other rule is at {one.rule.origin}",
+                    subject=other.name,
+                )
+            )
+        layout, owner = next(iter(wanted.values()), (REPLICATED, None))
+        for name in names:
+            layouts[name] = layout
+            if owner is not None:
+                owners[name] = owner
+    return layouts, owners, diagnostics
+
+
+def once(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    """Of diagnostics that a pattern causes on many modules alike, the first, with the number of the others."""
+    grouped: dict[tuple[object, ...], list[Diagnostic]] = {}
+    for diagnostic in diagnostics:
+        place = diagnostic.span if diagnostic.span is not None else diagnostic.message
+        grouped.setdefault((diagnostic.code, place), []).append(diagnostic)
+    merged: list[Diagnostic] = []
+    for first, *rest in grouped.values():
+        merged.append(_with_note(first, rest))
+    return merged
+
+
+def _with_note(first: Diagnostic, rest: list[Diagnostic]) -> Diagnostic:
+    return replace(first, notes=(*first.notes, f"the same holds for {len(rest)} more")) if rest else first

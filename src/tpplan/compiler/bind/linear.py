@@ -1,0 +1,178 @@
+"""Linear: whether a module computes x Wᵀ + b or x W + b, whatever its class, seen from what it does.
+
+in:  a module
+out: `LinearForm`: its sizes and the side on which its weight has the inputs; None if it computes something else
+
+    nn.Linear(8, 24)                 ->  weight (24, 8): rows are outputs
+    transformers' Conv1D(24, 8)      ->  weight (8, 24): columns are outputs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import OpOverload, RecordingMode, own_buffers, own_parameters
+from tpplan.compiler.trace.skeleton import make_skeleton
+
+_PRODUCTS = frozenset(("aten::mm", "aten::addmm"))
+_BESIDE = frozenset(
+    (
+        "aten::view",
+        "aten::_unsafe_view",
+        "aten::t",
+        "aten::transpose.int",
+        "aten::add.Tensor",
+        "aten::alias",
+        "aten::permute",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearForm:
+    """A linear layer.
+
+    Attributes:
+        inputs, outputs: the number of features.
+        transposed: whether the weight is (inputs, outputs), as Conv1D has it, and not (outputs, inputs).
+    """
+
+    inputs: int
+    outputs: int
+    transposed: bool
+
+    @property
+    def output_dim(self) -> int:
+        """The weight's dim that counts outputs."""
+        return 1 if self.transposed else 0
+
+    @property
+    def input_dim(self) -> int:
+        """The weight's dim that counts inputs."""
+        return 0 if self.transposed else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How a body multiplies by a parameter.
+
+    Attributes:
+        outputs, inputs: the number of features that it makes and contracts.
+        output_dim, input_dim: the parameter's dims that count these.
+        made: the product's value; `made_dim` is its dim that counts the outputs.
+        given: the other factor.
+        following: where the body takes the parameter apart first, the products of the further parts of its outputs.
+    """
+
+    outputs: int
+    inputs: int
+    output_dim: int
+    input_dim: int
+    made: int
+    made_dim: int
+    given: int
+    following: tuple[Product, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Product, ...]:
+        """The products of all parts of the outputs, in order."""
+        return (replace(self, following=()), *self.following)
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """A parameter that is added to a product, such as a bias, or that stands beside features, entry by entry.
+
+    Attributes:
+        outputs, output_dim: the number of features, and the parameter's dim that counts them.
+        made, made_dim: the sum, or the result of a convolution, and its dim that counts the features; None if it is
+            neither.
+        following: see `Product`.
+        is_added: whether it is added to a product, also to a partial one; otherwise it goes with features alone.
+    """
+
+    outputs: int
+    output_dim: int
+    made: int | None
+    made_dim: int
+    following: tuple[Addend, ...] = ()
+    is_added: bool = True
+
+    @property
+    def parts(self) -> tuple[Addend, ...]:
+        """The additions of all parts, in order, where the body takes the parameter apart first."""
+        return (replace(self, following=()), *self.following)
+
+
+def linear_form(module: nn.Module) -> LinearForm | None:
+    """What linear layer `module` is: `weight`, perhaps `bias`, and nothing but their product; None if it is none."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return LinearForm(module.in_features, module.out_features, transposed=False)
+    held = {name: tensor for name, tensor in own_parameters(module).items() if tensor is not None}
+    weight = held.get("weight")
+    plain = set(held) <= {"weight", "bias"} and not any(True for _ in module.children()) and not own_buffers(module)
+    if not plain or weight is None or weight.dim() != 2:
+        return None
+    for transposed in (False, True):
+        form = LinearForm(weight.shape[1 - transposed], weight.shape[0 + transposed], transposed)
+        bias = held.get("bias")
+        if (bias is None or tuple(bias.shape) == (form.outputs,)) and _is_product(module, form):
+            return form
+    return None
+
+
+def is_grouped_convolution(module: nn.Module) -> bool:
+    """Whether `module` is a convolution in groups, such as a depthwise one."""
+    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups > 1
+
+
+class _Products(RecordingMode):
+    """Sees whether the only product is with the weight, and whether that was transposed before."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+        self.sides: list[bool] = []
+        self.other = False
+        self._turned: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.name()
+        if name in ("aten::t", "aten::transpose.int", "aten::permute") and args[0] is self.weight:
+            self._turned.append(made)
+        elif name in _PRODUCTS:
+            self.sides.append(self._side(args[-1]))
+        elif name not in _BESIDE:
+            self.other = True
+        return made
+
+    def _side(self, operand: Tensor) -> bool:
+        if operand is self.weight:
+            return True
+        self.other = self.other or not any(operand is turned for turned in self._turned)
+        return False
+
+
+def _is_product(module: nn.Module, form: LinearForm) -> bool:
+    copied = make_skeleton(module).model
+    weight = own_parameters(copied)["weight"]
+    assert weight is not None
+    x = torch.empty(2, 3, form.inputs, dtype=weight.dtype, device="meta")
+    mode = _Products(weight)
+    try:
+        with torch.no_grad(), mode:
+            made = copied(x)
+    except Exception:  # whatever it raises: not a linear layer of these sizes
+        return False
+    right = isinstance(made, Tensor) and tuple(made.shape) == (2, 3, form.outputs)
+    return right and not mode.other and mode.sides == [form.transposed]
+
+
+__all__ = ["Addend", "LinearForm", "Product", "is_grouped_convolution", "linear_form"]

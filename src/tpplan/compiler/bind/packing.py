@@ -1,0 +1,367 @@
+"""Packing: which stretches of a split linear layer's features are shared out by themselves, and over how many ranks.
+
+in:  a trace's data flow and the bound plan
+out: the binding, its modules with their packs; findings for packs that don't fit
+
+    {style: colwise, packed: [q, k, v]}, the result split as 32|16|16   ->  packs 32|16|16
+    k_proj: colwise, its result viewed as 2 heads, on 4 ranks           ->  one pack with 2 replicas
+    k_proj: colwise, its result viewed as 1 head                        ->  replicate, and a note (TP126)
+    qkv: colwise, 2 groups of 4 queries, a key and a value, on 4 ranks  ->  packs of each group for 2 of the ranks
+    experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
+
+A rule on a linear layer that is never called, whose parameters another body reads, is a rule on these parameters; so is
+one on a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
+from tpplan.compiler.bind.linear import Addend, LinearForm, Product
+from tpplan.compiler.bind.products import find_buffer_use, find_use
+from tpplan.compiler.bind.readers import Readers, Taken
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.trace import Frame
+from tpplan.plan import Diagnostic, Style
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the pass makes.
+
+    Attributes:
+        binding: with the modules' packs.
+        findings: packs that don't fit.
+        heads: the numbers of heads into which sharded features are viewed, as far as the axis divides them.
+        features: the numbers of features that are split.
+        notes: columns that stay whole, since they make a single head.
+    """
+
+    binding: Binding
+    findings: list[Diagnostic]
+    heads: frozenset[int]
+    features: frozenset[int]
+    notes: list[Diagnostic]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The number of ranks, and the numbers of heads that they can share out evenly."""
+
+    size: int
+    heads: frozenset[int]
+
+    def shared(self, count: int, heads: int | None) -> Pack:
+        """A stretch of so many heads: key and value heads fewer than the ranks are held by several ranks each."""
+        if heads is None or heads >= self.size or self.size % heads:
+            return Pack(count)
+        queries = any(number % heads == 0 for number in self.heads)
+        return Pack(count, self.size // heads) if queries else Pack(count)
+
+    def grouped(self, groups: int, group: Taken) -> list[Pack]:
+        """The packs of groups that are fewer than the ranks: each is shared out among some; none if it can't be."""
+        ranks, counts = self.size // groups, _heads_of(group)
+        if self.size % groups or not any(n and n % ranks == 0 for n in counts):
+            return []
+        inner = _Axis(ranks, frozenset(n for n in counts if n))
+        held = [inner.shared(n, heads) for n, heads in zip(group.stretches, counts, strict=True)]
+        if not all(n and p.is_even(ranks) for n, p in zip(counts, held, strict=True)):
+            return []
+        return [p._replace(first=first, among=ranks) for first in range(0, self.size, ranks) for p in held]
+
+
+def _heads_of(taken: Taken) -> list[int | None]:
+    """The heads of each stretch; beside one that is viewed as heads, a smaller one that isn't is a single head."""
+    each = list(zip(taken.stretches, taken.heads, strict=True))
+    viewed = max((n for n, heads in each if heads), default=0)
+    return [heads or (1 if n < viewed else None) for n, heads in each]
+
+
+def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: bool = False) -> Packed:
+    """Find the packs of every `colwise` and `rowwise` module.
+
+    Args:
+        model, flow, binding: the model, its trace's data flow, and the bound plan.
+        size: number of ranks.
+        partly: whether parameters with a rule may be left unread.
+    """
+    frames: dict[str, Frame] = {}
+    for frame in flow.trace.root.walk():
+        frames.setdefault(frame.module, frame)
+    readers = Readers(flow)
+    findings: list[Diagnostic] = []
+    modules = _with_parameters(binding, readers, frames, findings, partly)
+    uses: dict[str, _Use] = {}
+    for name, bound in modules.items():
+        if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
+            found = _use(bound, bound.form, frames.get(name), readers)
+            if found is not None:
+                uses[name] = found
+    taken = [way for use in uses.values() if use.taken is not None for way in use.taken.ways]
+    counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
+    counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
+    heads = frozenset(n for n in counts if n % size == 0)
+    single: list[Diagnostic] = []
+    for name, use in uses.items():
+        held = _refined(modules[name], use, _Axis(size, heads))
+        if isinstance(held, Diagnostic):
+            findings.append(held)
+            continue
+        if held.style is not modules[name].style:
+            single.append(_single_head(held, size))
+        modules[name] = held
+    if modules != binding.modules:
+        binding, _ = bind_parameters(model, modules)
+    features = frozenset(n for b in modules.values() for n in _made(b))
+    return Packed(binding, once(findings), heads, features, once(single))
+
+
+def _made(bound: Bound) -> list[int]:
+    """The stretches of the features that a column makes."""
+    if bound.form is None or bound.style is not Style.COLWISE:
+        return []
+    return [pack.size for pack in bound.packs] or [bound.form.outputs]
+
+
+def _with_parameters(
+    binding: Binding, readers: Readers, frames: Mapping[str, Frame], findings: list[Diagnostic], partly: bool
+) -> dict[str, Bound]:
+    """The binding's modules, and bare parameters with what is done with them."""
+    values = {name: value for value, names in readers.trace.stored.items() for name in names}
+    modules: dict[str, Bound] = {}
+    for name, bound in binding.modules.items():
+        read = [f"{name}.{leaf}" for leaf in ("weight", "bias") if f"{name}.{leaf}" in values]
+        convolves = bound.form is None and bound.style is Style.COLWISE and not bound.is_parameter
+        if read and (convolves or (bound.form is not None and name not in frames)):
+            modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
+        else:
+            modules[name] = bound
+    if partly:
+        unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, values.get(n))}
+        modules = {name: bound for name, bound in modules.items() if name not in unread}
+    for name, bound in modules.items():
+        if bound.is_parameter and bound.style is not Style.REPLICATE:
+            form = _find_use(readers, values[name]) if name in values else None
+            lone = isinstance(form, Addend) and not form.is_added
+            if form is None or (lone and bound.style is Style.ROWWISE):
+                findings.append(_no_product(bound))
+            modules[name] = replace(bound, form=form)
+    return modules
+
+
+def _find_use(readers: Readers, value: int) -> Product | Addend | None:
+    return find_buffer_use(readers, value) if value in readers.trace.buffers else find_use(readers, value)
+
+
+def _is_read(readers: Readers, value: int | None) -> bool:
+    return value is not None and next(readers.of(value), None) is not None
+
+
+def _no_product(bound: Bound) -> Diagnostic:
+    return Diagnostic(
+        code="TP101",
+        message=f"`{bound.style}` splits what a product makes or contracts, but no body of the model multiplies by "
+        f"`{bound.name}` or adds it",
+        span=bound.rule.style_span,
+        help="remove the rule, so that the parameter stays replicated",
+        subject=bound.name,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """How features are split, and what the trace does with them.
+
+    Attributes:
+        features: how many there are.
+        taken: how they are taken apart further on, of those that are made.
+        joined: what they were concatenated from, of those that are contracted.
+    """
+
+    features: int
+    taken: Taken | None = None
+    joined: tuple[int, ...] = ()
+
+
+def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> _Use | None:
+    columns = bound.style is Style.COLWISE
+    if isinstance(form, Addend):
+        outputs = sum(part.outputs for part in form.parts)
+        return _Use(outputs, taken_apart(form.parts, readers)) if columns else None
+    features = form.outputs if columns else form.inputs
+    if isinstance(form, Product):
+        if columns:
+            return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers))
+        return _Use(features, joined=readers.joined(form.given))
+    if frame is None:
+        return None
+    if columns:
+        return _Use(features, readers.taken_apart(frame.exits[0].target) if frame.exits else None)
+    return _Use(features, joined=readers.joined(frame.entries[0].source))
+
+
+def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -> Taken | None:
+    """How what a parameter makes is taken apart, if the parameter isn't already."""
+    taken = [None if part.made is None else readers.taken_apart(part.made, part.made_dim) for part in parts]
+    first = next((held for held in taken if held is not None), None)
+    if len(parts) == 1 or first is None:
+        return taken[0]
+    stretches: list[int] = []
+    heads: list[int | None] = []
+    for part, held in zip(parts, taken, strict=True):
+        whole = held is not None and sum(held.stretches) == part.outputs
+        stretches += held.stretches if held is not None and whole else (part.outputs,)
+        heads += held.heads if held is not None and whole else (None,)
+    return replace(first, stretches=tuple(stretches), heads=tuple(heads))
+
+
+def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
+    size, whole, taken = axis.size, use.features, use.taken
+    columns = bound.style is Style.COLWISE
+    sizes: Sequence[int] = (whole,)
+    if bound.rule.packed is not None:
+        taken = None if taken is None else _as_named(bound, taken)
+        seen = taken.stretches if taken is not None else use.joined
+        found = _sizes(bound, whole, () if columns and taken is None else seen)
+        if isinstance(found, Diagnostic):
+            return found
+        sizes = found
+    packs = [Pack(n) for n in sizes]
+    if taken is not None and taken.stretches == tuple(sizes):
+        groups = taken.heads[0]
+        if taken.group is not None and groups and groups < size:
+            grouped = axis.grouped(groups, taken.group)
+            return replace(bound, packs=tuple(grouped)) if grouped else _cut_groups(bound, groups, taken.group, size)
+        packs = [axis.shared(n, heads) for n, heads in zip(sizes, _heads_of(taken), strict=True)]
+        for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
+            if heads is not None and not held.is_even(size):
+                return _cut_heads(bound, index, held, heads, size)
+    few = next((index for index, held in enumerate(packs) if held.replicas == 1 and held.size < size), None)
+    if few is not None:
+        return _too_few(bound, few, packs[few], size)
+    if len(packs) == 1 and packs[0].replicas == size:
+        return replace(bound, style=Style.REPLICATE, form=None)
+    return replace(bound, packs=tuple(packs)) if len(packs) > 1 or packs[0].replicas > 1 else bound
+
+
+def _as_named(bound: Bound, taken: Taken) -> Taken:
+    """Of the ways in which features are taken apart the one that has the packs that the plan names."""
+    named = bound.rule.packed or ()
+    sizes = tuple(pack.size for pack in named)
+    fitting = [way for way in taken.ways if len(way.stretches) == len(named)]
+    exact = [way for way in fitting if None in sizes or way.stretches == sizes]
+    return next(iter((*exact, *fitting, taken)))
+
+
+def _seen(whole: int, seen: Sequence[int]) -> str:
+    if len(seen) == 1:
+        return f"uses its {whole} features as one"
+    return f"takes its {whole} features apart as {' + '.join(map(str, seen))}" if seen else "doesn't show which"
+
+
+_SIZES = "give their sizes: `packed: {a: 64, b: 32}`"
+
+
+def _sizes(bound: Bound, whole: int, seen: Sequence[int]) -> tuple[int, ...] | Diagnostic:
+    named = bound.rule.packed or ()
+    given = tuple(p.size for p in named)
+    span, subject = bound.rule.span_of("packed"), bound.name
+    if all(n is not None for n in given):
+        sizes = tuple(n for n in given if n is not None)
+        if sum(sizes) == whole:
+            return sizes
+        return Diagnostic(
+            code="TP106",
+            message=f"`{bound.name}` has {whole} features, but its packs have {sum(sizes)} "
+            f"({' + '.join(map(str, sizes))})",
+            span=span,
+            help=_way_out(seen) if sum(seen) == whole else "give sizes that add up to the features",
+            subject=subject,
+        )
+    if len(seen) == len(named) and sum(seen) == whole:
+        return tuple(seen)
+    return Diagnostic(
+        code="TP106",
+        message=f"`{bound.name}` packs {len(named)} projections by the plan, but the model " + _seen(whole, seen),
+        span=span,
+        help=_way_out(seen) if len(seen) > 1 else _SIZES if not seen else "remove `packed`: nothing takes them apart",
+        subject=subject,
+    )
+
+
+def packed_option(sizes: Sequence[int]) -> str:
+    """What to write in a plan for packs of these sizes."""
+    names = {2: ("gate", "up"), 3: ("q", "k", "v")}.get(len(sizes), tuple(f"part{i}" for i in range(len(sizes))))
+    if len(set(sizes)) == 1:
+        return f"packed: [{', '.join(names)}]"
+    return f"packed: {{{', '.join(f'{name}: {n}' for name, n in zip(names, sizes, strict=True))}}}"
+
+
+def _way_out(sizes: Sequence[int]) -> str:
+    return f"write `{packed_option(sizes)}`"
+
+
+def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, size: int) -> Diagnostic:
+    """TP102 for heads that the axis would cut."""
+    return _cut(bound, index, f"its {held.size} features are viewed as {heads} heads", f"{heads} heads", heads, size)
+
+
+def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnostic:
+    """TP102 for groups, fewer than the ranks, whose heads can't be shared out among those that a group gets."""
+    each = " + ".join(str(n or 1) for n in _heads_of(group))
+    features = groups * sum(group.stretches)
+    views = f"its {features} features are viewed as {groups} groups of {each} heads"
+    return _cut(bound, 0, views, f"{groups} groups", groups, size)
+
+
+def _cut(bound: Bound, index: int, views: str, counted: str, count: int, size: int) -> Diagnostic:
+    return Diagnostic(
+        code="TP102",
+        message=f"{_what(bound, index)} can't be split: {views}, which {size} ranks can't share evenly",
+        span=bound.rule.span_of("packed"),
+        label=f"{counted} / {size} ranks",
+        help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule",
+        subject=bound.name,
+    )
+
+
+def _single_head(bound: Bound, size: int) -> Diagnostic:
+    """TP126 for a column that is replicated."""
+    return Diagnostic(
+        code="TP126",
+        message=f"`{bound.name}` makes a single head, which all {size} ranks need: it stays whole on every rank",
+        span=bound.rule.style_span,
+        label="replicated",
+        help="nothing is wrong; write `replicate` to say that it's meant",
+        subject=bound.name,
+    )
+
+
+def _too_few(bound: Bound, index: int, held: Pack, size: int) -> Diagnostic:
+    """TP102 for fewer features than ranks."""
+    return Diagnostic(
+        code="TP102",
+        message=f"{_what(bound, index)} can't be split: it has {held.size} features for {size} ranks",
+        span=bound.rule.span_of("packed"),
+        label="fewer than the ranks",
+        help="remove the rule, so that it stays whole",
+        subject=bound.name,
+    )
+
+
+def _what(bound: Bound, index: int) -> str:
+    named = bound.rule.packed
+    return f"`{bound.name}`" if named is None else f"pack `{named[index].name}` of `{bound.name}`"
+
+
+def _divisors(count: int) -> str:
+    found = [str(n) for n in range(2, 65) if count % n == 0]
+    return ", ".join(found[:6]) if found else "none up to 64 does"
+
+
+__all__ = ["Packed", "pack", "packed_option", "taken_apart"]

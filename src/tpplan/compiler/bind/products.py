@@ -1,0 +1,253 @@
+"""Products: the product that a body itself makes with a parameter, without calling a linear layer for it.
+
+in:  a trace, and a parameter's value
+out: `Product`: which of the parameter's dims the product contracts and which it makes; None if there is no product
+
+    grouped_mm(x, gate_up.transpose(1, 2))   ->  gate_up (experts, outputs, inputs): makes dim 1, contracts dim 2
+    addmm(in_proj_bias, x, in_proj.t())      ->  in_proj (outputs, inputs): makes dim 0; in_proj_bias is an addend
+    convolution(x, weight, groups=channels)  ->  weight (channels, 1, width): goes with the channels by dim 0
+    exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tpplan.compiler.bind.linear import Addend, Product
+from tpplan.compiler.bind.readers import Readers
+from tpplan.compiler.ir.trace import Operation, Reference
+from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
+from tpplan.compiler.rules.packed import SPLITS, VIEWS
+
+# Where an operator has its two factors: (…, m, k) and (…, k, n).
+_FACTORS = {
+    "aten.mm.default": 0,
+    "aten.bmm.default": 0,
+    "aten._grouped_mm.default": 0,
+    "aten.addmm.default": 1,
+    "aten.baddbmm.default": 1,
+}
+_ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
+_KEEPS = frozenset(
+    f"aten.{name}"
+    for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
+)
+_ENTRYWISE = frozenset(
+    f"aten.{name}.default" for name in ("exp", "neg", "log", "softplus", "sigmoid", "tanh", "abs", "silu", "sqrt")
+)
+ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
+_DEEPEST = 12
+
+Dims = tuple[int | None, ...]
+
+
+def find_use(readers: Readers, value: int) -> Product | Addend | None:
+    """What is done with the parameter `value` first: multiplied by, or added; None for anything else.
+
+    One of which neither is seen, but that stands beside features or heads entry by entry, can be split as these are. So
+    can any vector.
+    """
+    shape = readers.trace.values[value].shape
+    found = next(_uses(readers, value, tuple(range(len(shape))), shape, 0), None)
+    return _beside(readers, value) if found is None else found
+
+
+def find_buffer_use(readers: Readers, value: int) -> Addend | None:
+    """How the buffer `value` can be split: as the features or heads that it stands beside; None if it can't.
+
+    One that the model writes to stays whole, as the whole is read again after the call.
+    """
+    replaced = not {*readers.trace.buffers[value]}.isdisjoint(readers.trace.kept.values())
+    return None if replaced or readers.is_written(value) else _beside(readers, value)
+
+
+def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
+    """What moving entries, or changing each by itself, makes of a parameter; with where its dims are then."""
+    pending: list[tuple[int, Dims, int]] = [(value, tuple(range(len(readers.trace.values[value].shape))), 0)]
+    while pending:
+        held, dims, depth = pending.pop()
+        yield held, dims
+        for _, operation, seen in readers.of(held) if depth < _DEEPEST else ():
+            if seen != held:
+                yield seen, dims
+            alone = operation.name in ENTRYWISE_OF_TWO and set(operation.inputs) == {seen}  # with a number
+            entrywise = alone or operation.name in _ENTRYWISE
+            after = dims if entrywise else _moved(readers, operation, seen, dims)
+            made = next((o for o in operation.outputs if o is not None), None)
+            if after is not None and made is not None:
+                pending.append((made, after, depth + 1))
+
+
+def _beside(readers: Readers, parameter: int) -> Addend | None:
+    """Where a parameter or buffer stands beside entries of another tensor: by the first dim that both have."""
+    values = readers.trace.values
+    shape = values[parameter].shape
+    found: dict[int, Addend] = {}
+    for value, dims in derived(readers, parameter):
+        for _, operation, seen in readers.of(value):
+            others = [i for i in operation.inputs if i != seen]
+            if operation.name not in ENTRYWISE_OF_TWO or len(others) != 1 or seen != value:
+                continue
+            (made,) = (o for o in operation.outputs if o is not None)
+            rank = len(values[made].shape)
+            its = values[others[0]].shape
+            for back, dim in enumerate(reversed(dims), 1):
+                if dim is not None and back <= len(its) and shape[dim] == its[-back] != 1:
+                    found.setdefault(dim, Addend(shape[dim], dim, made, rank - back, is_added=False))
+    lone = Addend(shape[0], 0, None, 0, is_added=False) if len(shape) == 1 else None
+    return found[min(found)] if found else lone
+
+
+def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int) -> Iterator[Product | Addend]:
+    for _, operation, seen in readers.of(value):
+        first = _FACTORS.get(operation.name)
+        if first is not None:
+            yield from _in_product(readers, operation, seen, dims, shape, first)
+        elif operation.name in _ADDITIONS:
+            yield from _added(readers, operation, dims, shape)
+        elif operation.name == CONVOLUTION:
+            yield from _convolved(operation, seen, dims, shape)
+        elif operation.name in SPLITS and depth < _DEEPEST:
+            yield from _of_parts(readers, operation, seen, dims, shape, depth)
+        elif depth < _DEEPEST:
+            after = _moved(readers, operation, seen, dims)
+            made = next((o for o in operation.outputs if o is not None), None)
+            if after is not None and made is not None:
+                yield from _uses(readers, made, after, shape, depth + 1)
+
+
+def _of_parts(
+    readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...], depth: int
+) -> Iterator[Product | Addend]:
+    """The uses of a parameter that is split first, along the features that its products make."""
+    arguments = operation.arguments
+    along = (arguments[2] if len(arguments) > 2 else 0) % len(dims)
+    split = dims[along]
+    if operation.inputs[0] != value or split is None:
+        return
+    uses: list[Product | Addend] = []
+    for part in operation.outputs:
+        if part is None:
+            return
+        length = readers.trace.values[part].shape[along]
+        narrowed = (*shape[:split], length, *shape[split + 1 :])
+        use = next(_uses(readers, part, dims, narrowed, depth + 1), None)
+        if use is None or use.output_dim != split or type(use) is not type(uses[0] if uses else use):
+            return
+        uses.append(use)
+    first, *others = uses
+    yield replace(first, following=tuple(others))  # pyright: ignore[reportArgumentType]
+
+
+def _in_product(
+    readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...], first: int
+) -> Iterator[Product | Addend]:
+    factors = operation.arguments[first : first + 2]
+    (made,) = (o for o in operation.outputs if o is not None)
+    last = len(readers.trace.values[made].shape) - 1
+    mine = Reference(value)
+    if first == 1 and operation.arguments[0] == mine:
+        yield from _added(readers, operation, dims, shape)
+    elif factors[1] == mine and factors[0] != mine:
+        yield from _made(shape, dims[-1], dims[-2], made, last, factors[0])
+    elif factors[0] == mine and factors[1] != mine:
+        yield from _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
+
+
+def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
+    (made,) = (o for o in operation.outputs if o is not None)
+    last = len(readers.trace.values[made].shape) - 1
+    if dims and dims[-1] is not None:
+        yield Addend(shape[dims[-1]], dims[-1], made, last)
+
+
+def _convolved(operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
+    """The weight or the bias of a convolution in groups, whose first dim goes with the channels."""
+    (made,) = (o for o in operation.outputs if o is not None)
+    if operation.arguments[GROUPS] > 1 and Reference(value) in operation.arguments[1:3] and dims[0] is not None:
+        yield Addend(shape[dims[0]], dims[0], made, 1, is_added=False)
+
+
+def _made(
+    shape: tuple[int, ...], output_dim: int | None, input_dim: int | None, made: int, made_dim: int, given: Reference
+) -> Iterator[Product]:
+    if output_dim is not None and input_dim is not None:
+        outputs, inputs = shape[output_dim], shape[input_dim]
+        yield Product(outputs, inputs, output_dim, input_dim, made, made_dim, given.identifier)
+
+
+def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dims | None:
+    """The parameter's dims after an operation that moves or picks entries; None for one that computes."""
+    values = readers.trace.values
+    made = next((o for o in operation.outputs if o is not None), None)
+    if made is None or not operation.inputs or operation.inputs[0] != value:
+        return None
+    before, after = values[value].shape, values[made].shape
+    arguments, rank = operation.arguments, len(dims)
+    name = operation.name
+    if name in _KEEPS:
+        return dims
+    if name == "aten.t.default":
+        return dims[::-1]
+    if name == "aten.transpose.int":
+        order = list(range(rank))
+        one, other = arguments[1] % rank, arguments[2] % rank
+        order[one], order[other] = order[other], order[one]
+        return tuple(dims[d] for d in order)
+    if name == "aten.permute.default":
+        order: list[int] = [d % rank for d in arguments[1]]
+        return tuple(dims[d] for d in order)
+    if name == "aten.unsqueeze.default":
+        place = arguments[1] % (rank + 1)
+        return (*dims[:place], None, *dims[place:])
+    if name == "aten.squeeze.dim":
+        place = arguments[1] % rank
+        return dims if len(after) == rank else (*dims[:place], *dims[place + 1 :])
+    if name == "aten.select.int":
+        place = arguments[1] % rank
+        return (*dims[:place], *dims[place + 1 :])
+    if name == "aten.slice.Tensor":
+        return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
+    if name in ("aten.index.Tensor", "aten.index_select.default"):
+        changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
+        picked = _picked_dim(operation, rank)
+        return (
+            tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
+        )
+    if name == "aten.expand.default":
+        grown = (None,) * (len(after) - rank) + dims
+        return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
+                     for d, held in enumerate(grown))  # fmt: skip
+    return _viewed(dims, before, after) if name in VIEWS else None
+
+
+def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
+    """Where the dims are after a view that adds or drops dims of size 1, or splits dims: heads stand for features."""
+    kept = [(dim, count) for dim, count in zip(dims, before, strict=True) if count != 1]
+    found: list[int | None] = []
+    dim, left = None, 1
+    for count in after:
+        if count == 1:
+            found.append(None)
+            continue
+        first = left == 1
+        if first:
+            if not kept:
+                return None
+            dim, left = kept.pop(0)
+        if left % count:
+            return None
+        found.append(dim if first else None)
+        left //= count
+    return None if kept or left != 1 else tuple(found)
+
+
+def _picked_dim(operation: Operation, rank: int) -> int | None:
+    if operation.name == "aten.index_select.default":
+        return operation.arguments[1] % rank
+    picks = [d for d, index in enumerate(operation.arguments[1]) if index is not None]
+    return picks[0] if len(picks) == 1 else None
+
+
+__all__ = ["ENTRYWISE_OF_TWO", "derived", "find_use"]

@@ -1,0 +1,330 @@
+"""Readers: how the features that a module makes are taken apart further on.
+
+in:  a trace, and a value with one of its dims
+out: `Taken`: the stretches that splits and slices cut, and into how many heads each is viewed
+
+    qkv(x).split([32, 16, 16], -1), q.view(b, s, 4, 8)   ->  stretches 32|16|16, heads 4|2|2
+    qkv(x).view(b, s, 3, 4, 8)                           ->  stretches 32|32|32, heads 4|4|4
+    k_proj(x).view(b, s, 2, 8)                           ->  one stretch, 2 heads
+    qkv(x).view(b, s, 2, 6, 8), x[..., :-2, :], …        ->  one stretch, 2 groups, each of 32|8|8, heads 4|1|1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.region import picks_of
+from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
+from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS, picked_dim, picked_stretch
+
+_NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
+_ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
+_ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
+_PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+_DEEPEST = 12
+_PICKS = 4  # operations between a bias and where it is added
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """How the features are taken apart.
+
+    Attributes:
+        frame, operation: the body and the operation that does it.
+        stretches: the sizes of the parts, in order; a single one if the features are only viewed as heads.
+        heads: for each stretch into how many heads it is viewed; None where it isn't.
+        finer: the same where stretches are taken apart again further on; None if none is.
+        group: where a stretch is viewed as groups of heads, how each of the groups is taken apart; None if none is.
+    """
+
+    frame: Frame
+    operation: Operation
+    stretches: tuple[int, ...]
+    heads: tuple[int | None, ...]
+    finer: Taken | None = None
+    group: Taken | None = None
+
+    @property
+    def ways(self) -> tuple[Taken, ...]:
+        """This, and what is finer."""
+        return (self,) if self.finer is None else (self, self.finer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dim:
+    """A dim of a value; one of its entries stands for `unit` features."""
+
+    value: int
+    dim: int
+    unit: int
+
+
+class Readers:
+    """Follows values to those that read them, through boundaries."""
+
+    def __init__(self, flow: DataFlow) -> None:
+        """Follow the values of `flow`."""
+        self.trace = flow.trace
+        self._flow = flow
+
+    def of(self, value: int) -> Iterator[tuple[Frame, Operation, int]]:
+        """The operations that read `value`, or an alias of it on the other side of a boundary, and which they read."""
+        for frame, operation in self._flow.operations.get(value, ()):
+            yield frame, operation, value
+        for target in self._flow.targets.get(value, ()):
+            yield from self.of(target)
+
+    def is_written(self, value: int) -> bool:
+        """Whether an operation writes to `value`, or to what shares its storage."""
+        return value in self._flow.written
+
+    def joined(self, value: int) -> tuple[int, ...]:
+        """The sizes of what was concatenated along the last dim to make `value`; empty if it wasn't."""
+        while value in self._flow.source:
+            value = self._flow.source[value]
+        made = self._flow.made.get(value)
+        if made is None or made.name != "aten.cat.default":
+            return ()
+        shapes = [self.trace.values[i].shape for i in made.inputs]
+        dim = made.arguments[1] if len(made.arguments) > 1 else 0
+        whole = self.trace.values[value].shape
+        return tuple(s[-1] for s in shapes) if dim % len(whole) == len(whole) - 1 else ()
+
+    def taken_apart(self, value: int, dim: int = -1) -> Taken | None:
+        """How a dim of `value`, the last if none is named, is taken apart, if that is what is done with it."""
+        shape = self.trace.values[value].shape
+        return self._follow(_Dim(value, dim % len(shape), 1), shape[dim], 0) if shape else None
+
+    def _follow(self, at: _Dim, whole: int, depth: int) -> Taken | None:
+        shape = self.trace.values[at.value].shape
+        slices: dict[int, tuple[int, int | None]] = {}
+        for frame, operation, seen in self.of(at.value) if depth < 16 else ():
+            at = replace(at, value=seen)
+            if operation.name in SPLITS and _argument(operation, 2, 0) % len(shape) == at.dim:
+                parts = [o for o in operation.outputs if o is not None]
+                sizes = [self.trace.values[o].shape[at.dim] for o in parts]
+                if len(parts) > 1:
+                    dims = [_Dim(o, at.dim, at.unit) for o in parts]
+                    heads = tuple(self._heads(d, n) for d, n in zip(dims, sizes, strict=True))
+                    taken = Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
+                    return replace(taken, finer=self._finer(taken, dims, depth))
+            elif (stretch := self._stretch(at, operation)) is not None:
+                (part,) = (o for o in operation.outputs if o is not None)
+                start, length = stretch
+                if length < shape[at.dim]:
+                    slices[start] = (length, self._heads(_Dim(part, at.dim, at.unit), length))
+                    if sum(n for n, _ in slices.values()) == shape[at.dim]:
+                        held = [slices[key] for key in sorted(slices)]
+                        return Taken(frame, operation, tuple(n * at.unit for n, _ in held), tuple(h for _, h in held))
+            else:
+                found = self._step(at, frame, operation, whole, depth)
+                if found is not None:
+                    return found
+        return None
+
+    def _stretch(self, at: _Dim, operation: Operation) -> tuple[int, int] | None:
+        """The stretch of a dim, as start and length, that an operation takes out of it."""
+        shape = self.trace.values[at.value].shape
+        if operation.inputs[:1] != (at.value,):
+            return None
+        if operation.name == "aten.slice.Tensor" and _argument(operation, 1, 0) % len(shape) == at.dim:
+            start = _argument(operation, 2, 0) or 0
+            made = next(o for o in operation.outputs if o is not None)
+            length = self.trace.values[made].shape[at.dim]
+            return (start + (shape[at.dim] if start < 0 else 0), length) if _argument(operation, 4, 1) == 1 else None
+        if operation.name == SELECT and operation.arguments[1] % len(shape) == at.dim:
+            return (operation.arguments[2] % shape[at.dim], 1)
+        if operation.name in PICKS and picked_dim(operation.name, operation.arguments) == at.dim:
+            return picked_stretch(picks_of(self.trace.values[operation.inputs[1]].numbers), shape[at.dim])
+        return None
+
+    def _finer(self, taken: Taken, parts: Sequence[_Dim], depth: int) -> Taken | None:
+        """The stretches with those in place of them that are split again."""
+        stretches: list[int] = []
+        heads: list[int | None] = []
+        for at, count, held in zip(parts, taken.stretches, taken.heads, strict=True):
+            inner = self._follow(at, count, depth + 1) if at.unit == 1 else None
+            again = inner is not None and inner.operation.name in SPLITS and sum(inner.stretches) == count
+            stretches += inner.ways[-1].stretches if again and inner is not None else (count,)
+            heads += inner.ways[-1].heads if again and inner is not None else (held,)
+        return replace(taken, stretches=tuple(stretches), heads=tuple(heads)) if len(stretches) > len(parts) else None
+
+    def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:
+        after = self._after(at, operation)
+        if not after:
+            return None
+        if len(after) > 2:
+            count, heads = (self.trace.values[d.value].shape[d.dim] for d in after[:2])
+            group = self._group(after[1], whole // count, depth)
+            if group is not None:
+                return Taken(frame, operation, (whole,), (count,), group=group)
+            return Taken(frame, operation, (whole // count,) * count, (heads,) * count)
+        if len(after) == 2 and self._picked(after[0], 0):
+            # Views such as (…, 3, width), of which q, k and v are then picked one by one.
+            count = self.trace.values[after[0].value].shape[after[0].dim]
+            return Taken(frame, operation, (whole // count,) * count, (self._heads(after[1], whole // count),) * count)
+        found = self._follow(after[0], whole, depth + 1)
+        if found is not None or len(after) == 1:
+            return found
+        count = self.trace.values[after[0].value].shape[after[0].dim]
+        return Taken(frame, operation, (whole,), (count,), group=self._group(after[1], whole // count, depth))
+
+    def _group(self, at: _Dim, whole: int, depth: int) -> Taken | None:
+        """How each of several groups of heads is taken apart, such as queries with their key and value.
+
+        A stretch of heads tells it from a head that is cut in two, as for rotary embeddings.
+        """
+        group = self._follow(at, whole, depth + 1)
+        if group is None or sum(group.stretches) != whole or not any(n and n > 1 for n in group.heads):
+            return None
+        return group
+
+    def _picked(self, at: _Dim, depth: int) -> bool:
+        """Whether the entries of a dim are picked one by one."""
+        rank = len(self.trace.values[at.value].shape)
+        for _, operation, seen in self.of(at.value) if depth < _DEEPEST else ():
+            if operation.name == SELECT and operation.arguments[1] % rank == at.dim:
+                return True
+            if operation.name == "aten.unbind.int" and _argument(operation, 1, 0) % rank == at.dim:
+                return True
+            after = self._after(replace(at, value=seen), operation)
+            if len(after) == 1 and self._picked(after[0], depth + 1):
+                return True
+        return False
+
+    def _heads(self, at: _Dim, count: int) -> int | None:
+        """Into how many heads a stretch is viewed."""
+        if at.unit > 1:
+            return count
+        for _, operation, seen in self.of(at.value):
+            if operation.name in _ADDITIONS and self._adds_to_each(at, operation, seen, count):
+                return count
+            after = self._after(replace(at, value=seen), operation)
+            if len(after) > 1:
+                return self.trace.values[after[0].value].shape[after[0].dim]
+            if not after and operation.name in VIEWS:
+                return self._of_groups(at, operation)
+            heads = self._heads(after[0], count) if after else None
+            if heads is not None:
+                return heads
+        return None
+
+    def _of_groups(self, at: _Dim, operation: Operation) -> int | None:
+        """Into how many heads a stretch of each group is viewed where the view joins all groups' heads to one dim."""
+        before, made = self.trace.values[at.value].shape, next(o for o in operation.outputs if o is not None)
+        after, groups = self.trace.values[made].shape, at.dim - 1
+        if (
+            groups < 0
+            or after[:groups] != before[:groups]
+            or len(after) <= groups + 1
+            or after[groups] % before[groups]
+        ):
+            return None
+        heads = after[groups] // before[groups]
+        return heads if heads * after[groups + 1] == before[at.dim] else None
+
+    def _adds_to_each(self, at: _Dim, operation: Operation, seen: int, count: int) -> bool:
+        """Whether a vector is added that has a number for each of the features: each is a head."""
+        others = [i for i in operation.inputs if i != seen]
+        parameter = self.parameter_behind(others[0]) if len(others) == 1 else None
+        last = at.dim == len(self.trace.values[seen].shape) - 1
+        return last and parameter is not None and self.trace.values[parameter].shape == (count,)
+
+    def _after(self, at: _Dim, operation: Operation) -> list[_Dim]:
+        """Where the dim is after an operation that keeps or splits it: one dim, or those that it was split into."""
+        outputs = [o for o in operation.outputs if o is not None]
+        if len(outputs) != 1 and operation.name not in _NORMS:
+            return []
+        before, after = self.trace.values[at.value].shape, self.trace.values[outputs[0]].shape
+        name = operation.name
+        if operation.inputs[0] != at.value:
+            return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
+        if name in VIEWS:
+            if self._unfolds(at.value, after):
+                return [_Dim(outputs[0], len(after) - 1, at.unit)]
+            return [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
+        if name == "aten.unsqueeze.default":
+            place = operation.arguments[1] % len(after)
+            return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]
+        if name == "aten.squeeze.dim":
+            place = operation.arguments[1] % len(before)
+            return [_Dim(outputs[0], at.dim - (place < at.dim and len(after) < len(before)), at.unit)]
+        if name == CONVOLUTION:
+            return [_Dim(outputs[0], 1, at.unit)] if at.dim == 1 and operation.arguments[GROUPS] == after[1] else []
+        if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
+            return [_Dim(outputs[0], at.dim, at.unit)]  # what it cuts or pads is another dim
+        if name in ("aten.transpose.int", "aten.permute.default"):
+            order = list(range(len(before)))
+            if name == "aten.transpose.int":
+                one, other = operation.arguments[1] % len(before), operation.arguments[2] % len(before)
+                order[one], order[other] = other, one
+            else:
+                order = [d % len(before) for d in operation.arguments[1]]
+            return [_Dim(outputs[0], order.index(at.dim), at.unit)]
+        return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
+
+    def _unfolds(self, value: int, after: tuple[int, ...]) -> bool:
+        """Whether a view to this shape takes the rows of a product apart again, which were flattened before it."""
+        made = self._flow.made.get(value)
+        if made is None or made.name not in _PRODUCTS:
+            return False
+        flattened = self._flow.made.get(made.inputs[-2])
+        if flattened is None or flattened.name not in VIEWS:
+            return False
+        before = self.trace.values[flattened.inputs[0]].shape
+        return before[:-1] == after[:-1] and after[-1] == self.trace.values[value].shape[-1]
+
+    def _beside(self, at: _Dim, operation: Operation) -> bool:
+        """Whether the other operands are parameters or buffers, or alike for all entries of the dim, as a mean is."""
+        rank = len(self.trace.values[at.value].shape)
+        for i in operation.inputs:
+            shape = self.trace.values[i].shape
+            dim = at.dim - rank + len(shape)
+            if i != at.value and dim >= 0 and shape[dim] != 1 and self.parameter_behind(i) is None:
+                return False
+        return True
+
+    def parameter_behind(self, value: int) -> int | None:
+        """The parameter or buffer that `value` is, or was picked from, such as a bias for each token's expert."""
+        for _ in range(_PICKS):
+            value = self._flow.source.get(value, value)
+            if value in self.trace.parameters or value in self.trace.buffers:
+                return value
+            made = self._flow.made.get(value)
+            if made is None or not made.inputs:
+                return None
+            value = made.inputs[0]
+        return None
+
+
+def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:
+    """The dims, each with the entries of `dim` that one of its entries stands for, into which a view splits `dim`."""
+    outer = math.prod(before[:dim])
+    covered, found = 1, list[tuple[int, int]]()
+    inner = before[dim]
+    # Dims of size 1 that were there before, such as the one token of a step.
+    ones = next((n for n, size in enumerate(reversed(before[:dim])) if size != 1), dim)
+    for position, size in enumerate(after):
+        if covered == outer and size == 1 and ones:
+            ones -= 1
+        elif covered >= outer and covered < outer * before[dim]:
+            inner //= size
+            found.append((position, inner))
+        covered *= size
+    exact = math.prod(after[d] for d, _ in found) == before[dim] and found
+    starts = math.prod(after[: found[0][0]]) == outer if found else False
+    if not (exact and starts):
+        return []
+    # A dim of size 1 right before the features is a single head; elsewhere it says nothing.
+    return found if len(found) == 2 and after[found[0][0]] == 1 else [d for d in found if after[d[0]] > 1] or found[:1]
+
+
+def _argument(operation: Operation, position: int, default: int) -> int:
+    return operation.arguments[position] if len(operation.arguments) > position else default
+
+
+__all__ = ["Readers", "Taken"]

@@ -1,0 +1,245 @@
+"""The building of regions: module calls with their names taken off, so that equal layers are one object.
+
+in:  a trace and the bindings of its modules
+out: a tree of `Instance`s over shared `Region`s
+
+    layers.0, layers.1, … layers.125   ->   one Region; 126 Instances that map its local values to the trace's
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpplan.compiler.bind.bind import Binding, Bound
+from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
+from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.plan import Pin, Style
+
+
+@dataclass(slots=True)
+class RegionTable:
+    """The regions made so far, by content, so that those of a later build are the same objects where they are equal."""
+
+    regions: dict[object, Region] = field(default_factory=dict[object, Region])
+    values: dict[object, LocalValue] = field(default_factory=dict[object, LocalValue])
+
+
+def build_regions(
+    trace: Trace,
+    binding: Binding,
+    fixed: frozenset[str] = frozenset(),
+    table: RegionTable | None = None,
+    parts: Collection[int] = (),
+) -> Instance:
+    """Turn a trace into instances over shared regions.
+
+    Args:
+        trace: as captured.
+        binding: what the plan says of modules and parameters.
+        fixed: modules whose boundaries may not carry a reshard unless the plan pins one.
+        table: regions of an earlier build of the same trace, and after it of this one.
+        parts: inputs of the trace of which a rank gets its part only.
+    """
+    return _Builder(trace, binding, fixed, table or RegionTable(), parts).build(trace.root, 0)
+
+
+class _Builder:
+    """Numbers each frame's values and writes its content as a key; a region is made only for a key that is new."""
+
+    def __init__(
+        self, trace: Trace, binding: Binding, fixed: frozenset[str], table: RegionTable, parts: Collection[int]
+    ) -> None:
+        self.trace = trace
+        self.binding = binding
+        self.fixed = fixed
+        self.interned = table.regions
+        self.free, self.escapes, self.constants = _uncrossed(trace, parts)
+        self._kinds = table.values
+
+    def build(self, frame: Frame, depth: int) -> Instance:
+        local = _Numbers()
+        bound = self.binding.modules.get(frame.module)
+        sources = [crossing.source for crossing in frame.entries]
+        inputs = tuple(dict.fromkeys(local(i) for i in (*sources, *self.free.get(id(frame), ()))))
+        entries = tuple([(c.path, c.aliases, local(c.source), local(c.target)) for c in frame.entries])
+        children: list[Instance] = []
+        nodes: list[object] = []
+        for node in frame.body:
+            if isinstance(node, Operation):
+                nodes.append(_operation_key(node, local))
+                continue
+            child = self.build(node, depth + 1)
+            children.append(child)
+            nodes.append(
+                CallNode(
+                    child.region,
+                    tuple([local(child.values[i]) for i in child.region.inputs]),
+                    tuple([local(child.values[i]) for i in child.region.outputs]),
+                )
+            )
+        exits = tuple([(c.path, c.aliases, local(c.source), local(c.target)) for c in frame.exits])
+        outputs = tuple(
+            dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ())))
+        )
+        values = [self._local_value(identifier) for identifier in local.numbers]
+        entry_pin, exit_pin = _entry_pin(bound), bound.rule.output if bound is not None else None
+        style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
+        fixed = frame.module in self.fixed
+        key = (
+            tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
+            entry_pin, exit_pin, style, packs, fixed,
+        )  # fmt: skip
+        region = self.interned.get(key)
+        if region is None:
+            made = [
+                _operation(node, local) if isinstance(node, Operation) else held
+                for node, held in zip(frame.body, nodes, strict=True)
+            ]
+            region = self.interned[key] = Region(
+                tuple(values), inputs, outputs,
+                tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
+                tuple(Boundary(*held, exit_pin, packs) for held in exits),
+                tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
+                style, depth, fixed, (frame.module, frame.call),
+            )  # fmt: skip
+        return Instance(frame, region, tuple(local.numbers), tuple(children))
+
+    def _local_value(self, identifier: int) -> LocalValue:
+        """The value without its number: one object for all that are equal."""
+        value = self.trace.values[identifier]
+        names = self.trace.parameters.get(identifier)
+        layout = None if names is None else self.binding.parameters[names[0]]
+        buffer = self.binding.parameters.get(self.trace.buffers.get(identifier, ("",))[0])
+        layout = buffer if buffer is not None and buffer.is_sharded else layout
+        constant, picks = identifier in self.constants, picks_of(value.numbers)
+        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = LocalValue(*key)
+        return found
+
+
+class _Numbers:
+    """Numbers a frame's values by the order in which they are met."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+
+    def __call__(self, identifier: int) -> int:
+        return self.numbers.setdefault(identifier, len(self.numbers))
+
+
+def _entry_pin(bound: Bound | None) -> Pin | None:
+    """What the plan demands of the first argument."""
+    if bound is None:
+        return None
+    if bound.rule.input is not None:
+        return bound.rule.input
+    return {
+        Style.COLWISE: Pin.REPLICATE,
+        Style.ROWWISE: Pin.SHARD,
+        Style.VOCAB: Pin.REPLICATE,
+        Style.SEQUENCE: Pin.SEQUENCE,
+        Style.REPLICATE: Pin.REPLICATE,
+    }.get(bound.style)
+
+
+def _operation(node: Operation, local: _Numbers) -> OperationNode:
+    def refer(argument: Any) -> Any:
+        if isinstance(argument, Reference):
+            return Reference(local(argument.identifier))
+        if isinstance(argument, tuple):
+            return tuple(refer(item) for item in argument)  # pyright: ignore
+        return argument
+
+    return OperationNode(
+        node.target,
+        tuple(refer(a) for a in node.arguments),
+        tuple((name, refer(a)) for name, a in node.keywords.items()),
+        tuple(local(i) for i in node.inputs),
+        tuple(None if o is None else local(o) for o in node.outputs),
+        tuple(local(i) for i in node.overwritten),
+        node.location,
+    )
+
+
+def _operation_key(node: Operation, local: _Numbers) -> object:
+    def typed(argument: Any) -> object:
+        # Python holds 1 == 1.0 == True; operators don't.
+        if isinstance(argument, Reference):
+            return (Reference, local(argument.identifier))
+        if isinstance(argument, tuple):
+            return tuple([typed(item) for item in argument])  # pyright: ignore
+        return (type(argument), argument)  # pyright: ignore[reportUnknownVariableType]
+
+    return (
+        id(node.target),
+        tuple([typed(argument) for argument in node.arguments]),
+        tuple([(name, typed(argument)) for name, argument in node.keywords.items()]),
+        tuple([local(i) for i in node.inputs]),
+        tuple([None if o is None else local(o) for o in node.outputs]),
+        tuple([local(i) for i in node.overwritten]),
+    )
+
+
+def _uncrossed(
+    trace: Trace, parts: Collection[int]
+) -> tuple[dict[int, list[int]], dict[int, list[int]], frozenset[int]]:
+    """Values that pass a module boundary other than through arguments and results.
+
+    Returns, by id of the frame, those that it reads from outside, and those that it leaves for the outside; and the
+    values that nothing in the trace made: buffers, and tensors that the model keeps elsewhere. Of inputs those alone
+    count as read from outside that are `parts`; others are like constants, if they don't cross.
+    """
+    ancestors: dict[int, tuple[Frame, ...]] = {}
+    home: dict[int, Frame] = {}
+    uses: dict[int, list[Frame]] = defaultdict(list)
+
+    def visit(frame: Frame, above: tuple[Frame, ...]) -> None:
+        path = (*above, frame)
+        ancestors[id(frame)] = path
+        for crossing in frame.entries:
+            home[crossing.target] = frame
+            if above:
+                uses[crossing.source].append(above[-1])
+        for crossing in frame.exits:
+            uses[crossing.source].append(frame)
+            if above:
+                home[crossing.target] = above[-1]
+        for node in frame.body:
+            if isinstance(node, Frame):
+                visit(node, path)
+                continue
+            for identifier in (*node.inputs, *node.overwritten):
+                if identifier not in trace.parameters:
+                    uses[identifier].append(frame)
+            for output in node.outputs:
+                if output is not None:
+                    home[output] = frame
+
+    visit(trace.root, ())
+    free: dict[int, list[int]] = defaultdict(list)
+    escapes: dict[int, list[int]] = defaultdict(list)
+    for identifier, readers in uses.items():
+        origin = home.get(identifier)
+        if origin is None and identifier not in parts:
+            continue
+        source = () if origin is None else ancestors[id(origin)]
+        for reader in readers:
+            if reader is origin:
+                continue
+            target = ancestors[id(reader)]
+            shared = sum(1 for a, b in zip(source, target, strict=False) if a is b)
+            for frame in source[shared:]:
+                if identifier not in escapes[id(frame)]:
+                    escapes[id(frame)].append(identifier)
+            for frame in target[shared:]:
+                if identifier not in free[id(frame)]:
+                    free[id(frame)].append(identifier)
+    made = {*home, *trace.inputs, *trace.parameters, *(crossing.target for crossing in trace.root.exits)}
+    return free, escapes, frozenset(range(len(trace.values))).difference(made)

@@ -1,0 +1,300 @@
+"""Compare: one call's run on local shapes, step by step, against the call in the trace.
+
+in:  a frame of the trace, the same call's frame of a run on local shapes, and what was promised
+out: the first `Mismatch`, or None
+
+    view -> (2, 16, 8, 4) where (2, 16, 4, 8) was promised   ->   Mismatch, with both shapes
+
+Operations that only rearrange (views, copies) may differ from the trace, as a rank with a single head takes other
+paths; all others must come in the same order, with the same scalars, and make results of the promised local shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.ir.layout import REPLICATED, Layout, Pack
+from tpplan.compiler.ir.region import Instance, picks_of
+from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
+from tpplan.compiler.place.assign import Assignment
+from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
+from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
+
+_REARRANGING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "reshape.default", "expand.default", "clone.default",
+        "contiguous.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.default",
+        "squeeze.dim", "squeeze.dims", "t.default", "alias.default", "detach.default", "_reshape_alias.default",
+        "lift_fresh.default", "as_strided.default", "mT.default", "unflatten.int",
+    )
+)  # fmt: skip
+_SIZED = tuple(
+    f"aten.{name}"
+    for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Where a run on local shapes departs from what was promised.
+
+    Attributes:
+        frame: the call in the trace.
+        operation: the operation in the trace that should have come; None at a boundary or past the end.
+        position: its position in the frame's body.
+        expected, found: local shapes, or numbers passed to the operation, where these differ.
+        reason: in words.
+        rank: whose shapes they are.
+        when: the positions, from the root's body inwards, of the calls that lead to it, and its own: of two, the one
+            that comes first in the run is the smaller.
+    """
+
+    frame: Frame
+    operation: Operation | None
+    position: int
+    expected: tuple[int, ...] | None
+    found: tuple[int, ...] | None
+    reason: str
+    rank: int = 0
+    when: tuple[int, ...] = ()
+
+    def sizes(self, ranks: int) -> list[int]:
+        """Global sizes of which the run on local shapes saw only a rank's part."""
+        if self.expected is None or self.found is None or len(self.expected) != len(self.found):
+            return []
+        pairs = [(a, b) for a, b in zip(self.expected, self.found, strict=True) if a != b]
+        return [ours for ours, theirs in pairs if Pack(ours).local(ranks, self.rank) == theirs]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckInput:
+    """What a check needs to know; `rank` is whose shapes it runs on, `parts` the inputs that don't come whole."""
+
+    model: nn.Module
+    trace: Trace
+    assignment: Assignment
+    instance: Instance
+    size: int
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    results: Mapping[tuple[str, int], Any]
+    parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
+    rank: int = 0
+
+
+def promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
+    """The local shape that the assignment promises of a value of the trace."""
+    layout: Layout = given.assignment.layouts.get(value.identifier, REPLICATED)
+    return layout.local_shape(value.shape, given.size, given.rank)
+
+
+def compare(
+    given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], unfinished: bool, failure: str
+) -> Mismatch | None:
+    """The first difference between a call in the trace and the same call on local shapes."""
+    found = _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
+    if found is not None:
+        return found
+    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in _REARRANGING]
+    runs = [n for n in local.body if isinstance(n, Operation) and n.name not in _REARRANGING]
+    rearranged = zip(_rearranging_before(whole), _rearranging_before(local), strict=False)
+    for (position, ours), theirs in zip(steps, runs, strict=False):
+        found = _compare_rearranged(given, whole, *next(rearranged), values)
+        found = found or _compare_operation(given, whole, position, ours, theirs, values)
+        if found is not None:
+            return found
+    if failure:
+        return _failed_at(given, whole, local, values, failure.splitlines()[0])
+    if unfinished:
+        return None
+    end = len(whole.body)
+    if len(steps) != len(runs):
+        return Mismatch(whole, None, end, None, None, f"runs {len(runs)} operations instead of {len(steps)}")
+    found = _compare_rearranged(given, whole, *next(rearranged), values)
+    return found or _compare_crossings(given, whole, whole.exits, local.exits, values, end)
+
+
+_Rearranging = list[tuple[int, Operation]]
+
+
+def _rearranging_before(frame: Frame) -> Iterator[_Rearranging]:
+    """For each operation that computes, the views and copies since the one before; at last, those at the end."""
+    since: _Rearranging = []
+    for position, node in enumerate(frame.body):
+        if not isinstance(node, Operation):
+            continue
+        if node.name in _REARRANGING:
+            since.append((position, node))
+        else:
+            yield since
+            since = []
+    yield since
+
+
+def _compare_rearranged(
+    given: CheckInput, whole: Frame, ours: _Rearranging, theirs: _Rearranging, values: Sequence[Value]
+) -> Mismatch | None:
+    """Views and copies must yield what's promised too, wherever the two runs take the same ones."""
+    if [o.target for _, o in ours] != [o.target for _, o in theirs]:
+        return None
+    for (position, mine), (_, its) in zip(ours, theirs, strict=True):
+        found = _compare_shapes(given, whole, position, mine, its, values)
+        if found is not None:
+            return found
+    return None
+
+
+def _compare_crossings(
+    given: CheckInput,
+    whole: Frame,
+    ours: Sequence[Crossing],
+    theirs: Sequence[Crossing],
+    values: Sequence[Value],
+    position: int,
+) -> Mismatch | None:
+    for mine, its in zip(ours, theirs, strict=False):
+        layouts = given.assignment.layouts
+        expected, found = promised_shape(given, given.trace.values[mine.target]), values[its.target].shape
+        if mine.target in layouts and mine.path == its.path and expected != found:
+            reason = f"`{'.'.join(map(str, mine.path)) or 'the result'}` has another shape"
+            return Mismatch(whole, None, position, expected, found, reason)
+    return None
+
+
+def _compare_operation(
+    given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
+) -> Mismatch | None:
+    splits = ours.name in SPLITS and theirs.name in SPLITS  # of an empty dim, `chunk` takes the other one
+    if ours.target is not theirs.target and not splits:
+        return Mismatch(whole, ours, position, None, None, f"runs {theirs.name} where {ours.name} should come")
+    found = _compare_shapes(given, whole, position, ours, theirs, values)
+    if found is not None:
+        return found
+    for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
+        if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
+            return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant that has other numbers")
+    if not _same_scalars(given, ours, theirs):
+        mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
+        reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
+        return Mismatch(whole, ours, position, mine, its, reason)
+    return None
+
+
+def _compare_shapes(
+    given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
+) -> Mismatch | None:
+    layouts = given.assignment.layouts
+    reason = f"{ours.name} makes another shape"
+    if len(ours.outputs) != len(theirs.outputs):
+        reason = f"{ours.name} makes {len(theirs.outputs)} parts instead of {len(ours.outputs)}"
+    for mine, its in zip(ours.outputs, theirs.outputs, strict=False):
+        if mine is None or its is None or mine not in layouts:
+            continue
+        expected = promised_shape(given, given.trace.values[mine])
+        if expected != values[its].shape:
+            return Mismatch(whole, ours, position, expected, values[its].shape, reason)
+    if len(ours.outputs) != len(theirs.outputs):
+        return Mismatch(whole, ours, position, None, None, reason)
+    return None
+
+
+def _same_numbers(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    return ours is None or theirs is None or torch.equal(ours, theirs)
+
+
+def _numbers_on_rank(given: CheckInput, operation: Operation, value: int) -> Tensor | None:
+    """The numbers of a constant; where they pick stretches of a packed dim, as they have to be on a rank."""
+    numbers = given.trace.values[value].numbers
+    picks = picks_of(numbers)
+    if picks is None or operation.name not in PICKS:
+        return numbers
+    along = picked_dim(operation.name, operation.arguments)
+    made = next(o for o in operation.outputs if o is not None)
+    if along is None or not _packs_along(given, operation, along):
+        return numbers
+    first = _start_on_rank(given, operation, along, picks[0])
+    return torch.arange(first, first + promised_shape(given, given.trace.values[made])[along])
+
+
+def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], failure: str) -> Mismatch:
+    """For a body that raised: the first view or copy whose shape already was another, or the one that raised."""
+    ours = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation)]
+    theirs = [n for n in local.body if isinstance(n, Operation)]
+    for (position, mine), its in zip(ours, theirs, strict=False):
+        if mine.target is not its.target:
+            return Mismatch(whole, mine, position, None, None, failure)
+        same = _compare_shapes if mine.name in _REARRANGING else _compare_operation
+        found = same(given, whole, position, mine, its, values)
+        if found is not None:
+            return found
+    if len(theirs) >= len(ours):
+        return Mismatch(whole, None, len(whole.body), None, None, failure)
+    position, mine = ours[len(theirs)]
+    made = next((o for o in mine.outputs if o is not None), None)
+    expected = None if made is None else promised_shape(given, given.trace.values[made])
+    return Mismatch(whole, mine, position, expected, None, failure)
+
+
+def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool:
+    if ours.name in ("aten.slice.Tensor", SELECT):
+        return _local_start(given, ours) == theirs.arguments[1:3] and ours.arguments[4:] == theirs.arguments[4:]
+    if ours.name in SPLITS:
+        return ours.arguments[2:] == theirs.arguments[2:]  # the results' shapes show the sizes
+    if ours.name == CONVOLUTION:
+        mine, its = ours.arguments, theirs.arguments
+        return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
+    return _scalars(ours) == _scalars(theirs)
+
+
+def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
+    """The dim and the start of a slice, or the place of an entry, counted on one rank where the dim is packed.
+
+    Of a dim that is one stretch, a slice of every so many entries begins alike on each rank.
+    """
+    held: tuple[Any, ...] = operation.arguments[1:3]
+    if len(held) < 2 or not held[1] or not _packs_along(given, operation, held[0]):
+        return held
+    return (held[0], _start_on_rank(given, operation, held[0], held[1]))
+
+
+def _packs_along(given: CheckInput, operation: Operation, dim: int) -> tuple[Pack, ...]:
+    """The packs of a dim of the first operand."""
+    layout = given.assignment.layouts.get(operation.inputs[0], REPLICATED)
+    return layout.shares(dim % len(given.trace.values[operation.inputs[0]].shape), given.size, given.rank)[0]
+
+
+def _start_on_rank(given: CheckInput, operation: Operation, dim: int, start: int) -> int:
+    """Where a stretch of a packed dim of the first operand begins on a rank, counted from the same end."""
+    shape = given.trace.values[operation.inputs[0]].shape
+    layout, along = given.assignment.layouts[operation.inputs[0]], dim % len(shape)
+    return layout.local_start(along, start, shape[along], given.size, given.rank)
+
+
+def _local_groups(given: CheckInput, operation: Operation) -> int:
+    x = operation.inputs[0]
+    layout, channels = given.assignment.layouts.get(x, REPLICATED), given.trace.values[x].shape[1]
+    return local_groups(operation.arguments[GROUPS], layout, channels, given.size, given.rank)
+
+
+def _shown(operation: Operation) -> str:
+    return ", ".join(str(n) for n in _scalars(operation) if isinstance(n, (int, float)) and not isinstance(n, bool))
+
+
+def _scalars(operation: Operation) -> list[object]:
+    """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes."""
+    held = (*operation.arguments, *operation.keywords.values())
+    sized = operation.name.startswith(_SIZED)
+    return [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and (sized or _has_tensors(a))))]  # pyright: ignore
+
+
+def _has_tensors(items: Any) -> bool:
+    return any(isinstance(item, Reference) for item in items)
+
+
+__all__ = ["CheckInput", "Mismatch", "compare", "promised_shape"]

@@ -1,0 +1,316 @@
+"""Check: run the model once more, on local shapes, and hold every step against what the program promises.
+
+in:  the trace, the assignment, and the attributes that were made local
+out: None if every body does on one rank's shards what the trace did on whole tensors; the first `Mismatch` otherwise
+
+    view(b, s, self.num_heads, d) on a shard  ->  Mismatch: expected (2, 16, 4, 8), got (2, 16, 8, 4)
+    arange(x.shape[1]) with x: S(1)           ->  Mismatch: expected (16,), got (8,)
+
+Where the axis divides every sharded dim, all ranks see the same shapes, and one run stands for all. Otherwise there is
+a run for each kind of rank: those with a full part, the one with what remains, those with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import is_registered_container, named_modules, rebuild_container
+from tpplan.compiler.bind.attributes import replaced_attribute
+from tpplan.compiler.check.compare import CheckInput, Mismatch, compare, promised_shape
+from tpplan.compiler.ir.layout import REPLICATED, Collective, Pack, reshard_between
+from tpplan.compiler.ir.program import LocalAttribute
+from tpplan.compiler.ir.pytree import with_tensors
+from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.trace import Frame, Path, Value
+from tpplan.compiler.place.assign import PlacedReshard
+from tpplan.compiler.rewrite.replay import Replay, recorded_body
+from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.plan import Style
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
+def check(
+    given: CheckInput,
+    attributes: Mapping[str, tuple[LocalAttribute, ...]],
+    excused: frozenset[str] = frozenset(),
+    recorded: frozenset[str] = frozenset(),
+) -> Mismatch | None:
+    """Run the model on local shapes, once for each kind of rank.
+
+    Args:
+        given: model, trace and assignment.
+        attributes: integer attributes to set to local counts, by module.
+        recorded: modules whose bodies run from their records.
+        excused: modules that are not run, as they were reported already; their results are taken as promised.
+    """
+    for rank in different_ranks(given):
+        found = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
+        if found is not None:
+            return replace(found, rank=rank)
+    return None
+
+
+def different_ranks(given: CheckInput) -> list[int]:
+    """The first rank, and each whose local shapes no rank before it has."""
+    held = {(layout, given.trace.values[value].shape) for value, layout in given.assignment.layouts.items()}
+    uneven = [
+        (layout, shape[layout.dim])
+        for layout, shape in held
+        if layout.dim is not None and not layout.is_even(shape[layout.dim], given.size)
+    ]
+    kinds: dict[tuple[int, ...], int] = {}
+    for rank in range(given.size):
+        kinds.setdefault(tuple(layout.local_size(count, given.size, rank) for layout, count in uneven), rank)
+    return list(kinds.values())
+
+
+def _check_rank(
+    given: CheckInput,
+    attributes: Mapping[str, tuple[LocalAttribute, ...]],
+    excused: frozenset[str],
+    recorded: frozenset[str],
+) -> Mismatch | None:
+    shapes = _local_parameter_shapes(given)
+    skeleton = make_skeleton(given.model, shapes)
+    modules = dict(named_modules(skeleton.model))
+    for name, held in attributes.items():
+        for attribute in held:
+            setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
+    _replay(given, modules, recorded)
+    boundary = _LocalBoundary(given, excused, attributes)
+    state = Capture(Recorder(given.trace.taken), boundary)
+    failed: Frame | None = None
+    reason = ""
+    try:
+        local = record(skeleton, *_local_call(given), given.trace.training, state).recorded
+    except BodyError as error:
+        local, failed = error.root, error.frame
+        reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
+    frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
+    found: list[Mismatch] = []
+    for frame in local.walk():
+        if (frame.module, frame.call) in boundary.skipped:
+            continue
+        if (frame.module, frame.call) not in frames:
+            message = f"calls {frame.module} once more than the unsharded model does"
+            return min(found, key=_when, default=Mismatch(given.trace.root, None, 0, None, None, message))
+        whole, place = frames[frame.module, frame.call]
+        unfinished = not frame.exits and bool(whole.exits)
+        differs = compare(given, whole, frame, state.recorder.values, unfinished, reason if frame is failed else "")
+        if differs is not None:
+            found.append(replace(differs, when=(*place, differs.position)))
+    assert found or failed is None, failed.module
+    return min(found, key=_when, default=None)
+
+
+def _in_order(frame: Frame, place: tuple[int, ...] = ()) -> Iterator[tuple[Frame, tuple[int, ...]]]:
+    """A frame and those inside, each with its position in the body that calls it, and that one's in turn."""
+    yield frame, place
+    for position, node in enumerate(frame.body):
+        if isinstance(node, Frame):
+            yield from _in_order(node, (*place, position))
+
+
+def _when(mismatch: Mismatch) -> tuple[int, ...]:
+    return mismatch.when
+
+
+def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: frozenset[str]) -> None:
+    """Let these modules of the local model run from the records of the stock model's bodies."""
+    if not recorded:
+        return
+    stock = dict(named_modules(make_skeleton(given.model).model))
+    frames = {frame.module: frame for frame in given.trace.root.walk()}
+    layouts = given.assignment.layouts
+    held = {name: layouts[value] for value, names in given.trace.stored.items() for name in names if value in layouts}
+    batch = given.trace.values[given.trace.inputs[0]].shape[0] if given.trace.inputs else 1
+    for name in recorded:
+        prefix = f"{name}." if name else ""
+        own = {n.removeprefix(prefix): layout for n, layout in held.items() if n.startswith(prefix)}
+        replay = Replay(stock[name], recorded_body(frames[name], layouts), own, given.size, given.rank, lambda: batch)
+        modules[name].__dict__["forward"] = _bound(replay, modules[name])
+
+
+def _bound(replay: Replay, module: nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: replay(module, args, kwargs)
+
+
+def _local_parameter_shapes(given: CheckInput) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for value, names in given.trace.stored.items():
+        layout = given.assignment.layouts.get(value, REPLICATED)
+        for name in names:
+            shapes[name] = layout.local_shape(given.trace.values[value].shape, given.size, given.rank)
+    return shapes
+
+
+def _local_call(given: CheckInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example call as a rank gets it."""
+
+    def local(path: Path, tensor: Tensor) -> Tensor:
+        if path not in given.parts:
+            return tensor
+        shape = given.parts[path].local_shape(tuple(tensor.shape), given.size, given.rank)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    names = argument_names(type(given.model).forward)
+    return with_tensors(given.arguments, given.keywords, names, local)
+
+
+class _LocalBoundary:
+    """Reshards shapes at boundaries, and stands in for calls that an equal, earlier call has already shown right."""
+
+    def __init__(
+        self, given: CheckInput, excused: frozenset[str], attributes: Mapping[str, tuple[LocalAttribute, ...]]
+    ) -> None:
+        self.given = given
+        self.excused = excused
+        self.attributes = attributes
+        self.skipped: set[tuple[str, int]] = set()
+        self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
+        self._instances: dict[tuple[str, int], Instance] = {}
+        self._index(given.instance)
+        self._seen: set[object] = set()
+        self._modules = dict(named_modules(given.model))
+
+    def _index(self, instance: Instance) -> None:
+        self._instances[instance.frame.module, instance.frame.call] = instance
+        for child in instance.children:
+            self._index(child)
+
+    def enter(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        decided = self._decided.get((module, call))
+        return tensor if decided is None else self._moved(decided.entries, path, tensor)
+
+    def leave(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        decided = self._decided.get((module, call))
+        if decided is None or (module, call) in self.skipped:
+            return tensor
+        return self._moved(decided.exits, path, tensor)
+
+    def _moved(self, reshards: list[PlacedReshard], path: Path, tensor: Tensor) -> Tensor:
+        for reshard in reshards:
+            if reshard.path == path:
+                shape = _moved_shape(reshard, tuple(tensor.shape), self.given)
+                collectives = reshard_between(reshard.source, reshard.target)
+                stays = collectives is not None and collectives.forward is Collective.NONE
+                # What isn't sent keeps its strides, and a body may look at them.
+                return _like(shape, tensor.dtype, tensor.requires_grad, tensor.stride() if stays else None)
+        return tensor
+
+    def stand_in(self, module: str, call: int) -> tuple[Any] | None:
+        instance = self._instances.get((module, call))
+        if instance is None or not module:
+            return None
+        decided = self._decided.get((module, call))
+        replaced = decided is not None and decided.normed is not None
+        # The runtime's own body is run in place of a table's, whose padding row may be another rank's.
+        replaced = replaced or instance.region.style is Style.VOCAB
+        if module not in self.excused and not replaced and not self._repeats(module, instance):
+            return None
+        self.skipped.update((f.module, f.call) for f in instance.frame.walk())
+        return (self._promised(self.given.results[module, call], instance.frame),)
+
+    def _repeats(self, module: str, instance: Instance) -> bool:
+        region = instance.region
+        if len(region.inputs) > len({b.source for b in region.entries}) or len(region.outputs) > len(region.exits):
+            return False  # it reads or leaves values past its boundary: run it
+        layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
+        key = (id(region), layouts, self._fingerprint(module))
+        if key in self._seen:
+            return True
+        self._seen.add(key)
+        return False
+
+    def _fingerprint(self, module: str) -> object:
+        """The classes and plain attributes of a module and all inside it: what its code may depend on, besides tensors.
+
+        A number that is the module's own position among its siblings (`layer_idx`) counts as a position.
+        """
+        positions = {int(part) for part in module.split(".") if part.isdigit()}
+        found: list[object] = []
+        for name, inner in named_modules(self._modules[module]):
+            plain = [
+                (key, "position" if type(held) is int and held in positions else held)
+                for key, held in vars(inner).items()
+                if type(held) in _PLAIN
+            ]
+            full = f"{module}.{name}" if name else module
+            found.append((name, type(inner), tuple(plain), self.attributes.get(full)))
+        return tuple(found)
+
+    def _promised(self, result: Any, frame: Frame) -> Any:
+        targets = {c.path: c.target for c in frame.exits}
+
+        def local(held: Any, path: Path) -> Any:
+            if isinstance(held, Tensor):
+                value = self.given.trace.values[targets[path]] if path in targets else None
+                if value is None:
+                    return held
+                shape = promised_shape(self.given, value)
+                return _like(shape, held.dtype, value.differentiable, _strides(value, shape))
+            if isinstance(held, tuple):
+                items = [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+                return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
+            if type(held) is list:
+                return [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+            if type(held) is dict:
+                return {key: local(item, (*path, key)) for key, item in held.items()}  # pyright: ignore
+            if is_registered_container(held):
+                keys = iter(list(held) if isinstance(held, dict) else range(1 << 30))  # pyright: ignore
+                return rebuild_container(held, lambda item: local(item, (*path, next(keys))))  # pyright: ignore
+            return held
+
+        return local(result, ())
+
+
+def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInput) -> tuple[int, ...]:
+    """What a reshard makes of a local shape, be it the promised one or not."""
+    whole = given.trace.values[reshard.value].shape
+    if shape == reshard.source.local_shape(whole, given.size, given.rank):
+        return reshard.target.local_shape(whole, given.size, given.rank)
+    moved = list(shape)
+    if reshard.source.dim is not None:
+        moved[reshard.source.dim] *= given.size
+    if reshard.target.dim is not None:
+        moved[reshard.target.dim] = Pack(moved[reshard.target.dim]).local(given.size, given.rank)
+    return tuple(moved)
+
+
+def _strides(value: Value, shape: tuple[int, ...]) -> list[int]:
+    """The strides of a part of a value: its dims lie in memory in the same order; of what is whole, also as far."""
+    if shape == value.shape:
+        return [*value.stride]
+    made, inner = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (value.stride[dim], -dim)):
+        if value.stride[dim]:
+            made[dim], inner = inner, inner * max(shape[dim], 1)
+    return made
+
+
+def _like(
+    shape: Sequence[int], dtype: torch.dtype, differentiable: bool, stride: Sequence[int] | None = None
+) -> Tensor:
+    """A tensor without numbers; no leaf, as bodies may write to it."""
+    if stride is None:
+        made = torch.empty(shape, dtype=dtype, device="meta", requires_grad=differentiable)
+    else:
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=differentiable)
+    if not differentiable:
+        return made
+    copy = made.clone()
+    if stride is None or list(copy.stride()) == list(stride):
+        return copy
+    reached = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))  # a copy has no gaps
+    return made.new_empty(reached).requires_grad_().clone().as_strided(shape, stride)
+
+
+__all__ = ["check", "different_ranks"]

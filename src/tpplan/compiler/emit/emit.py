@@ -1,0 +1,303 @@
+"""Emit: write what was decided as a `Program`.
+
+in:  trace, bindings, assignment
+out: `Program`, and diagnostics for what the plan's author should know
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tpplan.compat import named_modules, own_buffers, own_parameters
+from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.bind.linear import LinearForm
+from tpplan.compiler.explain.origins import Origins
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
+from tpplan.compiler.ir.program import (
+    Boundary,
+    InputRecord,
+    KernelUse,
+    LeftTensor,
+    LocalAttribute,
+    ModuleProgram,
+    ParameterPlacement,
+    Program,
+    Reshard,
+    SplitNorm,
+    dtype_name,
+)
+from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
+from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedReshard
+from tpplan.compiler.rewrite.replay import recorded_body
+from tpplan.compiler.trace.choices import called_with_found
+from tpplan.compiler.trace.draws import random_draws
+from tpplan.plan import Diagnostic, Plan
+
+
+def emit(
+    model: nn.Module,
+    plan: Plan,
+    size: int,
+    flow: DataFlow,
+    binding: Binding,
+    assignment: Assignment,
+    attributes: dict[str, tuple[LocalAttribute, ...]],
+    diagnostics: tuple[Diagnostic, ...] = (),
+    kernels: tuple[KernelUse, ...] = (),
+    recorded: frozenset[str] = frozenset(),
+) -> Program:
+    """Write the program. Calls of one module must have been decided alike (see `pipeline.conflicting_modules`)."""
+    trace, origins = flow.trace, Origins(flow, binding)
+    return Program(
+        plan=plan.name,
+        model=type(model).__name__,
+        axis=plan.axis,
+        size=size,
+        training=trace.training,
+        inputs=tuple(_inputs(trace)),
+        parameters=_parameters(model, size, binding, assignment),
+        buffers=_buffers(trace, model, size, binding),
+        modules=_modules(model, trace, binding, assignment, origins, attributes, recorded),
+        kernels=kernels,
+        assumptions=tuple(
+            f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
+        ),
+        picked=tuple(sorted(called_with_found(trace))),
+        left=_left(trace, assignment),
+        diagnostics=diagnostics,
+        boundaries=_boundaries(trace, assignment),
+    )
+
+
+def _boundaries(trace: Trace, assignment: Assignment) -> dict[str, tuple[Boundary, ...]]:
+    """What isn't whole outside of the modules, or has no gradient in the proof, by their first calls."""
+    found: dict[str, tuple[Boundary, ...]] = {}
+    for frame in trace.root.walk():
+        if frame.module in found:
+            continue
+        held: list[Boundary] = []
+        for inward, crossings in ((True, frame.entries), (False, frame.exits)):
+            for crossing in crossings:
+                outside = crossing.source if inward else crossing.target
+                value, layout = trace.values[outside], assignment.layouts.get(outside, REPLICATED)
+                if layout != REPLICATED or (inward and value.dtype.is_floating_point and not value.differentiable):
+                    held.append(
+                        Boundary(inward, crossing.path, crossing.aliases, layout, value.shape, value.differentiable)
+                    )
+        found[frame.module] = tuple(held)
+    return {module: held for module, held in found.items() if held}
+
+
+def _inputs(trace: Trace) -> list[InputRecord]:
+    found: list[InputRecord] = []
+    for crossing in trace.root.entries:
+        value = trace.values[crossing.source]
+        found.append(InputRecord(crossing.path, value.shape, dtype_name(value.dtype), value.differentiable))
+    return found
+
+
+def _left(trace: Trace, assignment: Assignment) -> tuple[LeftTensor, ...]:
+    held = ((path, trace.values[value].shape, assignment.layouts.get(value)) for path, value in trace.left.items())
+    return tuple(LeftTensor(path, shape, layout) for path, shape, layout in held if layout not in (None, REPLICATED))
+
+
+def _parameters(
+    model: nn.Module, size: int, binding: Binding, assignment: Assignment
+) -> tuple[ParameterPlacement, ...]:
+    names: dict[int, list[str]] = defaultdict(list)
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        parameters[id(parameter)] = parameter
+    found: list[ParameterPlacement] = []
+    for key, parameter in parameters.items():
+        first = names[key][0]
+        layout = PARTIAL if first in assignment.once else binding.parameters[first]
+        shape = tuple(parameter.shape)
+        owner = binding.owners.get(first)
+        found.append(
+            ParameterPlacement(
+                names=tuple(names[key]),
+                shape=shape,
+                local_shape=shape if layout.has_replicas else layout.local_shape(shape, size, 0),
+                dtype=dtype_name(parameter.dtype),
+                itemsize=parameter.dtype.itemsize,
+                layout=layout,
+                summed=layout.has_replicas or (first in assignment.partial and not layout.is_sharded),
+                trainable=parameter.requires_grad,
+                origin=owner.rule.origin if owner is not None else "replicated: no rule shards it",
+            )
+        )
+    return tuple(found)
+
+
+def _buffers(trace: Trace, model: nn.Module, size: int, binding: Binding) -> tuple[ParameterPlacement, ...]:
+    """The buffers that the plan splits."""
+    tensors = dict(model.named_buffers(remove_duplicate=False))
+    return tuple(
+        ParameterPlacement(
+            names=names,
+            shape=(shape := tuple(tensors[names[0]].shape)),
+            local_shape=layout.local_shape(shape, size, 0),
+            dtype=dtype_name(tensors[names[0]].dtype),
+            itemsize=tensors[names[0]].dtype.itemsize,
+            layout=layout,
+            summed=False,
+            trainable=False,
+            origin=binding.owners[names[0]].rule.origin,
+        )
+        for names in trace.buffers.values()
+        if (layout := binding.parameters[names[0]]).is_sharded
+    )
+
+
+def _modules(
+    model: nn.Module,
+    trace: Trace,
+    binding: Binding,
+    assignment: Assignment,
+    origins: Origins,
+    attributes: dict[str, tuple[LocalAttribute, ...]],
+    recorded: frozenset[str],
+) -> tuple[ModuleProgram, ...]:
+    by_module: dict[str, list[FrameAssignment]] = defaultdict(list)
+    for decided in assignment.frames:
+        by_module[decided.frame.module].append(decided)
+    reads, drawn = _reads(trace, binding), random_draws(trace, assignment.layouts)
+    found: list[ModuleProgram] = []
+    modules = dict(named_modules(model))
+    for name, module in modules.items():
+        calls = by_module.get(name, [])
+        own = _in_order(modules, name, reads.get(name, {}))
+        entries = _reshards(trace, calls, origins, inward=True)
+        exits = _reshards(trace, calls, origins, inward=False)
+        bound = binding.modules.get(name)
+        random = drawn.get(name)
+        normed = next((decided for decided in calls if decided.normed is not None), None)
+        if not (own or entries or exits or bound or random or name in attributes or name in recorded or name == ""):
+            continue
+        found.append(
+            ModuleProgram(
+                name=name,
+                kind=type(module).__name__,
+                style=str(bound.style) if bound is not None else None,
+                origin=bound.rule.origin if bound is not None else "inferred",
+                calls=len(calls),
+                entries=entries,
+                exits=exits,
+                reads=own,
+                random=random,
+                local_attributes=attributes.get(name, ()),
+                inner=() if normed is None else _statistics(trace, normed),
+                recorded=recorded_body(calls[0].frame, assignment.layouts) if name in recorded else None,
+                split_norm=None if normed is None else _split_norm(trace, normed),
+                transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
+            )
+        )
+    return tuple(found)
+
+
+def _reads(trace: Trace, binding: Binding) -> dict[str, dict[tuple[str, ...], None]]:
+    """The parameters, and split buffers, that each module's own body reads, by module; each with all its names.
+
+    Also by operations whose results nobody reads: they run all the same.
+    """
+    found: dict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
+    split = {value: names for value, names in trace.buffers.items() if binding.parameters[names[0]].is_sharded}
+    stored = trace.parameters | split
+    for frame in trace.recorded.walk():
+        for node in frame.body:
+            inputs = node.inputs if isinstance(node, Operation) else tuple(c.source for c in node.entries)
+            for value in inputs:
+                if value in stored:
+                    found[frame.module][stored[value]] = None
+        for crossing in frame.exits:
+            if crossing.source in stored:
+                found[frame.module][stored[crossing.source]] = None
+    return found
+
+
+def _in_order(modules: dict[str, nn.Module], name: str, read: dict[tuple[str, ...], None]) -> tuple[str, ...]:
+    """Names to show locally in a body: the module's own, in its order, then every name by which it may read others.
+
+    A tied parameter of its own may be read through a module inside it as well, as in `self.decoder.bias`. A module that
+    stands in several places counts by the first of its names.
+    """
+    prefix = f"{name}." if name else ""
+    own = {n for names in read for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]}
+    leaves = (*own_parameters(modules[name]), *own_buffers(modules[name]))
+    ordered = [f"{prefix}{leaf}" for leaf in leaves if f"{prefix}{leaf}" in own]
+    foreign = [
+        n
+        for names in read
+        for n in names
+        if n not in own and n.rpartition(".")[0] in modules and (not own.intersection(names) or n.startswith(prefix))
+    ]
+    return (*ordered, *foreign)
+
+
+def _reshards(trace: Trace, calls: list[FrameAssignment], origins: Origins, inward: bool) -> tuple[Reshard, ...]:
+    merged: dict[tuple[str | int, ...], Reshard] = {}
+    for decided in calls:
+        for placed in decided.entries if inward else decided.exits:
+            merged.setdefault(placed.path, _reshard(trace, decided.frame, placed, origins, inward))
+    return tuple(merged.values())
+
+
+def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins, inward: bool) -> Reshard:
+    value = trace.values[placed.value]
+    collectives = reshard_between(placed.source, placed.target)
+    assert collectives is not None
+    crossing = Crossing(placed.path, placed.value, placed.value)
+    return Reshard(
+        path=placed.path,
+        aliases=placed.aliases,
+        source=placed.source,
+        target=placed.target,
+        forward=collectives.forward,
+        backward=collectives.backward if value.differentiable else Collective.NONE,
+        shape=value.shape,
+        dtype=dtype_name(value.dtype),
+        bytes=value.bytes,
+        differentiable=value.differentiable,
+        origin=origins.of_entry(frame, crossing) if inward else origins.of_exit(frame, placed.value),
+    )
+
+
+def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
+    placed = decided.normed
+    assert placed is not None
+    own = (placed.weight, placed.bias)
+    weight, bias = (None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in own)
+    norm = placed.norm
+    found = SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, weight, bias)
+    if norm.gate is None:
+        return found
+    gate = str(decided.frame.entries[norm.gate.entry].path[0])
+    return replace(found, gate=gate, gated_first=norm.gate.first)
+
+
+def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:
+    """The sums over the ranks of a norm over split features: of the squares, and before that of what is centred."""
+    placed, value = decided.normed, trace.values[decided.frame.entries[0].target]
+    assert placed is not None
+    shape = (*value.shape[:-1], 1)
+    size = math.prod(shape) * torch.float32.itemsize
+    origin = "the statistic of a norm over split features"
+    return tuple(
+        Reshard(
+            path=(name,), aliases=(), source=PARTIAL, target=REPLICATED_PARTIAL, forward=Collective.ALL_REDUCE,
+            backward=Collective.ALL_REDUCE if value.differentiable else Collective.NONE, shape=shape, dtype="float32",
+            bytes=size, differentiable=value.differentiable, origin=origin,
+        )
+        for name in (("mean", "variance") if placed.norm.centred else ("mean square",))
+    )  # fmt: skip
+
+
+__all__ = ["emit"]

@@ -1,0 +1,178 @@
+"""Substitute: which bodies a kernel can take the place of, and why others not.
+
+in:  the trace's instances, the chosen layouts, the plan's choices
+out: a `KernelUse` for every candidate
+
+    model.layers.0.input_layernorm     rms_norm, eps 1e-6
+    model.layers.0.mlp                 swiglu of gate_proj and up_proj, then down_proj
+    encoder.layer.0.intermediate.act   bias_gelu, with the bias of dense
+
+A candidate is seen by what its body computes (`recognise`), never by the class's name. The use is part of the program;
+whether there is a GPU to run it on shows only where the program is carried out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.bind.linear import linear_form
+from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.program import KernelUse, dtype_name
+from tpplan.compiler.ir.region import CallNode, Instance, Region
+from tpplan.compiler.ir.trace import Trace
+from tpplan.compiler.place.assign import Assignment
+from tpplan.compiler.rewrite.gated import Gated, gated_body
+from tpplan.compiler.rewrite.recognise import Activation, Norm, recognise
+from tpplan.plan import KernelChoice, KernelKind, Plan, Style
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the pass knows."""
+
+    modules: dict[str, nn.Module]
+    trace: Trace
+    plan: Plan
+    binding: Binding
+    assignment: Assignment
+    calls: Counter[str]
+    resharded: frozenset[str]
+    left: frozenset[str]
+    recognised: dict[int, Norm | Activation | None] = field(default_factory=dict[int, "Norm | Activation | None"])
+
+    def body_of(self, region: Region) -> Norm | Activation | None:
+        """What a region computes; equal layers share it."""
+        if id(region) not in self.recognised:
+            self.recognised[id(region)] = recognise(region)
+        return self.recognised[id(region)]
+
+
+def substitute(
+    modules: dict[str, nn.Module], plan: Plan, trace: Trace, binding: Binding, assignment: Assignment, root: Instance
+) -> tuple[KernelUse, ...]:
+    """Every candidate of the model, in order of execution."""
+    calls = Counter(frame.module for frame in trace.root.walk())
+    resharded = frozenset(held.frame.module for held in assignment.frames if held.exits or held.entries)
+    left = frozenset(held.frame.module for held in assignment.frames if held.exits)
+    given = _Given(modules, trace, plan, binding, assignment, calls, resharded, left)
+    uses: dict[str, KernelUse] = {}
+    for use in _uses(root, given):
+        known = uses.setdefault(use.module, use)
+        if replace(known, refused="") != replace(use, refused=""):
+            uses[use.module] = replace(known, refused="its calls compute different things")
+        elif calls[use.module] > 1 and use.parts and not use.refused:
+            uses[use.module] = replace(known, refused="it is called several times")
+    return tuple(uses.values())
+
+
+def _uses(instance: Instance, given: _Given) -> Iterator[KernelUse]:
+    found = given.body_of(instance.region)
+    if isinstance(found, Norm):
+        yield _norm(instance, found, given)
+        return
+    if isinstance(found, Activation):
+        if found.kind != "silu":
+            yield _use(instance, given, KernelKind.GELU, approximate=found.kind)
+        return
+    gated = gated_body(instance, given.body_of)
+    if gated is not None:
+        yield _gated(instance, gated, given)
+        inner: Sequence[Instance] = [c for c in instance.children if given.body_of(c.region) is None]
+    else:
+        fused = dict(_biased(instance, given))
+        yield from (use for child in instance.children if (use := fused.get(child.frame.module)) is not None)
+        inner = [c for c in instance.children if c.frame.module not in fused]
+    for child in inner:
+        yield from _uses(child, given)
+
+
+def _use(
+    instance: Instance,
+    given: _Given,
+    kind: KernelKind,
+    refused: str = "",
+    parts: tuple[str, ...] = (),
+    **details: object,
+) -> KernelUse:
+    name, region = instance.frame.module, instance.region
+    choice = given.plan.kernel_choice(kind, name)
+    dtype = dtype_name(region.values[region.entries[0].target].dtype)
+    if choice is KernelChoice.TORCH:
+        refused = "the plan says `torch`"
+    return KernelUse(name, str(kind), str(choice), dtype, refused, parts, **details)  # pyright: ignore[reportArgumentType]
+
+
+def _norm(instance: Instance, norm: Norm, given: _Given) -> KernelUse:
+    region, name = instance.region, instance.frame.module
+    entry = region.entries[0].target
+    leaves: list[str | None] = []
+    refused = ""
+    for number in (norm.weight, norm.bias):
+        names = () if number is None else given.trace.parameters[instance.values[number]]
+        own = next((n for n in names if n.rpartition(".")[0] == name), None)
+        if names and own is None:
+            refused = f"`{names[0]}` is another module's"
+        leaves.append(None if own is None else own.rpartition(".")[2])
+    layout = given.assignment.layouts.get(instance.values[entry], REPLICATED)
+    if layout.dim is not None and layout.dim >= len(region.values[entry].shape) - norm.dims:
+        refused = "it normalizes over the sharded dim"
+    kind = KernelKind.LAYER_NORM if norm.centred else KernelKind.RMS_NORM
+    return _use(
+        instance, given, kind, refused, eps=norm.eps, offset=norm.offset, cast=norm.cast, dims=norm.dims,
+        weight=leaves[0], bias=leaves[1],
+    )  # fmt: skip
+
+
+def _gated(instance: Instance, gated: Gated, given: _Given) -> KernelUse:
+    kind = KernelKind.SWIGLU if gated.kind == "silu" else KernelKind.GEGLU
+    approximate = None if gated.kind == "silu" else gated.kind
+    return _use(instance, given, kind, parts=gated.parts, approximate=approximate, halves=gated.halves)
+
+
+def _biased(instance: Instance, given: _Given) -> Iterator[tuple[str, KernelUse]]:
+    """The GeLUs in a body whose only operand is the result of a linear layer with a bias."""
+    if not any(isinstance(given.body_of(child.region), Activation) for child in instance.children):
+        return
+    region = instance.region
+    calls = [node for node in region.nodes if isinstance(node, CallNode)]
+    read = Counter(i for node in region.nodes for i in node.inputs) + Counter(b.source for b in region.exits)
+    made = {node.outputs[0]: child for node, child in zip(calls, instance.children, strict=True) if node.outputs}
+    for node, child in zip(calls, instance.children, strict=True):
+        found = given.body_of(child.region)
+        linear = made.get(node.inputs[0]) if node.inputs else None
+        if not isinstance(found, Activation) or found.kind == "silu" or linear is None or read[node.inputs[0]] != 1:
+            continue
+        refused = _without_bias(linear, child, given)
+        if refused is None:
+            parts = (linear.frame.module,)
+            yield child.frame.module, _use(child, given, KernelKind.BIAS_GELU, parts=parts, approximate=found.kind)
+        elif refused:
+            use = _use(child, given, KernelKind.GELU, approximate=found.kind)
+            note = f"not fused with the bias of `{linear.frame.module.rpartition('.')[2]}`: {refused}"
+            yield child.frame.module, replace(use, note=note)
+
+
+def _without_bias(linear: Instance, activation: Instance, given: _Given) -> str | None:
+    """None if the linear layer can leave its bias to the kernel; why not; or "" if it has none."""
+    name = linear.frame.module
+    form = linear_form(given.modules[name])
+    if form is None or not any(n.endswith("bias") for n, _ in given.modules[name].named_parameters(recurse=False)):
+        return ""
+    bound = given.binding.modules.get(name)
+    if bound is not None and bound.style is Style.ROWWISE:
+        return "it is added after the ranks' sum"
+    if max(given.calls[name], given.calls[activation.frame.module]) > 1:
+        return "one of the two modules is called several times"
+    if name in given.left or activation.frame.module in given.resharded:
+        return "the result is resharded on its way"
+    if given.plan.kernel_choice(KernelKind.BIAS_GELU, activation.frame.module) is KernelChoice.TORCH:
+        return "the plan says `torch`"
+    return None
+
+
+__all__ = ["substitute"]

@@ -1,0 +1,1 @@
+"""Why: findings with their reasons, warnings, and the origin of each decision."""

@@ -1,0 +1,221 @@
+"""Explain a failure: turn what stopped a pass into a diagnostic at a line of the plan, with the fix.
+
+in:  an exception of the model, a failed placement, or a failed check
+out: `Diagnostic`
+"""
+
+from __future__ import annotations
+
+from tpplan.compiler.bind.bind import Binding, Bound
+from tpplan.compiler.bind.packing import packed_option
+from tpplan.compiler.check.compare import CheckInput, Mismatch
+from tpplan.compiler.check.localise import equal_modules
+from tpplan.compiler.explain.origins import Origins
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
+from tpplan.compiler.ir.trace import Location, Trace, quoted
+from tpplan.compiler.place.solution import Failure
+from tpplan.compiler.rules.propagate import Refusal
+from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
+from tpplan.plan import Diagnostic, Style
+
+_SPLITS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int", "select.int", "slice.Tensor",
+        "narrow.default", "tensor_split.sections", "unsafe_split.Tensor",
+    )
+)  # fmt: skip
+_VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "reshape.default"))
+
+
+def of_capture(error: BaseException) -> Diagnostic:
+    """For a model that raised on the example inputs."""
+    cause = error.__cause__ if isinstance(error, BodyError) and error.__cause__ is not None else error
+    name = error.frame.module if isinstance(error, BodyError) else ""
+    if isinstance(cause, ReplacedModuleError):
+        return Diagnostic(
+            code="TP110",
+            message=f"the model puts another module in the place of `{cause}` while it runs on these inputs",
+            help="call it once on such inputs before, if it keeps the new module; or pass other `inputs=`",
+            subject=str(cause),
+        )
+    where = f"`{name}` raised" if name else "the model raised"
+    text = str(cause).strip().splitlines()
+    return Diagnostic(
+        code="TP110",
+        message=f"{where} {type(cause).__name__}{': ' + text[0] if text else ''}",
+        help="check that the model runs on these inputs without sharding; pass `inputs=` that it accepts. Values "
+        "inside tensors can't be read while a program is captured",
+        subject=name or None,
+    )
+
+
+def instance_at(instance: Instance, path: tuple[int, ...]) -> Instance:
+    """The instance that positions of calls lead to."""
+    for position in path:
+        calls = [i for i, node in enumerate(instance.region.nodes) if isinstance(node, CallNode)]
+        instance = instance.children[calls.index(position)]
+    return instance
+
+
+def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Binding) -> Diagnostic:
+    """For a body, or a boundary, that no layout suits."""
+    here = instance_at(instance, failure.path)
+    module = quoted(here.frame.module)
+    refusal = failure.refusal
+    bound = _culprit(here, refusal, trace, binding) or binding.modules.get(here.frame.module)
+    node = None if failure.node is None else here.region.nodes[failure.node]
+    if refusal.kind == "pin" or not isinstance(node, OperationNode):
+        return _pin(here, refusal, bound, binding)
+    split = _sharded_operand(here.region, node, refusal)
+    if refusal.kind == "in-place":
+        return _finding("TP113", bound, module, node.location,
+            f"{module} writes in place to a value that is sharded or read again ({node.name})",
+            "replicate the module: remove the rules that shard its inputs, or write out of place in the model",
+            _operands(here.region, refusal),
+        )  # fmt: skip
+    if split is not None and node.name in _SPLITS and bound is not None:
+        return _packed(here, node, bound, split)
+    if split is not None and node.name in _VIEWS and refusal.kind == "no-rule":
+        return _heads(here, node, bound, split, binding)
+    return _finding("TP107", bound, module, node.location,
+        f"the body of {module} can't run on local shards: {node.name} {refusal.reason}",
+        _way_out(bound, module, refusal),
+        _operands(here.region, refusal),
+    )  # fmt: skip
+
+
+def _finding(
+    code: str, bound: Bound | None, module: str, location: Location | None, message: str, way_out: str, *notes: str
+) -> Diagnostic:
+    where = (f"in {module}, at {location}",) if location is not None else ()
+    return Diagnostic(
+        code=code,
+        message=message,
+        span=bound.rule.style_span if bound is not None else None,
+        label=f"sharded here, read by {module}" if bound is not None and quoted(bound.name) != module else "",
+        help=way_out,
+        notes=(*where, *(note for note in notes if note)),
+        subject=module.strip("`"),
+    )
+
+
+def _operands(region: Region, refusal: Refusal) -> str:
+    shown = [f"{list(region.values[i].shape)} {held}" for i, held in refusal.operands]
+    return "its operands: " + "; ".join(shown) if shown else ""
+
+
+def _way_out(bound: Bound | None, module: str, refusal: Refusal) -> str:
+    if refusal.kind == "gradient":
+        return (
+            "the two values must get the same layout before they meet: make the value's producer a module with a rule, "
+            f"or remove the rule that shards the other one{_line(bound)}"
+        )
+    if bound is None:
+        return f"shard the inputs of {module} otherwise, or leave them replicated"
+    if bound.style is Style.SEQUENCE:
+        return f"write `output: replicate` for `{bound.name}`, or remove its rule{_line(bound)}"
+    return f"write `output: replicate` for `{bound.name}` to gather its result first, or remove its rule{_line(bound)}"
+
+
+def _line(bound: Bound | None) -> str:
+    return f" ({bound.rule.origin})" if bound is not None and bound.rule.origin else ""
+
+
+def _culprit(here: Instance, refusal: Refusal, trace: Trace, binding: Binding) -> Bound | None:
+    origins = Origins(DataFlow(trace), binding)
+    for number, held in refusal.operands:
+        if not held.is_replicated:
+            found = origins.rule_behind(here.values[number])
+            if found is not None:
+                return found
+    return None
+
+
+def _sharded_operand(region: Region, node: OperationNode, refusal: Refusal) -> tuple[int, Layout] | None:
+    return next(((i, held) for i, held in refusal.operands if held.is_sharded and i in node.inputs), None)
+
+
+def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding) -> Diagnostic:
+    module = quoted(here.frame.module)
+    own = binding.modules.get(here.frame.module) or bound
+    shapes = "; ".join(f"{list(here.region.values[i].shape)} {held}" for i, held in refusal.operands)
+    sequence = own is not None and own.style is Style.SEQUENCE
+    return Diagnostic(
+        code="TP114",
+        message=f"{module} can't get or give the layout that the plan asks for"
+        + (f": a value of shape {shapes}" if shapes else ""),
+        span=own.rule.style_span if own is not None else None,
+        label="asked for here" if own is not None else "",
+        help="`sequence` splits dim 1 of a (batch, sequence, hidden) tensor, which must be divisible by the axis: "
+        "give example inputs with such a sequence"
+        if sequence
+        else "remove the pin, or pin a layout that follows from the module's style",
+        subject=module.strip("`"),
+    )
+
+
+def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int, Layout]) -> Diagnostic:
+    number, held = split
+    whole = here.region.values[number].shape[held.dim or 0]
+    parts = [here.region.values[o].shape for o in node.outputs if o is not None]
+    sizes = [shape[held.dim] for shape in parts if held.dim is not None and len(shape) > held.dim]
+    shown = ", ".join(map(str, sizes)) if sizes else "parts"
+    return Diagnostic(
+        code="TP106",
+        message=f"{quoted(here.frame.module)} takes the result of `{bound.name}` apart ({node.name} of {whole} into "
+        f"{shown}): it packs several projections, and a plain split hands out pieces that cut across them",
+        span=bound.rule.style_span,
+        label="splits the packed rows as if they were one projection",
+        help=f"write `{{style: {bound.style}, {packed_option(sizes)}}}` to split each by itself"
+        if len(sizes) > 1 and sum(sizes) == whole
+        else f"name what it packs by `packed: {{q: …, k: …}}` with sizes, or remove the rule, so that `{bound.name}` "
+        "stays whole",
+        notes=(f"in {quoted(here.frame.module)}, at {node.location}",) if node.location is not None else (),
+        subject=bound.name,
+    )
+
+
+def _heads(
+    here: Instance, node: OperationNode, bound: Bound | None, split: tuple[int, Layout], binding: Binding
+) -> Diagnostic:
+    number, held = split
+    source = here.region.values[number].shape
+    (output,) = (o for o in node.outputs if o is not None)
+    shape = here.region.values[output].shape
+    position = next((i for i, (a, b) in enumerate(zip(source, shape, strict=False)) if a != b), held.dim or 0)
+    heads = shape[position] if position < len(shape) else 0
+    return _finding("TP103", bound, quoted(here.frame.module), node.location,
+        f"{quoted(here.frame.module)} views {source[held.dim or 0]} features as {heads} heads, which the axis doesn't "
+        "divide",
+        f"use a size of the axis that divides {heads}, or remove the rules for this module{_line(bound)}",
+    )  # fmt: skip
+
+
+def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnostic:
+    """For a body that does something else on local shapes than on whole tensors."""
+    name, module = mismatch.frame.module, quoted(mismatch.frame.module)
+    operation = mismatch.operation
+    origins = Origins(DataFlow(given.trace), binding)
+    bound: Bound | None = None
+    for value in operation.inputs if operation is not None else ():
+        layout = given.assignment.layouts.get(value)
+        if layout is not None and layout.is_sharded:
+            bound = bound or origins.rule_behind(value)
+    bound = bound or binding.first_inside(name)
+    shapes = ""
+    if mismatch.expected is not None and mismatch.found is not None:
+        shapes = f": expected {list(mismatch.expected)}, got {list(mismatch.found)}"
+    more = len(equal_modules(given.instance, mismatch.frame)) - 1
+    return _finding("TP107", bound, module, operation.location if operation is not None else None,
+        f"the body of {module} doesn't compute on local shards what it computes on whole tensors: "
+        f"{mismatch.reason}{shapes}",
+        f"remove the rules for the modules inside {module}{_line(bound)}; if the body counts heads or features with "
+        "an attribute, name it in `local:`",
+        f"the same holds for {more} more modules" if more > 0 else "",
+    )  # fmt: skip
+
+
+__all__ = ["instance_at", "of_capture", "of_check", "of_placement"]

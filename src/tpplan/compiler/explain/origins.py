@@ -1,0 +1,88 @@
+"""Origins: which line of the plan a value's layout comes from.
+
+in:  a trace, the layouts of its values, the bindings
+out: for a value, the rules whose sharded parameters it descends from; for a reshard, why it stands there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tpplan.compiler.bind.bind import Binding, Bound
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.trace import Crossing, Frame
+
+
+class Origins:
+    """Looks back along the data flow of one trace."""
+
+    def __init__(self, flow: DataFlow, binding: Binding) -> None:
+        """Look at the values of `flow`."""
+        self.trace = flow.trace
+        self.binding = binding
+        self._flow = flow
+
+    def crossed_from(self, value: int) -> int:
+        """The value on the outer side of an entry, or the inner side of an exit, as far back as boundaries lead."""
+        while value in self._flow.source:
+            value = self._flow.source[value]
+        return value
+
+    def rule_behind(self, value: int, layouts: Mapping[int, Layout] | None = None) -> Bound | None:
+        """The nearest rule that sharded a parameter which `value` was computed from.
+
+        With `layouts`, only operands that are themselves not replicated are followed back from `value`.
+        """
+        seen: set[int] = set()
+        queue = [value]
+        while queue:
+            current = queue.pop(0)
+            if current in seen:
+                continue
+            seen.add(current)
+            names = self.trace.parameters.get(current)
+            if names is not None:
+                if names[0] in self.binding.owners:
+                    return self.binding.owners[names[0]]
+                continue
+            if layouts is not None and current != value and current in layouts and layouts[current].is_replicated:
+                continue
+            if current in self._flow.source:
+                queue.append(self._flow.source[current])
+            elif current in self._flow.made:
+                queue.extend(self._flow.made[current].inputs)
+        return None
+
+    def readers(self, frame: Frame, value: int) -> Iterator[Bound]:
+        """The styled modules inside `frame` that take `value` through boundaries alone, in order."""
+        carried = {value}
+        for inner in frame.walk():
+            for crossing in inner.entries:
+                if crossing.source in carried or crossing.target in carried:
+                    carried.add(crossing.target)
+                    bound = self.binding.modules.get(inner.module)
+                    if bound is not None:
+                        yield bound
+
+    def of_entry(self, frame: Frame, crossing: Crossing) -> str:
+        """Why an argument is resharded: whom it serves."""
+        bound = self.binding.modules.get(frame.module)
+        if bound is not None:
+            return bound.rule.origin or f"rule for {bound.rule.pattern}"
+        readers = list(dict.fromkeys(self.readers(frame, crossing.target)))
+        if not readers:
+            return "inferred: the body needs it so"
+        places = ", ".join(dict.fromkeys(r.rule.origin for r in readers if r.rule.origin))
+        names = ", ".join(r.name.removeprefix(f"{frame.module}.") for r in readers)
+        return f"for {names}" + (f" ({places})" if places else "")
+
+    def of_exit(self, frame: Frame, value: int) -> str:
+        """Why a result is resharded: which rule left it so."""
+        bound = self.binding.modules.get(frame.module)
+        if bound is None:
+            bound = self.rule_behind(value)
+        if bound is None:
+            return "inferred: the readers of the result need it so"
+        where = f" ({bound.rule.origin})" if bound.rule.origin else ""
+        return f"{bound.style} {bound.name}{where}"

@@ -1,0 +1,1 @@
+"""Plain data that the passes hand on: traces, regions, layouts, programs."""

@@ -1,0 +1,474 @@
+"""The compiler's output: plain data that says what becomes of each module, parameter and boundary.
+
+Equal inputs give equal programs; a program survives JSON; its digest is what ranks compare before they start.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from tpplan.compiler.ir.layout import Collective, Layout
+from tpplan.plan import Diagnostic
+
+PROGRAM_VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A change of layout at a module boundary.
+
+    Attributes:
+        path: where the tensor sits: the argument's name and positions inside it, or positions in the result.
+        aliases: further places where the very same tensor sits; it is resharded once for all.
+        source, target: the layouts before and after.
+        forward, backward: the collectives.
+        shape: of the whole tensor, in the example call.
+        dtype: of the tensor, such as `float32`.
+        bytes: of the whole tensor, in the example call.
+        differentiable: whether a gradient flows back.
+        origin: why it stands here.
+    """
+
+    path: tuple[str | int, ...]
+    source: Layout
+    target: Layout
+    forward: Collective
+    backward: Collective
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    differentiable: bool
+    origin: str
+    aliases: tuple[tuple[str | int, ...], ...] = ()
+
+    def padded_bytes(self, size: int) -> int:
+        """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the first."""
+        shape = list(self.shape)
+        for held in (self.source, self.target):
+            if held.dim is not None:
+                shape[held.dim] = held.local_size(self.shape[held.dim], size, 0) * size
+        whole = math.prod(self.shape)
+        return self.bytes * math.prod(shape) // whole if whole else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlacement:
+    """What becomes of a parameter.
+
+    Attributes:
+        names: every name it goes by; the first is canonical.
+        shape, local_shape: of the whole and of what a rank stores: the first, where the axis doesn't divide the sharded
+            dim and later ones store less. A parameter with several holders of each part is stored whole, and its body
+            reads the part.
+        dtype: such as `bfloat16`.
+        layout: R or S(dim).
+        summed: whether its gradient comes out partial and is summed over the axis once a backward.
+        trainable: whether it wants a gradient.
+        origin: the plan's line, or why it is replicated.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    layout: Layout
+    summed: bool
+    trainable: bool
+    origin: str
+
+    @property
+    def name(self) -> str:
+        """The canonical name."""
+        return self.names[0]
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Of one rank's part, the largest where they differ."""
+        return math.prod(self.local_shape) * self.itemsize
+
+    def stored_shape(self, size: int, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` stores on an axis of `size` ranks."""
+        return self.shape if self.layout.has_replicas else self.layout.local_shape(self.shape, size, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAttribute:
+    """An integer attribute of a module that counts something global, with its value on one rank.
+
+    Attributes:
+        name: of the attribute; `config.n_head` is one of a settings object.
+        whole, local: its value in the stock model, and on a rank: the first, where they differ.
+        by_rank: its value on each rank, where they differ; otherwise empty.
+    """
+
+    name: str
+    whole: int
+    local: int
+    by_rank: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, whole: int, values: Sequence[int]) -> LocalAttribute:
+        """The attribute with these values, by rank."""
+        return cls(name, whole, values[0], tuple(values) if len(set(values)) > 1 else ())
+
+    def on(self, rank: int) -> int:
+        """Its value on `rank`."""
+        return self.by_rank[rank] if self.by_rank else self.local
+
+
+@dataclass(frozen=True, slots=True)
+class SplitNorm:
+    """A norm over features that are split: its statistic is summed over the ranks, and each normalizes its own part.
+
+    Attributes:
+        layout: of the features, in the input as in the result.
+        centred: LayerNorm, whose mean is a statistic too; otherwise RMSNorm.
+        eps, offset, cast: see `KernelUse`.
+        weight, bias: the parameters by their names in the module, stored whole.
+        gate: the argument whose silu gates it; None for a plain norm.
+        gated_first: whether the input is gated, and not the result.
+    """
+
+    layout: Layout
+    centred: bool
+    eps: float
+    offset: float
+    cast: str
+    weight: str | None
+    bias: str | None
+    gate: str | None = None
+    gated_first: bool = False
+
+
+Draws = str | tuple[str, ...]
+"""How a body draws random numbers: "split", others on each rank; "same", the same on all; the one or the other for each
+draw, in order of execution; or "caller", as the body that calls it, among whose draws its own count."""
+
+PathLayouts = tuple[tuple[tuple[str | int, ...], Layout], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBody:
+    """A body that runs from its record, since its own Python doesn't work on shards.
+
+    Attributes:
+        inputs: how its arguments lie on the inside, by path.
+        calls: for each call inside the module's name there, the number of its calls before, and how its results lie.
+        results: how its results lie on the inside, by path.
+    """
+
+    inputs: PathLayouts
+    calls: tuple[tuple[str, int, PathLayouts], ...]
+    results: PathLayouts
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleProgram:
+    """What becomes of a module.
+
+    Attributes:
+        name: qualified name; "" is the root.
+        kind: the stock class's name.
+        style: the plan's style, or None where it was inferred.
+        origin: the plan's line, or "inferred".
+        calls: how often the model calls it in one forward.
+        entries, exits: reshards of its arguments and of its results.
+        inner: reshards inside of its body, of which it has some only where the body is replaced.
+        recorded: for a body that runs from its record: how its values lie; None for one that runs its own Python.
+        split_norm: what takes the body's place, if that is a norm over split features.
+        reads: names of the parameters, and of split buffers, that its body reads, relative to the root.
+        random: how it draws random numbers, None if it draws none.
+        local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
+        transposed: whether it is a linear layer whose weight is (inputs, outputs).
+    """
+
+    name: str
+    kind: str
+    style: str | None
+    origin: str
+    calls: int
+    entries: tuple[Reshard, ...] = ()
+    exits: tuple[Reshard, ...] = ()
+    reads: tuple[str, ...] = ()
+    random: Draws | None = None
+    local_attributes: tuple[LocalAttribute, ...] = ()
+    transposed: bool = False
+    inner: tuple[Reshard, ...] = ()
+    split_norm: SplitNorm | None = None
+    recorded: RecordedBody | None = None
+
+    @property
+    def reshards(self) -> tuple[Reshard, ...]:
+        """All of them, in order of execution."""
+        return (*self.entries, *self.inner, *self.exits)
+
+    @property
+    def draws_by_rank(self) -> bool:
+        """Whether ranks draw different random numbers in its body."""
+        return self.random == "split" or isinstance(self.random, tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """A body that a kernel can take the place of, or why it can't.
+
+    Attributes:
+        module: qualified name of the module whose forward it replaces.
+        kind: the kernel, such as `rms_norm`.
+        choice: the plan's: "auto", "triton" or "torch".
+        dtype: the input's in the proof; other calls take the model's own forward.
+        refused: why it isn't replaced; "" if it is.
+        parts: of `swiglu` and `geglu` the modules inside that are called, relative to `module`; of `bias_gelu` the
+            qualified name of the linear layer that leaves its bias to the kernel.
+        eps, offset, cast, dims, weight, bias: of norms; the parameters by their names in the module.
+        approximate: of GeLU, as torch names it.
+        halves: of `swiglu` and `geglu`, where one module makes both factors, which half is the gate.
+        note: what else could have been fused, and why it wasn't.
+    """
+
+    module: str
+    kind: str
+    choice: str
+    dtype: str
+    refused: str = ""
+    parts: tuple[str, ...] = ()
+    eps: float = 0.0
+    offset: float = 0.0
+    cast: str = "after"
+    dims: int = 1
+    weight: str | None = None
+    bias: str | None = None
+    approximate: str | None = None
+    halves: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRecord:
+    """A tensor of the example call."""
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeftTensor:
+    """A tensor that the call leaves in a list or dict among its arguments, of which each rank has its part.
+
+    Attributes:
+        path: where it sits: the argument's name and positions inside it.
+        shape: of the whole tensor, in the example call.
+        layout: how it lies.
+    """
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """How a tensor lies outside of a module that is given it or makes it, where that isn't whole, alike and proved.
+
+    Attributes:
+        inward: whether it is an argument.
+        path, aliases: where it sits, as of a `Reshard`.
+        layout: outside of the module's own reshards.
+        shape: of the whole tensor, in the example call.
+        differentiable: whether the proof has its gradient.
+    """
+
+    inward: bool
+    path: tuple[str | int, ...]
+    aliases: tuple[tuple[str | int, ...], ...]
+    layout: Layout
+    shape: tuple[int, ...]
+    differentiable: bool
+
+
+Boundaries = Mapping[str, tuple[Boundary, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled plan; see the module's docstring.
+
+    Attributes:
+        plan: the plan's name.
+        model: the model's class.
+        axis: the mesh axis's name.
+        size: how many ranks the axis has.
+        training: the mode that was captured.
+        inputs: the tensors of the example call.
+        parameters, modules: in the model's order.
+        buffers: those that are split; each is stored whole, and bodies read a rank's part.
+        kernels: the candidates for a kernel, in order of execution.
+        assumptions: data-dependent branches that the proof leaves aside, with their place.
+        picked: modules that are called with what is found in a tensor, as experts with the tokens routed to them: for
+            some data they aren't.
+        left: what calls leave of a rank's own in lists and dicts among their arguments, such as keys and values.
+        diagnostics: warnings and notes; not part of the digest.
+        boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
+    """
+
+    plan: str
+    model: str
+    axis: str
+    size: int
+    training: bool
+    inputs: tuple[InputRecord, ...]
+    parameters: tuple[ParameterPlacement, ...]
+    modules: tuple[ModuleProgram, ...]
+    kernels: tuple[KernelUse, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    picked: tuple[str, ...] = ()
+    left: tuple[LeftTensor, ...] = ()
+    buffers: tuple[ParameterPlacement, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(
+        default_factory=dict[str, tuple[Boundary, ...]], compare=False
+    )
+    version: int = PROGRAM_VERSION
+
+    # -- what it costs --------------------------------------------------------------------------------------------
+    def reshards(self) -> Iterator[tuple[ModuleProgram, Reshard]]:
+        """Every reshard with its module, entries first."""
+        for module in self.modules:
+            for reshard in module.reshards:
+                yield module, reshard
+
+    def count_collectives(self, backward: bool = True, picked: bool = True) -> Counter[str]:
+        """How often each collective runs in one forward, or in one forward and backward.
+
+        The coalesced sum of parameter gradients counts as one all-reduce per dtype, in the backward.
+
+        Args:
+            backward: whether to count those of the backward.
+            picked: whether to count those inside of modules that are called for some data only, as if all were called.
+        """
+        counted: Counter[str] = Counter()
+        inside = tuple(f"{name}." for name in self.picked)
+        for module, reshard in self.reshards():
+            if not picked and f"{module.name}.".startswith(inside):
+                continue
+            ways = [reshard.forward] + ([reshard.backward] if backward and reshard.differentiable else [])
+            for way in ways:  # the same collective each way counts twice
+                if way.communicates:
+                    counted[str(way)] += module.calls
+        if backward:
+            dtypes = {p.dtype for p in self.parameters if p.summed and p.trainable}
+            if dtypes:
+                counted[str(Collective.ALL_REDUCE)] += len(dtypes)
+        return counted
+
+    @property
+    def summed_parameters(self) -> tuple[ParameterPlacement, ...]:
+        """Parameters whose gradients are summed over the axis."""
+        return tuple(p for p in self.parameters if p.summed and p.trainable)
+
+    @property
+    def flattens_batch(self) -> bool:
+        """Whether a reshard needs to know the batch size of a call, as its sequence is flattened with the batch."""
+        return any(r.source.interleave != 1 or r.target.interleave != 1 for _, r in self.reshards())
+
+    @property
+    def replays(self) -> bool:
+        """Whether a body runs from its record."""
+        return any(module.recorded is not None for module in self.modules)
+
+    @property
+    def sequence_lengths(self) -> frozenset[int]:
+        """The lengths, in the example call, of the sequences along which values are split."""
+        return frozenset(
+            reshard.shape[held.dim or 0] // held.interleave
+            for _, reshard in self.reshards()
+            for held in (reshard.source, reshard.target)
+            if splits_sequence(held, reshard.shape)
+        )
+
+    @property
+    def feature_reshards(self) -> frozenset[object]:
+        """Where values begin or cease to be split along features or heads: what other reshards leave as it is."""
+        found: set[object] = set()
+        for module in self.modules:
+            for inward, reshards in ((True, module.entries), (False, module.exits)):
+                for reshard in reshards:
+                    before, after = (_feature_split(h, reshard.shape) for h in (reshard.source, reshard.target))
+                    if before != after:
+                        found.add((module.name, inward, reshard.path, before, after))
+        return frozenset(found)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether there is a parameter of which some ranks hold less than others."""
+        sharded = [p for p in self.parameters if p.layout.dim is not None]
+        return any(not p.layout.is_even(p.shape[p.layout.dim or 0], self.size) for p in sharded)
+
+    # -- data -----------------------------------------------------------------------------------------------------
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain data; `from_dict` reads it back (diagnostics and boundaries apart)."""
+        plain = asdict(replace(self, diagnostics=(), boundaries={}))
+        del plain["diagnostics"], plain["boundaries"]
+        for name in ("picked", "left", "buffers"):
+            if not plain[name]:
+                del plain[name]
+        return json.loads(json.dumps(plain))
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The program as JSON text with sorted keys."""
+        return json.dumps(self.to_dict(), indent=indent, sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Program:
+        """Read back what `to_dict` wrote.
+
+        Raises:
+            ValueError: it is of another version, or isn't a program.
+        """
+        if plain.get("version") != PROGRAM_VERSION:
+            raise ValueError(f"program version {plain.get('version')} is not {PROGRAM_VERSION}")
+        return _adapter().validate_python(plain)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the program's JSON; equal on all ranks or something is wrong."""
+        return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def splits_sequence(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether it splits dim 1 of (batch, sequence, hidden), or the sequence of (batch · sequence, hidden)."""
+    if layout.interleave != 1:
+        return len(shape) == 2
+    return layout.is_plain and layout.dim == 1 and len(shape) == 3
+
+
+def _feature_split(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    return layout if layout.is_sharded and not splits_sequence(layout, shape) else None
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Program]:
+    return TypeAdapter(Program)

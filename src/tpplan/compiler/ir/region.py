@@ -1,0 +1,135 @@
+"""Regions: module calls with their names taken off, so that equal layers are one object and are solved once.
+
+in:  a trace and the bindings of its modules
+out: a tree of `Instance`s over shared `Region`s
+
+    layers.0, layers.1, … layers.125   ->   one Region; 126 Instances that map its local values to the trace's
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpplan.compat import OpOverload
+from tpplan.compiler.ir.layout import Layout, Pack
+from tpplan.compiler.ir.trace import Frame, Location, Path
+from tpplan.plan import Pin, Style
+
+_PICKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LocalValue:
+    """A value of a region.
+
+    Attributes:
+        shape, stride, dtype, differentiable: see `Value`.
+        parameter: of a parameter: its layout when sharded, REPLICATED otherwise; of a buffer its layout when sharded.
+        constant: whether it is there before the call.
+        picks: the numbers of a short row of integers that the model made of Python's.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    parameter: Layout | None = None
+    constant: bool = False
+    picks: tuple[int, ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole value."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class OperationNode:
+    """An operation of a region; `Reference`s hold local numbers."""
+
+    target: OpOverload
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    overwritten: tuple[int, ...]
+    location: Location | None = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """The operator's name, such as `aten.mm.default`."""
+        return str(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class CallNode:
+    """A module call inside a region; numbers are local to the calling region."""
+
+    region: Region
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A crossing; numbers are local.
+
+    `pin` is what the plan demands of the layout on the inside (of an entry) or on the outside (of an exit); `packs` are
+    those of a value that is pinned to be sharded.
+    """
+
+    path: Path
+    aliases: tuple[Path, ...]
+    source: int
+    target: int
+    pin: Pin | None
+    packs: tuple[Pack, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """The content of a module call, up to names. Compared by identity: equal regions are the same object.
+
+    Attributes:
+        values: geometry by local number.
+        inputs: values that come from outside: sources of entries first, then values read without crossing.
+        outputs: values handed outside: targets of exits first, then values that leave without crossing.
+        entries, exits: boundaries that can carry a reshard.
+        nodes: the body.
+        style: the plan's style of the module; None where it has none.
+        depth: nesting, for breaking ties.
+        fixed: whether its boundaries may carry a reshard only where the plan pins one.
+        example: the module and call that it was first met in; a name for the region.
+    """
+
+    values: tuple[LocalValue, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    entries: tuple[Boundary, ...]
+    exits: tuple[Boundary, ...]
+    nodes: tuple[OperationNode | CallNode, ...]
+    style: Style | None
+    depth: int
+    fixed: bool
+    example: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One module call: its region, the trace's values by local number, and the calls inside, in order."""
+
+    frame: Frame
+    region: Region
+    values: tuple[int, ...]
+    children: tuple[Instance, ...]
+
+
+def picks_of(numbers: torch.Tensor | None) -> tuple[int, ...] | None:
+    """The numbers of a row of integers that is short enough to be written out."""
+    if numbers is None or numbers.dtype is not torch.int64 or numbers.dim() != 1 or not 0 < len(numbers) <= _PICKS:
+        return None
+    return tuple(int(n) for n in numbers)

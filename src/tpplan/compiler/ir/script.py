@@ -1,0 +1,148 @@
+"""Scripts: a body as a list of operations on local tensors, and how it is played.
+
+in:  a script, a module with its local parameters, the arguments of a call
+out: the call's result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import OpOverload, named_modules
+from tpplan.compiler.ir.trace import Path, Reference
+from tpplan.plan import TpplanError
+
+
+class ReplayError(TpplanError):
+    """A body can't be run from its record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An operation with local sizes; `Reference`s in its arguments are values of the record."""
+
+    target: OpOverload
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    outputs: tuple[int | None, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    on_device: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a module inside, with the places of its results."""
+
+    module: str
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    results: tuple[tuple[Path, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A body for one geometry.
+
+    Attributes:
+        entries: the values that the arguments' tensors are, by path.
+        held: parameters and buffers that it reads, by value: the path of attributes that leads to each.
+        constants: tensors that it made from Python numbers.
+        steps: what it does.
+        result: its result, tensors replaced by `Reference`.
+    """
+
+    entries: tuple[tuple[Path, int], ...]
+    held: tuple[tuple[int, str], ...]
+    constants: tuple[tuple[int, Tensor], ...]
+    steps: tuple[Run | Call, ...]
+    result: Any
+
+
+def play(
+    script: Script,
+    module: nn.Module,
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    first: bool,
+) -> Any:
+    """The result of a call.
+
+    Args:
+        script: the body for the geometry of this call.
+        module: whose parameters and buffers it reads, and whose inner modules it calls.
+        names: of the parameters of the module's forward.
+        args, kwargs: the call's arguments, with local tensors.
+        first: whether to look at the shapes of all results, once for a geometry.
+    """
+    known: dict[int, Any] = {value: _argument(path, names, args, kwargs) for path, value in script.entries}
+    for value, path in script.held:
+        known[value] = _attribute(module, path)
+    device = next((held.device for held in known.values() if isinstance(held, Tensor)), torch.device("cpu"))
+    known |= {value: numbers.to(device) for value, numbers in script.constants}
+    modules = dict(named_modules(module))
+
+    def fill(held: Any) -> Any:
+        if isinstance(held, Reference):
+            return known[held.identifier]
+        if isinstance(held, tuple):
+            return tuple(map(fill, held))  # pyright: ignore
+        if isinstance(held, list):
+            return list(map(fill, held))  # pyright: ignore
+        return {key: fill(item) for key, item in held.items()} if isinstance(held, dict) else held  # pyright: ignore
+
+    for step in script.steps:
+        if isinstance(step, Call):
+            result = modules[step.module](*fill(step.arguments), **fill(step.keywords))
+            known |= {value: _at(result, path) for path, value in step.results}
+            continue
+        keywords = {name: fill(held) for name, held in step.keywords.items()}
+        if step.on_device:
+            keywords["device"] = device
+        result: Any = step.target(*(_listed(fill(a)) for a in step.arguments), **keywords)
+        made: list[Any] = [*result] if isinstance(result, (tuple, list)) else [result]
+        for output, shape, held in zip(step.outputs, step.shapes, made, strict=True):
+            if output is not None:
+                if first and tuple(held.shape) != shape:
+                    raise ReplayError(
+                        f"{step.target} makes {list(held.shape)} on a rank instead of {list(shape or ())}"
+                    )
+                known[output] = held
+    return fill(script.result)
+
+
+def _listed(held: Any) -> Any:
+    """Operators take lists."""
+    return list(held) if isinstance(held, tuple) else held  # pyright: ignore
+
+
+def _argument(path: Path, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    name, *inner = path
+    if isinstance(name, str) and name.startswith("*"):
+        held = args[int(name[1:])]
+    elif name in kwargs:
+        held = kwargs[str(name)]
+    else:
+        held = args[names.index(str(name))]
+    return _at(held, tuple(inner))
+
+
+def _at(held: Any, path: Path) -> Any:
+    for key in path:
+        held = held[key]
+    return held
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    held: Any = module
+    for part in path.split("."):
+        held = getattr(held, part)
+    return held
+
+
+__all__ = ["Call", "ReplayError", "Run", "Script", "play"]

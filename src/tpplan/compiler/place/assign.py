@@ -1,0 +1,179 @@
+"""Assign: read the chosen way back out of the placement, module call by module call.
+
+in:  instances and the root's solution
+out: `Assignment`: the layout of every value of the trace, the reshards of every call, the parameters' gradients
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.region import Boundary, CallNode, Instance, Region
+from tpplan.compiler.ir.trace import Frame, Path
+from tpplan.compiler.place.solution import Called, Choice, Entered, Normed, Ran, Solution
+from tpplan.compiler.rewrite.recognise import Norm
+from tpplan.plan import Style
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedReshard:
+    """A change of layout at one boundary of one call.
+
+    Attributes:
+        path: where the tensor sits in the arguments or results.
+        aliases: further places where the very same tensor sits.
+        source, target: the layouts before and after.
+        value: the value of the trace on the inside for an entry, on the outside for an exit.
+    """
+
+    path: Path
+    aliases: tuple[Path, ...]
+    source: Layout
+    target: Layout
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedNorm:
+    """A norm over split features.
+
+    Attributes:
+        norm: what it computes.
+        layout: how the features lie.
+        weight, bias: its parameters' values of the trace.
+    """
+
+    norm: Norm
+    layout: Layout
+    weight: int | None
+    bias: int | None
+
+
+@dataclass(slots=True)
+class FrameAssignment:
+    """What was decided for one call; `normed` if its body is replaced by a norm over split features."""
+
+    frame: Frame
+    entries: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
+    exits: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
+    normed: PlacedNorm | None = None
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Everything decided.
+
+    Attributes:
+        layouts: by value of the trace.
+        frames: by module and call, in order of execution.
+        partial: names of replicated parameters that get a partial gradient, with the modules whose bodies cause it.
+        whole: names of replicated parameters that get a whole gradient, likewise.
+        once: names of biases that one rank alone adds to a partial result, with the modules that they are added in.
+    """
+
+    layouts: dict[int, Layout] = field(default_factory=dict[int, Layout])
+    frames: list[FrameAssignment] = field(default_factory=list[FrameAssignment])
+    partial: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    whole: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    once: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def assign(
+    root: Instance, solution: Solution, parameters: dict[int, tuple[str, ...]], inputs: tuple[Layout, ...]
+) -> Assignment:
+    """Read `solution` of the root region back onto the trace.
+
+    Args:
+        root: the instance tree.
+        solution: of `root.region`, for these `inputs`.
+        parameters: names by value, from the trace.
+        inputs: the layouts of the region's inputs.
+    """
+    reader = _Reader(parameters)
+    reader.read(root, solution, inputs)
+    return reader.assignment
+
+
+class _Reader:
+    """Reads solutions back; what equal layers share, a region or a solution, is looked at once."""
+
+    def __init__(self, parameters: dict[int, tuple[str, ...]]) -> None:
+        self.assignment = Assignment()
+        self._parameters = parameters
+        self._fixed: dict[int, list[tuple[int, Layout]]] = {}
+        self._calls: dict[int, list[int]] = {}
+        self._choices: dict[int, list[Choice]] = {}
+
+    def read(self, instance: Instance, solution: Solution, inputs: tuple[Layout, ...]) -> None:
+        region, values = instance.region, instance.values
+        held = self.assignment.layouts
+        for number, layout in zip(region.inputs, inputs, strict=True):
+            held.setdefault(values[number], layout)
+        for number, layout in self._fixed_in(region):
+            held.setdefault(values[number], layout)
+        decided = FrameAssignment(instance.frame)
+        self.assignment.frames.append(decided)
+        children = dict(zip(self._calls[id(region)], instance.children, strict=True))
+        for choice in self._chosen(solution):
+            if isinstance(choice, Ran):
+                for output, layout in zip(region.nodes[choice.node].outputs, choice.outcome.outputs, strict=True):
+                    if output is not None:
+                        held[values[output]] = layout
+                self._note(choice.outcome.partial_parameters, self.assignment.partial, instance)
+                self._note(choice.outcome.replicated_parameters, self.assignment.whole, instance)
+            elif isinstance(choice, Called):
+                self.read(children[choice.node], choice.solution, choice.inputs)
+                outputs = region.nodes[choice.node].outputs
+                for output, layout in zip(outputs, choice.solution.outputs, strict=True):
+                    if output is not None:
+                        held[values[output]] = layout
+            elif isinstance(choice, Normed):
+                own = [None if i is None else values[i] for i in (choice.norm.weight, choice.norm.bias)]
+                decided.normed = PlacedNorm(choice.norm, choice.layout, *own)
+                held[values[region.exits[0].source]] = choice.layout
+            elif isinstance(choice, Entered):
+                self._cross(instance, region.entries, choice.layouts, decided.entries)
+            else:
+                if region.style in (Style.ROWWISE, Style.VOCAB):
+                    held[values[region.exits[0].source]] = PARTIAL
+                self._cross(instance, region.exits, choice.layouts, decided.exits)
+                self._note(choice.partial_parameters, self.assignment.partial, instance)
+                self._note(choice.replicated_parameters, self.assignment.whole, instance)
+                self._note(choice.added_once, self.assignment.once, instance)
+
+    def _cross(
+        self,
+        instance: Instance,
+        boundaries: tuple[Boundary, ...],
+        layouts: tuple[Layout, ...],
+        decided: list[PlacedReshard],
+    ) -> None:
+        held, values = self.assignment.layouts, instance.values
+        for boundary, layout in zip(boundaries, layouts, strict=True):
+            source = held.get(values[boundary.source], REPLICATED)
+            held[values[boundary.target]] = layout
+            if source != layout:
+                decided.append(PlacedReshard(boundary.path, boundary.aliases, source, layout, values[boundary.target]))
+
+    def _fixed_in(self, region: Region) -> list[tuple[int, Layout]]:
+        """The layouts of a region's parameters and constants."""
+        if id(region) not in self._fixed:
+            self._calls[id(region)] = [i for i, node in enumerate(region.nodes) if isinstance(node, CallNode)]
+            self._fixed[id(region)] = [
+                (number, value.parameter or REPLICATED)
+                for number, value in enumerate(region.values)
+                if value.parameter is not None or value.constant
+            ]
+        return self._fixed[id(region)]
+
+    def _chosen(self, solution: Solution) -> list[Choice]:
+        if id(solution) not in self._choices:
+            assert solution.steps is not None
+            self._choices[id(solution)] = solution.steps.in_order()
+        return self._choices[id(solution)]
+
+    def _note(self, numbers: frozenset[int], into: dict[str, list[str]], instance: Instance) -> None:
+        for number in sorted(numbers) if numbers else ():
+            into[self._parameters[instance.values[number]][0]].append(instance.frame.module)

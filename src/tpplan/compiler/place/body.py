@@ -1,0 +1,116 @@
+"""Bodies: a region made ready for the placement, which walks it many times.
+
+in:  a region
+out: `Body`: for every node, where its operands stand in a state, and what of the state is still to be read after it
+
+A state is a tuple of codes, small numbers that stand for layouts, and so quick to compare and to look up.
+
+    x -> a = norm(x) -> b = x + a     state before the sum: (x, a); after it: (b,)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.region import LocalValue, OperationNode, Region
+
+Codes = tuple[int, ...]
+_Picker = Callable[[Codes], Codes]
+
+
+class Numbering:
+    """Numbers layouts."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._known: list[Layout] = []
+        self._codes: dict[Layout, int] = {}
+
+    def code(self, layout: Layout) -> int:
+        """The number of a layout."""
+        found = self._codes.get(layout)
+        if found is None:
+            found = self._codes[layout] = len(self._known)
+            self._known.append(layout)
+        return found
+
+    def layouts(self, codes: Codes) -> tuple[Layout, ...]:
+        """The layouts that these numbers stand for."""
+        return tuple([self._known[code] for code in codes])
+
+
+class Body:
+    """How states pass through a region.
+
+    Attributes:
+        constants: codes of parameters and constants, which aren't part of a state.
+        entries: takes, of the codes of the region's inputs, those of its entries' sources.
+        start: of the codes of inputs and entries' targets, the state at the beginning.
+        operands: for each node, of a state and the constants, its operands; at last the exits' sources.
+        following: for each node, of a state, the results and the constants, the state after it; at last the outputs.
+    """
+
+    def __init__(self, region: Region, numbering: Numbering) -> None:
+        """Work out the positions."""
+        live = _liveness(region)
+        self.constants: Codes = ()
+        self._places: dict[int, int] = {}
+        self._region = region
+        self._numbering = numbering
+        self.entries = self._picker(region.inputs, [b.source for b in region.entries])
+        self.start = self._picker((*region.inputs, *(b.target for b in region.entries)), live[0])
+        self.operands: list[_Picker] = []
+        self.following: list[_Picker] = []
+        for before, after, node in zip(live, live[1:], region.nodes, strict=False):
+            overwritten = node.overwritten if isinstance(node, OperationNode) else ()
+            made = [o for o in node.outputs if o is not None]
+            self.operands.append(self._picker(before, (*node.inputs, *overwritten)))
+            self.following.append(self._picker((*before, *made), after))
+        self.operands.append(self._picker(live[-1], [b.source for b in region.exits]))
+        self.following.append(self._picker((*live[-1], *(b.target for b in region.exits)), region.outputs))
+
+    def _picker(self, names: Sequence[int], wanted: Sequence[int]) -> _Picker:
+        """Takes the codes of `wanted` out of those of `names`, with the constants after them.
+
+        Of a name that stands there twice, the last counts.
+        """
+        places = {name: place for place, name in enumerate(names)}
+        found = [places[name] if name in places else len(names) + self._constant(name) for name in wanted]
+        if not found:
+            return lambda codes: ()
+        if len(found) == 1:
+            (only,) = found
+            return lambda codes: (codes[only],)
+        return operator.itemgetter(*found)
+
+    def _constant(self, name: int) -> int:
+        if name not in self._places:
+            self._places[name] = len(self.constants)
+            self.constants += (self._numbering.code(_source_layout(self._region.values[name])),)
+        return self._places[name]
+
+
+def _source_layout(value: LocalValue) -> Layout:
+    return value.parameter if value.parameter is not None else REPLICATED
+
+
+def _liveness(region: Region) -> list[tuple[int, ...]]:
+    """For each position of the body (and its end), the values made before it that are still to be read."""
+    needed: set[int] = {b.source for b in region.exits} | set(region.outputs)
+    made = {b.target for b in region.exits}
+    needed -= made
+    live: list[set[int]] = [set(needed)]
+    for node in reversed(region.nodes):
+        needed = needed - {o for o in node.outputs if o is not None}
+        needed |= set(node.inputs)
+        if isinstance(node, OperationNode):
+            needed |= set(node.overwritten)
+        live.append(set(needed))
+    live.reverse()
+    sources = {i for i, v in enumerate(region.values) if v.parameter is not None or v.constant}
+    return [tuple(sorted(names - sources)) for names in live]
+
+
+__all__ = ["Body", "Codes", "Numbering"]

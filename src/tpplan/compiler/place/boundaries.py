@@ -1,0 +1,142 @@
+"""Boundaries: the layouts that a value can take where it enters or leaves a module, and what each change costs.
+
+in:  a boundary, the layout on its outer side for an entry, on its inner side for an exit
+out: the layouts possible on the other side, each with its cost
+
+    x: S(1) enters self_attn   ->   S(1) for nothing; R, R·∂P for a gather and what its backward needs
+"""
+
+from __future__ import annotations
+
+from tpplan.compiler.ir.layout import (
+    PARTIAL,
+    REPLICATED,
+    REPLICATED_PARTIAL,
+    Collectives,
+    Layout,
+    Pack,
+    packed,
+    reshard_between,
+    sharded,
+)
+from tpplan.compiler.ir.region import Boundary, CallNode, LocalValue, Region
+from tpplan.compiler.place.solution import Constraints, Cost
+from tpplan.compiler.rules.propagate import Propagator
+from tpplan.cost.communication import Topology, bytes_sent, ring_steps
+from tpplan.plan import Pin
+
+
+class Boundaries:
+    """Answers for one axis."""
+
+    def __init__(self, propagator: Propagator, topology: Topology, constraints: Constraints) -> None:
+        """Answer for the propagator's axis and batch, under `constraints`."""
+        self.propagator = propagator
+        self.size = propagator.size
+        self.topology = topology
+        self.constraints = constraints
+
+    def entry_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
+        """The layouts inside of an entry."""
+        value = region.values[boundary.target]
+        options: list[tuple[Layout, Cost]] = []
+        for target in self._targets(region, boundary, value, source, outward=False):
+            if target.is_sharded and (region.example, boundary.target) in self.constraints.unsharded:
+                continue
+            collectives = reshard_between(source, target)
+            if collectives is not None:
+                tie = 0 if source == target else 100 * (2 if source == PARTIAL else 1) + region.depth
+                options.append((target, self._price(collectives, value, tie)))
+        return options
+
+    def exit_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
+        """The layouts outside of an exit."""
+        value = region.values[boundary.target]
+        options: list[tuple[Layout, Cost]] = []
+        for target in self._targets(region, boundary, value, source, outward=True):
+            collectives = reshard_between(source, target)
+            if collectives is not None:
+                tie = 0 if source == target else (50 - region.depth if source == PARTIAL else 1000)
+                options.append((target, self._price(collectives, value, tie)))
+        return options
+
+    def _targets(
+        self, region: Region, boundary: Boundary, value: LocalValue, source: Layout, outward: bool
+    ) -> list[Layout]:
+        sequence = self._sequence_layout(value)
+        if boundary.pin is not None and value.dtype.is_floating_point and value.shape:
+            if boundary.pin is Pin.REPLICATE:
+                return [REPLICATED, REPLICATED_PARTIAL] if value.differentiable else [REPLICATED]
+            if boundary.pin is Pin.SEQUENCE:
+                return [] if sequence is None else [sequence]
+            last = len(value.shape) - 1
+            whole = boundary.packs or (Pack(value.shape[last]),)
+            fits = sum(p.size for p in whole) == value.shape[last] and all(p.fits(self.size) for p in whole)
+            return [packed(last, whole)] if fits else []
+        if boundary.pin is not None:
+            return [REPLICATED]
+        if region.depth == 0 and outward:
+            if source.is_sharded and self._pinned_inside(region, boundary):
+                return [source]
+            return [REPLICATED]
+        if region.fixed and region.style is None:
+            return [source]
+        targets = [source]
+        if value.differentiable:
+            targets += [REPLICATED, REPLICATED_PARTIAL]
+        elif not source.is_replicated:
+            targets.append(REPLICATED)
+        movable = value.differentiable or not source.is_replicated or self.constraints.slice_constants
+        if movable and sequence is not None and self.constraints.sequence:
+            targets += [REPLICATED, sequence]
+        targets += self._head_layouts(value)
+        return list(dict.fromkeys(targets))
+
+    def _head_layouts(self, value: LocalValue) -> list[Layout]:
+        """The splits by heads: of a dim that counts them, or of dim 0 where it was flattened with the batch."""
+        found = [sharded(dim) for dim, count in enumerate(value.shape) if count in self.constraints.heads]
+        batch = self.propagator.batch
+        if batch > 1 and len(value.shape) == 3 and value.shape[0] in {batch * n for n in self.constraints.heads}:
+            found.append(sharded(0, interleave=batch))
+        return found if value.dtype.is_floating_point else []
+
+    def _pinned_inside(self, region: Region, boundary: Boundary) -> bool:
+        """Whether a value that leaves comes from a module whose output the plan pins, through results alone."""
+        identifier = boundary.source
+        while True:
+            node = next((n for n in region.nodes if isinstance(n, CallNode) and identifier in n.outputs), None)
+            if node is None:
+                return False
+            region, position = node.region, node.outputs.index(identifier)
+            inner = next((b for b in region.exits if b.target == region.outputs[position]), None)
+            if inner is None:
+                return False
+            if inner.pin is not None:
+                return True
+            identifier = inner.source
+
+    def _sequence_layout(self, value: LocalValue) -> Layout | None:
+        """The split along the sequence: dim 1 of (batch, sequence, …), or dim 0 of (batch · sequence, hidden)."""
+        if not value.dtype.is_floating_point:
+            return None
+        if len(value.shape) == 2:
+            batch, rows = self.propagator.batch, value.shape[0]
+            fits = batch > 1 and rows > batch and rows % (batch * self.size) == 0
+            return sharded(0, interleave=batch) if fits else None
+        return None if len(value.shape) < 3 or value.shape[1] % self.size else sharded(1)
+
+    def _price(self, collectives: Collectives, value: LocalValue, tie: int) -> Cost:
+        ways = [collectives.forward] + ([collectives.backward] if value.differentiable else [])
+        time = sum(
+            self.topology.time(ring_steps(way, self.size), bytes_sent(way, value.bytes, self.size))
+            for way in ways
+            if way.communicates
+        )
+        return (time, tie)
+
+    def gradient_sum(self, value: LocalValue) -> int:
+        """A parameter's share of the coalesced sum; its latency is paid once for all."""
+        return 1 + self.topology.time(0, bytes_sent("all-reduce", value.bytes, self.size))
+
+
+__all__ = ["Boundaries"]

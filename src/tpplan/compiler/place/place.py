@@ -1,0 +1,277 @@
+"""Place: choose where values change their layout, so that every body runs on local tensors at the least cost.
+
+in:  regions, with what the plan pins
+out: the ways to run the root's region, each with all that was chosen on it
+
+A dynamic program over each region's body in order of execution. Its state is the layouts of the values that are still
+to be read; an operation maps a state to one (or refuses it), a boundary branches. Equal states keep the cheapest way
+there. A call inside a body is solved once for each choice of its input layouts, and remembered by its region, so that
+126 equal layers cost as much as one. What is remembered outlives a round of learning, except for the regions that the
+new constraints speak of.
+
+    x: S(1) -> self_attn(x) -> q, k, v: colwise   =>   one all-gather where x enters self_attn; its backward is one
+                                                       reduce-scatter for the three gradients
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.region import CallNode, OperationNode, Region
+from tpplan.compiler.place.body import Body, Codes, Numbering
+from tpplan.compiler.place.boundaries import Boundaries
+from tpplan.compiler.place.solution import (
+    Called,
+    Choice,
+    Constraints,
+    Cost,
+    Entered,
+    Failure,
+    Left,
+    Name,
+    Ran,
+    Solution,
+    State,
+    Steps,
+)
+from tpplan.compiler.place.split_norms import SplitNorms
+from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
+from tpplan.cost.communication import Topology
+from tpplan.plan import Style
+
+# What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later.
+_Step = tuple[Codes, Cost, Choice]
+_States = dict[Codes, tuple[Cost, Steps | None]]
+_Solved = list[tuple[Codes, Solution]] | Failure
+
+
+class Placer:
+    """Solves regions for one axis. Regions must live as long as it does: it knows them by identity."""
+
+    def __init__(self, propagator: Propagator, topology: Topology, constraints: Constraints) -> None:
+        """Solve under `constraints`, which may grow between two calls of `solve`."""
+        self.propagator = propagator
+        self.constraints = constraints
+        self.boundaries = Boundaries(propagator, topology, constraints)
+        self._norms = SplitNorms(propagator.size, topology, constraints, self.boundaries)
+        self._numbering = Numbering()
+        self._bodies: dict[int, Body] = {}
+        self._solved: dict[int, dict[Codes, _Solved]] = {}
+        self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
+        self._inside: dict[int, frozenset[Name]] = {}
+        self._obeyed = constraints.snapshot()
+
+    def solve(self, region: Region, inputs: State) -> list[Solution] | Failure:
+        """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
+        self._forget(region)
+        found = self._solve(region, tuple(map(self._numbering.code, inputs)))
+        return found if isinstance(found, Failure) else [solution for _, solution in found]
+
+    def _forget(self, region: Region) -> None:
+        """Drop what was remembered of regions for which other constraints hold now."""
+        now = self.constraints.snapshot()
+        before, self._obeyed = self._obeyed, now
+        self._note_inside(region)
+        if now == before:
+            return
+        if now.everywhere != before.everywhere:
+            self._solved.clear()
+            self._steps.clear()
+            return
+        changed = {name for name, *_ in now.places ^ before.places}
+        for key, names in self._inside.items():
+            if not changed.isdisjoint(names):
+                self._solved.pop(key, None)
+                self._steps.pop(key, None)
+
+    def _note_inside(self, region: Region) -> frozenset[Name]:
+        """The names of a region and of those that it calls."""
+        if id(region) not in self._inside:
+            inner = [self._note_inside(node.region) for node in region.nodes if isinstance(node, CallNode)]
+            self._inside[id(region)] = frozenset({region.example}).union(*inner)
+        return self._inside[id(region)]
+
+    def _solve(self, region: Region, inputs: Codes) -> _Solved:
+        solved = self._solved.setdefault(id(region), {})
+        if inputs not in solved:
+            reduced = region.style in (Style.ROWWISE, Style.VOCAB)
+            finished = (self._solve_reduced if reduced else self._solve_body)(region, inputs)
+            if isinstance(finished, Failure):
+                solved[inputs] = finished
+            else:
+                layouts = self._numbering.layouts
+                solved[inputs] = [(o, Solution(layouts(o), cost, steps)) for o, (cost, steps) in finished.items()]
+            normed = None if reduced else self._norms.solve(region, self._numbering.layouts(inputs))
+            if normed is not None:
+                known = solved[inputs]
+                ways = [] if isinstance(known, Failure) else known
+                solved[inputs] = [*ways, (tuple(map(self._numbering.code, normed.outputs)), normed)]
+        return solved[inputs]
+
+    # -- ordinary bodies ------------------------------------------------------------------------------------------
+    def _solve_body(self, region: Region, inputs: Codes) -> _States | Failure:
+        body = self._bodies.get(id(region))
+        if body is None:
+            body = self._bodies[id(region)] = Body(region, self._numbering)
+        memos = self._steps.setdefault(id(region), [{} for _ in range(len(region.nodes) + 1)])
+        states: _States = {}
+        for inside, cost, choice in self._entered(region, body, inputs):
+            _keep(states, body.start(inputs + inside + body.constants), cost, choice, None)
+        if not states:
+            return self._entry_failure(region, body.entries(inputs + body.constants))
+        constants = body.constants
+        for position, memo in enumerate(memos):
+            operands_of, following_of = body.operands[position], body.following[position]
+            following: _States = {}
+            failure: Failure | None = None
+            for state, (cost, steps) in states.items():
+                operands = operands_of(state + constants)
+                found = memo.get(operands)
+                if found is None:
+                    found = memo[operands] = self._step(region, position, operands)
+                if isinstance(found, Failure):
+                    # Of two that got as far the first counts; of exits the last.
+                    if failure is None or found.progress > failure.progress or position == len(region.nodes):
+                        failure = found
+                    continue
+                for made, extra, choice in found:
+                    after = following_of(state + made + constants)
+                    _keep(following, after, (cost[0] + extra[0], cost[1] + extra[1]), choice, steps)
+            if not following:
+                assert failure is not None
+                return failure
+            states = following
+        return states
+
+    def _step(self, region: Region, position: int, operands: Codes) -> list[_Step] | Failure:
+        if position == len(region.nodes):
+            return self._left(region, operands)
+        node = region.nodes[position]
+        found = (
+            self._ran(region, position, node, operands)
+            if isinstance(node, OperationNode)
+            else self._called(region, position, node, operands)
+        )
+        refusal = Refusal("constraint", "would split a value whose size is read", ())
+        return found if isinstance(found, Failure) or found else Failure((), position, refusal, (position,))
+
+    def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:
+        numbers = (*node.inputs, *node.overwritten)
+        known = dict(zip(numbers, self._numbering.layouts(operands), strict=True))
+        outcomes = self.propagator.outcomes(node, region.values, known.__getitem__)
+        if isinstance(outcomes, Refusal):
+            if (region.example, position) not in self.constraints.forgiven:
+                return Failure((), position, outcomes, (position,))
+            outcomes = [Outcome(tuple(REPLICATED for _ in node.outputs))]
+        found: list[_Step] = []
+        for outcome in outcomes:
+            if any((region.example, i) in self.constraints.whole_gradients for i in outcome.partial_parameters):
+                continue
+            made = [(o, held) for o, held in zip(node.outputs, outcome.outputs, strict=True) if o is not None]
+            if self._splits_unsharded(region, made):
+                continue
+            extra = sum(self.boundaries.gradient_sum(region.values[i]) for i in outcome.partial_parameters)
+            codes = tuple(self._numbering.code(held) for _, held in made)
+            found.append((codes, (extra, 0), Ran(position, outcome)))
+        return found
+
+    def _called(self, region: Region, position: int, node: CallNode, operands: Codes) -> list[_Step] | Failure:
+        solutions = self._solve(node.region, operands)
+        if isinstance(solutions, Failure):
+            path, progress = (position, *solutions.path), (position, *solutions.progress)
+            return Failure(path, solutions.node, solutions.refusal, progress)
+        inputs = self._numbering.layouts(operands)
+        return [
+            (outputs, solution.cost, Called(position, inputs, solution))
+            for outputs, solution in solutions
+            if not self._splits_unsharded(region, zip(node.outputs, solution.outputs, strict=True))
+        ]
+
+    def _splits_unsharded(self, region: Region, made: Iterable[tuple[int, Layout]]) -> bool:
+        return any(held.is_sharded and (region.example, o) in self.constraints.unsharded for o, held in made)
+
+    # -- boundaries -------------------------------------------------------------------------------------------------
+    def _entered(self, region: Region, body: Body, inputs: Codes) -> Iterator[_Step]:
+        """The layouts that the entries could have inside."""
+        sources = self._numbering.layouts(body.entries(inputs + body.constants))
+        branches = [
+            self.boundaries.entry_options(region, boundary, source)
+            for boundary, source in zip(region.entries, sources, strict=True)
+        ]
+        for layouts, cost in _combined(branches):
+            yield tuple(map(self._numbering.code, layouts)), cost, Entered(layouts)
+
+    def _left(self, region: Region, sources: Codes) -> list[_Step] | Failure:
+        """The layouts that the exits could have outside."""
+        branches: list[list[tuple[Layout, Cost]]] = []
+        failure: Failure | None = None
+        for boundary, source in zip(region.exits, self._numbering.layouts(sources), strict=True):
+            branches.append(self.boundaries.exit_options(region, boundary, source))
+            if not branches[-1]:
+                refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.source, source),))
+                failure = Failure((), None, refusal, (len(region.nodes),))
+        if failure is not None:
+            return failure
+        return [(tuple(map(self._numbering.code, held)), cost, Left(held)) for held, cost in _combined(branches)]
+
+    def _entry_failure(self, region: Region, sources: Codes) -> Failure:
+        for boundary, source in zip(region.entries, self._numbering.layouts(sources), strict=True):
+            if not self.boundaries.entry_options(region, boundary, source):
+                refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.target, source),))
+                return Failure((), None, refusal, (-1,))
+        refusal = Refusal("pin", "no layout of the result is possible here", ())
+        return Failure((), None, refusal, (-1,))
+
+    # -- linear layers and tables whose product is partial ----------------------------------------------------------
+    def _solve_reduced(self, region: Region, inputs: Codes) -> _States | Failure:
+        """A rowwise linear or a vocabulary-split table: the product is partial, and is reduced before the bias.
+
+        It may also leave as it is; a bias is then added on one rank.
+        """
+        body = Body(region, self._numbering)
+        bias = next((i for i, v in enumerate(region.values) if v.parameter is not None and len(v.shape) == 1), None)
+        exit_boundary = region.exits[0]
+        finished: _States = {}
+        for _, cost, choice in self._entered(region, body, inputs):
+            for target, extra in self.boundaries.exit_options(region, exit_boundary, PARTIAL):
+                partial = replicated = once = frozenset[int]()
+                total = (cost[0] + extra[0], cost[1] + extra[1])
+                if bias is not None and target == PARTIAL:
+                    if (region.example, bias) in self.constraints.reduced_biases:
+                        continue
+                    # Only to save a collective: as dear as a gradient to be summed, so that ties go to the plain bias.
+                    once = frozenset({bias})
+                    total = (total[0] + self.boundaries.gradient_sum(region.values[bias]), total[1] + 1)
+                if bias is not None and region.values[bias].differentiable:
+                    if target in (REPLICATED, PARTIAL):
+                        replicated = frozenset({bias})
+                    else:
+                        if (region.example, bias) in self.constraints.whole_gradients:
+                            continue
+                        partial = frozenset({bias})
+                        total = (total[0] + self.boundaries.gradient_sum(region.values[bias]), total[1])
+                left = Left((target,), partial, replicated, once)
+                _keep(finished, (self._numbering.code(target),), total, left, Steps(choice, None))
+        return finished or self._entry_failure(region, body.entries(inputs + body.constants))
+
+
+def _combined(branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> Iterator[tuple[State, Cost]]:
+    for combination in itertools.product(*branches):
+        cost = (sum(c[0] for _, c in combination), sum(c[1] for _, c in combination))
+        yield tuple(held for held, _ in combination), cost
+
+
+def _keep(states: _States, key: Codes, cost: Cost, choice: Choice, before: Steps | None) -> None:
+    known = states.get(key)
+    if known is None or cost < known[0]:
+        states[key] = (cost, Steps(choice, before))
+
+
+def root_solution(solutions: Sequence[Solution]) -> Solution:
+    """The cheapest of a root's solutions."""
+    return min(solutions, key=lambda solution: solution.cost)
+
+
+__all__ = ["Placer", "root_solution"]

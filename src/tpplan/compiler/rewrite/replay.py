@@ -1,0 +1,333 @@
+"""Replay: run a body from its record, where its own Python doesn't work on a rank's shards.
+
+in:  the stock module without its numbers, how the body's values lie, a call with local tensors
+out: the call's result: the operations that the stock body runs on whole tensors, one by one on the local ones
+
+    y.view(batch, length, self.width // self.heads)   with y: S(2)   ->   the same view, to the local size
+
+`nn.MultiheadAttention` and bodies like it derive sizes from sizes, so that no attribute of theirs could be made local.
+For every new geometry of the arguments the body is recorded once on meta tensors of the whole shapes; its operations
+then run on local tensors, with those of their arguments that are sizes made local. The layouts come from the rules that
+placed the program (`propagate`), so that the check, which replays the body as well, holds for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import takes_device, without_dispatch_modes
+from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.program import RecordedBody
+from tpplan.compiler.ir.region import CallNode, Instance, OperationNode
+from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, play
+from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
+from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
+from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
+from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal
+from tpplan.compiler.trace.capture import Capture, argument_names, record
+from tpplan.compiler.trace.effects import held_tensors
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.skeleton import make_skeleton
+
+_SHAPED = VIEWS | NEW | {"aten.expand.default"}
+_FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", "empty"))
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class Replay:
+    """Runs one body from its record, and records it again for every new geometry."""
+
+    def __init__(
+        self,
+        stock: nn.Module,
+        body: RecordedBody,
+        parameters: Mapping[str, Layout],
+        size: int,
+        rank: int,
+        batch: Callable[[], int | None],
+    ) -> None:
+        """Replay a body.
+
+        Args:
+            stock: the stock module on meta tensors of whole shapes; it is copied before it runs.
+            body: how its arguments, its results and those of its calls lie.
+            parameters: the layouts of all parameters, and of split buffers, in it, by their names there.
+            size, rank: the number of ranks, and which of them this is.
+            batch: tells the batch size of the model's call, for sequences flattened with their batch.
+        """
+        self._stock = stock
+        self._body = body
+        self._parameters = parameters
+        self._size, self._rank = size, rank
+        self._batch = batch
+        self._names = argument_names(type(stock).forward)
+        self._scripts: dict[object, Script] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of `module`, whose parameters are local tensors, as are those in the arguments.
+
+        Raises:
+            ReplayError: the body can't be recorded on such arguments, or its operations can't run on shards.
+        """
+        batch = self._batch()
+        key = (_geometry((args, kwargs), {}), module.training, torch.is_grad_enabled(), batch)
+        script = self._scripts.get(key)
+        first = script is None
+        if script is None:
+            with without_dispatch_modes():
+                script = self._scripts[key] = self._write(module.training, args, kwargs, batch)
+        return play(script, module, self._names, args, kwargs, first)
+
+    # -- recording ------------------------------------------------------------------------------------------------
+    def _write(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int | None) -> Script:
+        names = self._names
+        layouts = dict(self._body.inputs)
+        wholes: dict[int, Tensor] = {}
+
+        def whole(held: Any, path: Path) -> Any:
+            if isinstance(held, Tensor):
+                if id(held) not in wholes:
+                    wholes[id(held)] = self._whole(held, layouts.get(path, REPLICATED))
+                return wholes[id(held)]
+            if isinstance(held, tuple):
+                return tuple(whole(item, (*path, i)) for i, item in enumerate(held))  # pyright: ignore
+            return held
+
+        given = tuple(whole(a, (names[i] if i < len(names) else f"*{i}",)) for i, a in enumerate(args))
+        named = {name: whole(a, (name,)) for name, a in kwargs.items()}
+        state = Capture(Recorder(), arguments={})
+        skeleton = make_skeleton(self._stock)
+        try:
+            trace = record(skeleton, given, named, training, state)
+        except Exception as error:
+            raise ReplayError(f"the body can't be recorded on such arguments: {error}") from error
+        held_by = [*trace.stored.values(), *(names for _, names in skeleton.parameters)]
+        parameters = {name: self._parameters.get(name, REPLICATED) for names in held_by for name in names}
+        root = build_regions(trace, Binding({}, parameters, {}))
+        number = batch if batch is not None else (given[0].shape[0] if given and isinstance(given[0], Tensor) else 1)
+        settled = _Settler(root, trace, self._body, Propagator(self._size, number)).settle()
+        held = {value: parameters[names[0]] for value, names in trace.stored.items()}
+        return self._script(trace, state, skeleton.model, held | settled)
+
+    def _whole(self, local: Tensor, layout: Layout) -> Tensor:
+        shape = list(local.shape)
+        if layout.dim is not None:
+            packs = sum(pack.size for pack in layout.packs)
+            shape[layout.dim] = packs or shape[layout.dim] * self._size
+            if layout.within:
+                shape[layout.dim + 1] = sum(pack.size for pack in layout.within)
+        made = torch.empty(shape, dtype=local.dtype, device="meta")
+        return made.requires_grad_(local.requires_grad and torch.is_grad_enabled())
+
+    def _script(self, trace: Trace, state: Capture, model: nn.Module, layouts: Mapping[int, Layout]) -> Script:
+        recorder = state.recorder
+        if trace.chosen or trace.assumptions:
+            raise ReplayError("what the body runs depends on the numbers in its tensors")
+        read = set(_read(trace))
+        held = {value: names[0] for value, names in trace.parameters.items() if value in read}
+        for name, tensor in held_tensors(model):
+            value = recorder.held_value(tensor)
+            if value is not None and value in read:
+                held.setdefault(value, name)
+        made = set(_made(trace)) | held.keys()
+        constants: list[tuple[int, Tensor]] = []
+        for value in sorted(read - made):
+            numbers = trace.values[value].numbers
+            if numbers is None:
+                raise ReplayError("the body reads a tensor that is neither a parameter, nor a buffer, nor an argument")
+            constants.append((value, numbers))
+        steps: list[Run | Call] = []
+        for node in trace.root.body:
+            if isinstance(node, Operation):
+                steps.append(_localised(node, trace, layouts, self._size, self._rank))
+                continue
+            args, kwargs = (state.arguments or {})[node.module, node.call]
+            results = tuple((c.path, c.target) for c in node.exits)
+            steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
+        entries = tuple((path, c.target) for c in trace.root.entries for path in (c.path, *c.aliases))
+        sources = {c.target: c.source for c in trace.root.exits}
+        result = _referred(state.results["", 0], recorder, sources)
+        return Script(entries, tuple(held.items()), tuple(constants), tuple(steps), result)
+
+
+class _Settler:
+    """Finds the layouts of a body's values from those of its arguments and of what its calls return."""
+
+    def __init__(self, root: Instance, trace: Trace, body: RecordedBody, propagator: Propagator) -> None:
+        self.root, self.trace, self.propagator = root, trace, propagator
+        self.inputs, self.results = dict(body.inputs), dict(body.results)
+        self.calls = {(module, call): dict(results) for module, call, results in body.calls}
+        self.refused: Refusal | None = None
+
+    def settle(self) -> dict[int, Layout]:
+        """The layouts by value of the record.
+
+        Raises:
+            ReplayError: an operation can't run on shards that lie so.
+        """
+        known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
+        found = self._from(0, known)
+        if found is None:
+            raise ReplayError(self.refused.reason if self.refused is not None else "its results would lie otherwise")
+        return found
+
+    def _from(self, position: int, known: dict[int, Layout]) -> dict[int, Layout] | None:
+        region, values = self.root.region, self.root.values
+        children = self.root.children
+        calls = sum(1 for node in region.nodes[:position] if isinstance(node, CallNode))
+        while position < len(region.nodes):
+            node = region.nodes[position]
+            position += 1
+            if isinstance(node, CallNode):
+                frame = children[calls].frame
+                calls += 1
+                promised = self.calls.get((frame.module, frame.call), {})
+                known |= {c.target: promised.get(c.path, REPLICATED) for c in frame.exits}
+                continue
+            outcomes = self._outcomes(node, known)
+            if len(outcomes) > 1:
+                branches = (self._from(position, known | _made_by(node, values, o)) for o in outcomes)
+                return next((found for found in branches if found is not None), None)
+            if not outcomes:
+                return None
+            known |= _made_by(node, values, outcomes[0])
+        return known if self._leaves(known) else None
+
+    def _outcomes(self, node: OperationNode, known: Mapping[int, Layout]) -> list[Outcome]:
+        region, values = self.root.region, self.root.values
+
+        def layout(i: int) -> Layout:
+            own = region.values[i].parameter
+            return known.get(values[i]) or (own if own is not None else REPLICATED)
+
+        found = self.propagator.outcomes(node, region.values, layout)
+        if isinstance(found, Refusal):
+            self.refused = found
+            return []
+        return found
+
+    def _leaves(self, known: Mapping[int, Layout]) -> bool:
+        return all(
+            _kind(known.get(c.source, REPLICATED)) == _kind(self.results.get(c.path, REPLICATED))
+            for c in self.root.frame.exits
+        )
+
+
+def _kind(layout: Layout) -> tuple[str, str, int | None]:
+    return layout.forward, layout.gradient, layout.dim
+
+
+def _made_by(node: OperationNode, values: Sequence[int], outcome: Outcome) -> dict[int, Layout]:
+    return {values[o]: held for o, held in zip(node.outputs, outcome.outputs, strict=True) if o is not None}
+
+
+def _read(trace: Trace) -> Iterator[int]:
+    for node in trace.root.body:
+        yield from node.inputs if isinstance(node, Operation) else (c.source for c in node.entries)
+    yield from (c.source for c in trace.root.exits)
+
+
+def _made(trace: Trace) -> Iterator[int]:
+    yield from (c.target for c in trace.root.entries)
+    for node in trace.root.body:
+        if isinstance(node, Operation):
+            yield from (value for value in node.outputs if value is not None)
+        else:
+            yield from (c.target for c in node.exits)
+
+
+def _referred(held: Any, recorder: Recorder, instead: Mapping[int, int] | None = None) -> Any:
+    """Arguments or results with `Reference`s for tensors; other objects than plain data can't be replayed."""
+    if isinstance(held, Tensor):
+        value = recorder.value_of(held)
+        return Reference((instead or {}).get(value, value))
+    if type(held) is tuple:
+        return tuple(_referred(item, recorder, instead) for item in held)  # pyright: ignore
+    if type(held) is list:
+        return [_referred(item, recorder, instead) for item in held]  # pyright: ignore
+    if type(held) is dict:
+        return {key: _referred(item, recorder, instead) for key, item in held.items()}  # pyright: ignore
+    if isinstance(held, _PLAIN):
+        return held
+    raise ReplayError(f"the body passes on an object of class `{type(held).__name__}`")
+
+
+def _geometry(held: Any, seen: dict[int, int]) -> object:
+    """What a record depends on; also which places hold one and the same tensor, as attention looks at that."""
+    if isinstance(held, Tensor):
+        return (tuple(held.shape), held.dtype, held.requires_grad, seen.setdefault(id(held), len(seen)))
+    if type(held) is tuple:
+        return tuple(_geometry(item, seen) for item in held)  # pyright: ignore
+    if type(held) is dict:
+        return tuple((name, _geometry(item, seen)) for name, item in held.items())  # pyright: ignore
+    if isinstance(held, _PLAIN):
+        return (type(held).__name__, held)
+    raise ReplayError(f"the body takes an object of class `{type(held).__name__}`")
+
+
+# -- local sizes ------------------------------------------------------------------------------------------------------
+def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size: int, rank: int) -> Run:
+    """An operation of the record with local sizes for whole ones."""
+
+    def local(value: int) -> tuple[int, ...]:
+        return layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, size, rank)
+
+    name, arguments = node.name, list(node.arguments)
+    shapes = tuple(None if o is None else local(o) for o in node.outputs)
+    made = next((o for o in node.outputs if o is not None), None)
+    split = made is not None and layouts.get(made, REPLICATED).is_sharded
+    if split and name in _SHAPED:
+        arguments[1] = shapes[0]
+    elif split and name in _FILLS:
+        arguments[0] = shapes[0]
+    elif name in SPLITS or name in (SELECT, "aten.slice.Tensor"):
+        held = layouts.get(node.inputs[0], REPLICATED)
+        whole = trace.values[node.inputs[0]].shape
+        position = 2 if name in SPLITS else 1
+        along: int = (arguments[position] if len(arguments) > position else 0) % len(whole)
+        packs = held.shares(along, size, rank)[0]
+        if name in SPLITS and (packs or held.dim == along):
+            lengths = [shape[along] for shape in shapes if shape is not None]
+            arguments[1] = tuple(lengths) if name == "aten.split_with_sizes.default" else lengths[0]
+        elif packs and made is not None:
+            first: int = arguments[2] or 0
+            start = held.local_start(along, first + (whole[along] if first < 0 else 0), whole[along], size, rank)
+            arguments[2:4] = [start] if name == SELECT else [start, start + local(made)[along]]
+    elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
+        raise ReplayError("the body picks entries of a packed dim by their numbers")
+    elif name == CONVOLUTION:
+        x = node.inputs[0]
+        channels = trace.values[x].shape[1]
+        arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
+    on_device = not node.inputs and takes_device(node.target)
+    return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
+
+
+def recorded_body(frame: Frame, layouts: Mapping[int, Layout]) -> RecordedBody:
+    """How the values at the boundaries of a frame's body lie, in an assignment."""
+
+    def at(crossings: Sequence[Crossing], inside: bool) -> tuple[tuple[Path, Layout], ...]:
+        return tuple(
+            (path, layouts.get(c.target if inside else c.source, REPLICATED))
+            for c in crossings
+            for path in (c.path, *c.aliases)
+        )
+
+    prefix = f"{frame.module}." if frame.module else ""
+    counts: dict[str, int] = {}
+    calls: list[tuple[str, int, tuple[tuple[Path, Layout], ...]]] = []
+    for node in frame.body:
+        if isinstance(node, Frame):
+            name = node.module.removeprefix(prefix)
+            calls.append((name, counts.get(name, 0), at(node.exits, inside=True)))
+            counts[name] = counts.get(name, 0) + 1
+    return RecordedBody(at(frame.entries, inside=True), tuple(calls), at(frame.exits, inside=False))
+
+
+__all__ = ["Replay", "ReplayError", "recorded_body"]

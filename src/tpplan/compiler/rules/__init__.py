@@ -1,0 +1,1 @@
+"""What an operation makes of its operands' layouts."""

@@ -1,0 +1,416 @@
+"""Packed: operations on values whose sharded dim is more than one stretch with one holder for each part.
+
+in:  an operation, and the layouts of its operands, at least one of them packed, replicated in groups, or joined
+out: the layouts of its results, or the reason why there are none
+
+    split([32, 16, 16]) of S(2, packs=32|16|16)   ->  S(2), S(2), S(2)
+    view(b, s, 3, h, d) of S(2, packs=hd|hd|hd)   ->  S(3)
+    expand(b, 2, 4, s, d) of S(1, replicas=2)     ->  S(1, replicas=2, within=4): a holder keeps its own repeats
+    cat([a, b], -1) of S(2), S(2)                 ->  S(2, packs=a|b)
+
+Whatever treats all entries of the dim alike is left to DTensor's rule for a plain shard: the order of the entries is
+nothing to it, as long as all operands have the same. Views are decided by enumeration: of the layouts that a result
+could have, the one by which every rank holds the very elements, in the very order, that its part of the operand has.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from tpplan.compiler.ir.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.trace import Reference
+from tpplan.compiler.rules.convolution import CONVOLUTION, convolved
+
+VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
+SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
+REPEAT = "aten.repeat.default"
+EXPAND = "aten.expand.default"
+GATHER = "aten.gather.default"
+PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
+SELECT = "aten.select.int"
+_PAIRS = frozenset(("aten.view_as_complex.default", "aten.view_as_real.default"))  # the last dim's, or as a last dim
+_LARGEST = 1 << 22
+_REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
+
+Layouts = tuple[Layout, ...]
+Ask = Callable[[dict[int, Layout]], "Layouts | str"]
+
+
+def concerns(node: OperationNode, layouts: dict[int, Layout]) -> bool:
+    """Whether these rules decide, and not DTensor's alone."""
+    return node.name == CONVOLUTION or any(not held.is_plain for held in layouts.values()) or _joins(node, layouts)
+
+
+def results(
+    node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout], size: int, batch: int, ask: Ask
+) -> Layouts | str:
+    """The layouts of the results; a text tells why there are none.
+
+    Args:
+        node, values: the operation, and the geometry of its region.
+        layouts: of its operands, by local number.
+        size: of the axis.
+        batch: the batch size of the example call.
+        ask: DTensor's rules, for layouts that are plain.
+    """
+    split = [(number, held) for number, held in layouts.items() if held.is_sharded]
+    if not split:
+        return "needs values that other ranks hold"
+    if node.name == CONVOLUTION:
+        return convolved(node.arguments, values, layouts, size)
+    number, held = split[0]
+    assert held.dim is not None
+    shape = values[number].shape
+    if _joins(node, layouts):
+        return _joined(node, values, layouts)
+    if node.name in VIEWS:
+        made = viewed(shape, values[_output(node)].shape, held, size, batch)
+        return (made,) if made is not None else "cuts across what the sharded dim packs"
+    if every_so_many(node, values, layouts):
+        even = held.is_plain and held.interleave == 1 and held.is_even(shape[held.dim], size)
+        fits = even and shape[held.dim] // size % node.arguments[4] == 0
+        return (held,) if fits else "takes every so many entries, of which the ranks hold parts"
+    along = _taken_along(node, shape)
+    if along is not None and (along == held.dim or held.shares(along, size, 0)[0]):
+        stretches = _stretches(node, values, along)
+        return stretches if isinstance(stretches, str) else _taken(held, along, stretches, size, node.name != SELECT)
+    if node.name in _PAIRS:
+        # DTensor's rule is that of a view, and refuses a dim of fewer entries than ranks.
+        last = held.dim + (1 if held.within else 0)
+        return (held,) if last < len(values[_output(node)].shape) else "pairs entries of the dim that is sharded"
+    if node.name == GATHER:
+        # Every rank looks up its own entries in its own part.
+        alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
+        return (held,) if alike else "looks entries up that other ranks hold"
+    if node.name == REPEAT:
+        return _repeated(node, shape, held, size, batch)
+    if node.name == EXPAND and _repeats(values, number, node, held):
+        return (replace(held, within=(Pack(values[_output(node)].shape[held.dim + 1]),)),)
+    return _alike(node, values, dict(split), layouts, ask)
+
+
+def every_so_many(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
+    """Whether it takes every second (third, …) entry of a sharded dim, from one end to the other."""
+    start: int
+    end: int | None
+    step: int
+    if node.name != "aten.slice.Tensor" or len(node.arguments) < 5:
+        return False
+    held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
+    start, end, step = node.arguments[2] or 0, node.arguments[3], node.arguments[4]
+    along = _along(node, shape)
+    return held.dim == along and step > 1 and 0 <= start < step and (end is None or end >= shape[along])
+
+
+def _output(node: OperationNode) -> int:
+    return next(o for o in node.outputs if o is not None)
+
+
+def _along(node: OperationNode, shape: tuple[int, ...]) -> int:
+    position = 1 if node.name == "aten.slice.Tensor" else 2
+    dim: int = node.arguments[position] if len(node.arguments) > position else 0
+    return dim % len(shape)
+
+
+def picked_dim(name: str, arguments: Sequence[Any]) -> int | None:
+    """The dim of which a single row of numbers picks entries."""
+    if name == "aten.index_select.default":
+        return arguments[1]
+    rows = [dim for dim, index in enumerate(arguments[1]) if index is not None]
+    return rows[0] if len(rows) == 1 else None
+
+
+def picked_stretch(picks: Sequence[int] | None, count: int) -> tuple[int, int] | None:
+    """The stretch, as start and length, of `count` entries that these are, one after the other; None if they aren't."""
+    if not picks:
+        return None
+    start = picks[0] + (count if picks[0] < 0 else 0)
+    return (start, len(picks)) if tuple(picks) == tuple(range(picks[0], picks[0] + len(picks))) else None
+
+
+def _taken_along(node: OperationNode, shape: tuple[int, ...]) -> int | None:
+    """The dim of which an operation takes stretches; None if it doesn't do that."""
+    if node.name in SPLITS or node.name == "aten.slice.Tensor":
+        return _along(node, shape)
+    if node.name == SELECT:
+        return node.arguments[1] % len(shape)
+    return picked_dim(node.name, node.arguments) if node.name in PICKS else None
+
+
+def _stretches(node: OperationNode, values: Sequence[LocalValue], along: int) -> list[tuple[int, int]] | str:
+    """The stretches of a dim, as starts and lengths, that an operation takes; a text if it takes others."""
+    count = values[node.inputs[0]].shape[along]
+    if node.name in SPLITS:
+        lengths = [values[o].shape[along] for o in node.outputs if o is not None]
+        return list(zip(_starts(lengths), lengths, strict=True))
+    if node.name == SELECT:
+        return [(node.arguments[2] % count, 1)]
+    if node.name in PICKS:
+        # Numbers that the model's own code holds are a stretch, if they follow one another.
+        numbers = [i for i in node.inputs[1:] if values[i].picks is not None]
+        stretch = picked_stretch(values[numbers[0]].picks, count) if len(numbers) == 1 else None
+        return [stretch] if stretch is not None else "needs values that other ranks hold"
+    if len(node.arguments) > 4 and node.arguments[4] != 1:
+        return "takes every so many entries of a packed dim"
+    start = (node.arguments[2] if len(node.arguments) > 2 else 0) or 0
+    return [(max(0, start + (count if start < 0 else 0)), values[_output(node)].shape[along])]
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+def _taken(held: Layout, along: int, stretches: Iterable[tuple[int, int]], size: int, keeps: bool) -> Layouts | str:
+    """Stretches of a packed dim: each must be whole packs, and more than a rank's part of them if the dim goes away."""
+    assert held.dim is not None
+    packs, holders, _ = held.shares(along, size, 0)
+    edges = _starts([pack.size for pack in packs])
+    found: list[Layout] = []
+    for start, length in stretches:
+        inside = [p for p, edge in zip(packs, edges, strict=True) if start <= edge < start + length]
+        everywhere = all(p.replicas == holders for p in inside)
+        if start not in edges or sum(p.size for p in inside) != length or not (keeps or everywhere):
+            return "cuts across what the sharded dim packs"
+        if any(p.among for p in inside) and inside != list(packs):
+            return "takes what some of the ranks hold"
+        if along != held.dim:
+            found.append(packed(held.dim, held.packs, inside if keeps else ()))
+        else:
+            found.append(REPLICATED_PARTIAL if everywhere else packed(held.dim, inside, held.within))
+    return tuple(found)
+
+
+def _repeated(node: OperationNode, shape: tuple[int, ...], held: Layout, size: int, batch: int) -> Layouts | str:
+    """A tensor several times, one after the other: along the sharded dim each time is a stretch of its own."""
+    assert held.dim is not None
+    times: Sequence[int] = node.arguments[1]
+    dim = held.dim + len(times) - len(shape)
+    if times[dim] == 1 and (not held.within or times[dim + 1] == 1):
+        return (replace(held, dim=dim),)
+    if not held.is_plain or held.interleave != 1 or not held.is_even(shape[held.dim], size):
+        return "repeats a dim that is packed, or that the ranks can't share evenly"
+    if times[dim] == batch and dim == 0:
+        return (sharded(0, interleave=batch),)
+    return (packed(dim, [Pack(shape[held.dim])] * times[dim]),)
+
+
+def _repeats(values: Sequence[LocalValue], number: int, node: OperationNode, held: Layout) -> bool:
+    """Whether the replicated heads are repeated, so that each holder needs its own repeats only."""
+    before, after = values[number].shape, values[_output(node)].shape
+    dim = held.dim
+    if dim is None or len(held.packs) != 1 or len(before) != len(after) or dim + 1 >= len(before):
+        return False
+    grown = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    return grown == [dim + 1] and after[dim + 1] % held.packs[0].replicas == 0
+
+
+def _joins(node: OperationNode, layouts: dict[int, Layout]) -> bool:
+    """Whether it is a concatenation of sharded tensors; `_joined` tells whether along the sharded dim."""
+    return node.name == "aten.cat.default" and bool(layouts) and all(held.is_sharded for held in layouts.values())
+
+
+def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> Layouts | str:
+    tensors: tuple[Reference, ...] = tuple(r for r in node.arguments[0] if r.identifier in layouts)
+    held = [layouts[r.identifier] for r in tensors]
+    rank = len(values[tensors[0].identifier].shape)
+    dim: int = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
+    if any(h.interleave != 1 or h.within for h in held):
+        return "joins values that are interleaved"
+    if all(h.dim == dim for h in held):
+        # Elsewhere than in the features a split is along the sequence, whose order matters.
+        if dim != rank - 1:
+            return "joins values along the dim that is sharded"
+        sizes = [values[r.identifier].shape[dim] for r in tensors]
+        return (packed(dim, [p for h, n in zip(held, sizes, strict=True) for p in h.packs or (Pack(n),)]),)
+    return (held[0],) if len(set(held)) == 1 and held[0].dim != dim else "joins values that are sharded differently"
+
+
+def _alike(
+    node: OperationNode,
+    values: Sequence[LocalValue],
+    split: dict[int, Layout],
+    layouts: dict[int, Layout],
+    ask: Ask,
+) -> Layouts | str:
+    """An operation that does the same to each entry of the dim, whatever their order."""
+    kinds = {(held.packs, held.within) for held in split.values()}
+    if len(kinds) > 1:
+        return "meets a packed value with one that is sharded otherwise"
+    if node.name in _REORDERS:
+        return "reorders a packed dim"
+    ((packs, within),) = kinds
+    number, held = next(iter(split.items()))
+    assert held.dim is not None
+    made = ask({n: h.bare for n, h in layouts.items()})
+    if isinstance(made, str):
+        return made
+    shape = values[number].shape
+    after = None
+    if within:
+        after = ask({n: sharded((h.dim or 0) + 1) if h.is_sharded else h for n, h in layouts.items()})
+        if isinstance(after, str):
+            return after
+    found: list[Layout] = []
+    for position, (output, result) in enumerate(zip(node.outputs, made, strict=True)):
+        if output is not None and result.is_sharded:
+            assert result.dim is not None
+            kept = values[output].shape[result.dim :]
+            if kept[0] != shape[held.dim] or result.interleave != 1:
+                return "changes the size of a packed dim"
+            if after is not None and (after[position].dim != result.dim + 1 or kept[1] != shape[held.dim + 1]):
+                return "takes apart what the holders of a part share out"
+            result = packed(result.dim, packs, within)
+        elif output is not None and within:
+            return "reduces over what the holders of a part share out"
+        found.append(result)
+    return tuple(found)
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=65536)
+def viewed(source: tuple[int, ...], target: tuple[int, ...], held: Layout, size: int, batch: int) -> Layout | None:
+    """The layout after a view of `source` as `target`; None if a rank's elements are no part of the result."""
+    assert held.dim is not None
+    last = held.dim + (1 if held.within else 0)
+    group = _group(source, target, held.dim, last)
+    if group is None:
+        return None
+    (begin, end), (first, stop) = group
+    if math.prod(source[begin:end]) > _LARGEST:
+        return None
+    inner = replace(held, dim=held.dim - begin)
+    ours = [_elements(source[begin:end], inner, size, rank) for rank in range(size)]
+    for candidate in _candidates(source[begin:end], target[first:stop], inner, size, batch if first == 0 else 1):
+        theirs = (_elements(target[first:stop], candidate, size, rank) for rank in range(size))
+        if all(numpy.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            assert candidate.dim is not None
+            return replace(candidate, dim=candidate.dim + first)
+    return None
+
+
+def _group(
+    source: tuple[int, ...], target: tuple[int, ...], dim: int, last: int
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The smallest runs of dims, in both shapes, that cover the same elements and contain `dim` to `last`."""
+    i = j = 0
+    begin = first = 0
+    while i < len(source) or j < len(target):
+        ours = theirs = 1
+        began = (i, j)
+        while True:
+            if ours <= theirs and i < len(source):
+                ours, i = ours * source[i], i + 1
+            elif j < len(target):
+                theirs, j = theirs * target[j], j + 1
+            else:
+                return None
+            if ours == theirs and j > began[1]:
+                break
+        if began[0] <= dim:
+            begin, first = began
+        if i > last:
+            while j < len(target) and target[j] == 1:
+                j += 1
+            return (begin, i), (first, j)
+    return None
+
+
+def _candidates(
+    source: tuple[int, ...], target: tuple[int, ...], held: Layout, size: int, batch: int
+) -> Iterator[Layout]:
+    assert held.dim is not None
+    inner, outer = math.prod(source[held.dim + 1 :]), math.prod(source[: held.dim])
+    for position, count in enumerate(target):
+        if count % size == 0 or math.prod(target[position + 1 :]) == inner:
+            yield sharded(position)
+            if position == 0 and batch != 1 and count % (batch * size) == 0:
+                yield sharded(0, interleave=batch)
+    packs = held.stretches(source[held.dim])
+    runs = _runs(held, source, size)
+    for position, count in enumerate(target):
+        unit = math.prod(target[position + 1 :])
+        entries = unit == inner
+        scaled = _scaled(packs, inner, unit)
+        repeated = [Pack(count // outer, packs[0].replicas)] * outer if count % outer == 0 else []
+        again = scaled[: len(packs) // math.prod(target[:position])]  # of packs that come again for each entry before
+        joined = [scaled * outer, again] if scaled and held.packs else []
+        proposals = [scaled, [Pack(count, packs[0].replicas)], repeated, *joined, _scaled(*runs, unit)]
+        yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
+        after = target[position + 1] if position + 1 < len(target) else 1
+        for replicas in range(2, size):
+            holders = Pack(count, replicas)
+            if _fills([holders], count, size, False):
+                shared = _scaled([p for p in packs if not p.first], inner, unit // after) if packs[0].among else []
+                for within in ([Pack(after)], [p._replace(among=0) for p in shared]):
+                    if _fills(within, after, replicas, False):
+                        yield packed(position, [holders], within)
+
+
+def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack], int]:
+    """What the holders of a part share out, as packs of the two dims in one, and the size of an entry of these."""
+    assert held.dim is not None
+    if not held.within:
+        return [], 1
+    holders = held.packs[0].replicas
+    found = [p._replace(first=first, among=holders) for first in range(0, size, holders) for p in held.within]
+    return found, math.prod(source[held.dim + 2 :])
+
+
+def _scaled(packs: Sequence[Pack], unit: int, other: int) -> list[Pack]:
+    """Packs of entries of size `unit`, in entries of another size; none if they aren't whole."""
+    exact = all(p.size * unit % other == 0 for p in packs)
+    return [p._replace(size=p.size * unit // other) for p in packs] if exact else []
+
+
+def _fills(packs: Sequence[Pack], count: int, size: int, entries: bool) -> bool:
+    """Whether these could be a dim's packs; uneven ones only where its entries are those of the dim before the view."""
+    shared = all(p.size and (p.fits(size) if entries else p.is_even(size)) for p in packs)
+    return shared and sum(p.size for p in packs) == count
+
+
+def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDArray[Any]:
+    """The flat positions of the elements that `rank` holds of a tensor of `shape`, in its order."""
+    assert held.dim is not None
+    whole = numpy.arange(math.prod(shape), dtype=numpy.int64).reshape(shape)
+    count = shape[held.dim]
+    if held.interleave != 1:
+        blocks = numpy.arange(count).reshape(held.interleave, size, -1)[:, rank].reshape(-1)
+        return numpy.take(whole, blocks, held.dim).reshape(-1)
+    parts = [
+        numpy.take(whole, range(start, start + length), held.dim) for start, length in held.intervals(count, size, rank)
+    ]
+    mine = numpy.concatenate(parts, held.dim)
+    if held.within:
+        parts = [numpy.take(mine, range(start, start + n), held.dim + 1) for start, n in _within(held, size, rank)]
+        mine = numpy.concatenate(parts, held.dim + 1)
+    return mine.reshape(-1)
+
+
+def _within(held: Layout, size: int, rank: int) -> list[tuple[int, int]]:
+    assert held.dim is not None
+    packs, holders, place = held.shares(held.dim + 1, size, rank)
+    return Layout("S", "S", 0, packs=packs).intervals(0, holders, place)
+
+
+__all__ = [
+    "EXPAND",
+    "GATHER",
+    "PICKS",
+    "REPEAT",
+    "SELECT",
+    "SPLITS",
+    "VIEWS",
+    "concerns",
+    "picked_dim",
+    "picked_stretch",
+    "results",
+    "viewed",
+]

@@ -1,0 +1,352 @@
+"""Propagate: what one operation yields, forward and backward, when its operands lie as given, without communication.
+
+in:  an operation and the layouts of its operands
+out: the possible layouts of its results (`Outcome`s), or a `Refusal` with the reason
+
+    mm(x: R·∂P, w: S(1)) -> S(1)        mm(x: R, w: S(1)) -> refused: x's gradient would be partial
+    mul(x: R, w: R parameter) -> R      mul(x: S(1), w: R parameter) -> S(1), and w's gradient is partial
+
+Forward placements are DTensor's own rules. The gradient side follows from one fact: where a result is sharded or
+partial, each rank differentiates its own part, so the gradient of a replicated operand is a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from tpplan.compat import NoRule, OperatorMeta, propagate
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
+from tpplan.compiler.ir.layout import packed as split_in_packs
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.trace import Reference
+from tpplan.compiler.rules import packed
+
+_COPY = "aten.copy_.default"
+NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
+_ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
+_PRODUCT = torch.ops.aten.mul.Tensor
+_TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
+# Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
+_WRITES = {
+    torch.ops.aten.index_add_.default: torch.ops.aten.index_add.default,
+    torch.ops.aten.index_put_.default: torch.ops.aten.index_put.default,
+    torch.ops.aten.scatter_add_.default: torch.ops.aten.scatter_add.default,
+}
+FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One way in which an operation can run on local tensors.
+
+    Attributes:
+        outputs: a layout for each result (also for those that aren't tensors, where it means nothing).
+        partial_parameters: replicated parameters (local numbers) whose gradient comes out partial here.
+        replicated_parameters: replicated parameters whose gradient comes out whole here.
+    """
+
+    outputs: tuple[Layout, ...]
+    partial_parameters: frozenset[int] = frozenset()
+    replicated_parameters: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an operation can't run on local tensors.
+
+    Attributes:
+        kind: "no-rule", "communication", "gradient", "in-place" or "reduction".
+        reason: in words.
+        operands: the operands' layouts, by local number.
+    """
+
+    kind: str
+    reason: str
+    operands: tuple[tuple[int, Layout], ...]
+
+
+class Propagator:
+    """Answers for one axis size; remembers what it asked."""
+
+    def __init__(self, size: int, batch: int) -> None:
+        """Answer for an axis of `size` ranks and an example call of batch size `batch`."""
+        self.size = size
+        self.batch = batch
+        self.heads: frozenset[int] = frozenset()
+        self.features: frozenset[int] = frozenset()
+        self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
+
+    def outcomes(
+        self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]
+    ) -> list[Outcome] | Refusal:
+        """The ways in which `node` can run, given its operands' layouts by local number."""
+        node_inputs = _meaningful_inputs(node, values)
+        operands = tuple((i, layout(i)) for i in dict.fromkeys((*node_inputs, *node.overwritten)))
+        if node.name in NEW:
+            return self._new(node, values, operands)
+        if all(held.is_replicated for _, held in operands):
+            found = self._replicated(node, values, operands)
+            if isinstance(found, Refusal):
+                return found
+            return [*found, *self._by_heads(node, values, operands), *_partial_zeros(node, values)]
+        if node.overwritten:
+            if node.name == _COPY and len({held for _, held in operands}) == 1 and operands[0][1].is_plain:
+                return [Outcome((operands[0][1],))]  # each rank fills its part of the tensor from its part of the other
+            return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
+        forward = self._forward(node, values, dict(operands))
+        if isinstance(forward, Refusal):
+            return forward
+        partial: set[int] = set()
+        differentiable = any(o is not None and values[o].differentiable for o in node.outputs)
+        for identifier, held in operands:
+            value = values[identifier]
+            if not (differentiable and held.is_replicated and value.differentiable):
+                continue
+            if value.parameter is not None:
+                partial.add(identifier)
+            elif held == REPLICATED:
+                reason = "reads a replicated value beside a sharded one, so that the value's gradient is partial"
+                return Refusal("gradient", reason, operands)
+        outputs: list[Layout] = []
+        for output, held in zip(node.outputs, forward, strict=True):
+            if output is not None and held == REPLICATED and values[output].differentiable:
+                return Refusal("reduction", "makes a replicated value from a sharded one", operands)
+            outputs.append(held if output is None else self._in_one_form(held, values[output].shape))
+        return [Outcome(tuple(outputs), frozenset(partial))]
+
+    def _in_one_form(self, held: Layout, shape: tuple[int, ...]) -> Layout:
+        """Heads that are flattened with their batch: at the front a strided shard, as of sequences; elsewhere packs."""
+        if held.dim == 0 and len(held.packs) == self.batch and len(shape) > 2 and not held.within:
+            first, *rest = held.packs
+            alike = all(pack == first for pack in rest) and first.replicas == 1 and not first.among
+            return sharded(0, interleave=self.batch) if alike and first.is_even(self.size) else held
+        return _in_packs(held, shape) if held.dim else held
+
+    def _new(
+        self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
+    ) -> list[Outcome]:
+        """A tensor made anew beside another, of which it takes the dtype; if it has its shape, its layout as well."""
+        (output,) = (o for o in node.outputs if o is not None)
+        like, held = operands[0]
+        same = values[like].shape == values[output].shape and held.is_sharded
+        made = Outcome((held if same else REPLICATED,))
+        return [made, *self._by_heads(node, values, ()), *_partial_zeros(node, values)]
+
+    def _replicated(
+        self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
+    ) -> list[Outcome] | Refusal:
+        activations = {held for i, held in operands if values[i].differentiable and values[i].parameter is None}
+        if not any(o is not None and values[o].differentiable for o in node.outputs):
+            return [Outcome(tuple(REPLICATED for _ in node.outputs))]
+        if len(activations) > 1:
+            reason = "mixes a value whose gradient is partial with one whose gradient is whole"
+            return Refusal("gradient", reason, operands)
+        parameters = frozenset(i for i, _ in operands if values[i].differentiable and values[i].parameter is not None)
+        kinds = activations or ({REPLICATED, REPLICATED_PARTIAL} if parameters else {REPLICATED})
+        found: list[Outcome] = []
+        for kind in sorted(kinds, key=lambda held: held.gradient, reverse=True):
+            outputs = tuple(kind if o is not None and values[o].differentiable else REPLICATED for o in node.outputs)
+            if kind == REPLICATED:
+                found.append(Outcome(outputs, replicated_parameters=parameters))
+            else:
+                found.append(Outcome(outputs, partial_parameters=parameters))
+        return found
+
+    def _by_heads(
+        self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
+    ) -> list[Outcome]:
+        """The ways in which each rank makes what belongs to its heads or features, from replicated values or none."""
+        counts = (
+            self.heads | self.features if node.name in FILLS else self.heads if node.name == packed.EXPAND else None
+        )
+        if not counts:
+            return []
+        (output,) = (o for o in node.outputs if o is not None)
+        after = values[output]
+        before = values[operands[0][0]].shape if operands else ()
+        whole_gradient = bool(operands) and operands[0][1] == REPLICATED and after.differentiable
+        if node.name == packed.EXPAND and (len(before) != len(after.shape) or whole_gradient):
+            return []
+        parameter = frozenset(i for i, _ in operands if values[i].parameter is not None and values[i].differentiable)
+        grown = [sharded(d) for d, n in enumerate(after.shape) if n in counts and (not before or before[d] == 1)]
+        rows = after.shape[0] if after.shape and self.batch > 1 and (not before or before[0] == 1) else 0
+        if rows in {self.batch * n for n in self.heads}:
+            grown.append(sharded(0, interleave=self.batch))
+        return [Outcome((held,), partial_parameters=parameter) for held in grown]
+
+    def _forward(
+        self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
+    ) -> tuple[Layout, ...] | Refusal:
+        def describe(argument: Any) -> Any:
+            if isinstance(argument, Reference):
+                value = values[argument.identifier]
+                placement: Placement = layouts.get(argument.identifier, REPLICATED).placement
+                return OperatorMeta(value.shape, value.stride, value.dtype, placement)
+            if isinstance(argument, tuple):
+                items = [describe(item) for item in argument]  # pyright: ignore
+                return tuple(items)
+            return argument
+
+        if node.name in _TRANSPOSES:
+            layouts = {i: _in_packs(held, values[i].shape) for i, held in layouts.items()}
+        if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
+            return self._packed(node, values, layouts)
+        arguments = _drop_empty_operands(node, values)
+        arguments = tuple(describe(argument) for argument in arguments)
+        keywords = tuple((name, describe(argument)) for name, argument in node.keywords)
+        key = (node.target, arguments, keywords)
+        try:
+            known = self._rules.get(key)
+            cached = known is not None
+        except TypeError:
+            known, cached, key = None, False, None
+        if not cached:
+            known = self._ask(node, arguments, keywords)
+            if key is not None:
+                self._rules[key] = known
+        operands = tuple(layouts.items())
+        if isinstance(known, str):
+            kind, _, reason = known.partition(":")
+            if (
+                node.name in packed.VIEWS
+                or node.name in (packed.REPEAT, packed.GATHER)
+                or packed.every_so_many(node, values, layouts)
+            ):
+                retried = self._packed(node, values, layouts)
+                return Refusal(kind, reason, operands) if isinstance(retried, Refusal) else retried
+            return Refusal(kind, reason, operands)
+        assert known is not None
+        outputs: list[Layout] = []
+        for held in known:
+            if held is None:
+                return Refusal("reduction", "reduces over a sharded dim with something other than a sum", operands)
+            if held.interleave != 1 and (held.interleave != self.batch or held.dim != 0):
+                return self._packed(node, values, layouts)
+            outputs.append(held)
+        flat = node.name in packed.VIEWS and len(values[node.outputs[0] or 0].shape) == 2
+        if self.batch == 1 and flat and _flattens(operands, outputs[0]):
+            reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
+            return Refusal("communication", reason, operands)
+        return tuple(outputs)
+
+    def _views_uneven(self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
+        """Whether it is a view of a dim that the axis doesn't divide: DTensor's rules of views aren't made for that."""
+        if node.name not in packed.VIEWS:
+            return False
+        held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
+        return held.dim is not None and not held.is_even(shape[held.dim], self.size)
+
+    def _packed(
+        self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
+    ) -> tuple[Layout, ...] | Refusal:
+        def ask(plain: dict[int, Layout]) -> tuple[Layout, ...] | str:
+            if plain == layouts:
+                return "needs values that other ranks hold"
+            answer = self._forward(node, values, plain)
+            return answer.reason if isinstance(answer, Refusal) else answer
+
+        made = packed.results(node, values, layouts, self.size, self.batch, ask)
+        return Refusal("no-rule", made, tuple(layouts.items())) if isinstance(made, str) else made
+
+    def _ask(
+        self, node: OperationNode, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
+    ) -> tuple[Layout | None, ...] | str:
+        target = node.target
+        if target is torch.ops.aten._grouped_mm.default:
+            grouped = _one_group(arguments)
+            if grouped is None:
+                return "communication:needs rows that other ranks hold, to know which group they are of"
+            target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
+        target = _WRITES.get(target, target)
+        if target in _WRITES.values() and _all_partial(arguments):
+            return tuple(PARTIAL for _ in node.outputs)
+        try:
+            placements = propagate(target, arguments, dict(keywords), self.size)
+        except NoRule as error:
+            return f"no-rule:{error}"
+        if placements is None and target is _PRODUCT and isinstance(arguments[1], OperatorMeta):
+            # torch 2.11 has some rules for one order only.
+            placements = propagate(target, arguments[1::-1], {}, self.size)
+        if placements is None:
+            return "communication:needs values that other ranks hold"
+        if len(placements) == 1 and len(node.outputs) > 1:
+            placements = placements * len(node.outputs)
+        if len(placements) != len(node.outputs):
+            return "no-rule:DTensor's rule doesn't tell the placement of every result"
+        return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
+
+
+def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
+    """Zeros are the sum of every rank's zeros: partial products may be added to them before they are reduced."""
+    output = next((o for o in node.outputs if o is not None), None)
+    if node.name not in _ZEROS or output is None:
+        return []
+    made = values[output]
+    return [Outcome((PARTIAL,))] if made.dtype.is_floating_point and len(made.shape) > 1 else []
+
+
+def _all_partial(arguments: tuple[Any, ...]) -> bool:
+    """Whether partial values are written or added to entries of a partial tensor, at places that all ranks know."""
+    given, *others = (a for a in _flat(arguments) if isinstance(a, OperatorMeta))
+    values = [a for a in others if a.dtype.is_floating_point]
+    places = [a for a in others if not a.dtype.is_floating_point]
+    partial = all(layout_of(a.placement) == PARTIAL for a in (given, *values))
+    return bool(values) and partial and all(layout_of(a.placement) == REPLICATED for a in places)
+
+
+def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, tuple) and not isinstance(argument, OperatorMeta):
+            yield from _flat(argument)  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield argument
+
+
+def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] | None:
+    """The product of one group of rows with its matrix, whose rule all groups share: all ranks have the same offsets.
+
+    None for rows that are split, or matrices that are shared out whole.
+    """
+    rows, matrices = arguments[:2]
+    if len(rows.shape) != 2 or len(matrices.shape) != 3 or rows.placement.is_shard(0) or matrices.placement.is_shard(0):
+        return None
+    split: Placement = matrices.placement
+    if isinstance(split, Shard):
+        split = Shard(split.dim - 1)
+    return rows, OperatorMeta(matrices.shape[1:], matrices.stride[1:], matrices.dtype, split)
+
+
+def _in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
+    """A strided shard as packs."""
+    if held.dim is None or held.interleave == 1:
+        return held
+    return split_in_packs(held.dim, [Pack(shape[held.dim] // held.interleave)] * held.interleave)
+
+
+def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
+    """Whether a view joined a sharded sequence, dim 1, with a batch of size 1 before it."""
+    return len(operands) == 1 and operands[0][1].dim == 1 and output.dim == 0
+
+
+def _meaningful_inputs(node: OperationNode, values: Sequence[LocalValue]) -> tuple[int, ...]:
+    """The operands that carry data: `cat` ignores empty one-dim tensors (a key-value cache starts with one)."""
+    if node.target is torch.ops.aten.cat.default:
+        kept = tuple(i for i in node.inputs if values[i].shape != (0,))
+        return kept or node.inputs
+    return node.inputs
+
+
+def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> tuple[Any, ...]:
+    if node.target is not torch.ops.aten.cat.default:
+        return node.arguments
+    tensors, *rest = node.arguments
+    kept = tuple(t for t in tensors if not isinstance(t, Reference) or values[t.identifier].shape != (0,))
+    return (kept or tensors, *rest)
+
+
+__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal"]

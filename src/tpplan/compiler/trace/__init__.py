@@ -1,0 +1,1 @@
+"""One run of the stock model on meta tensors, recorded."""

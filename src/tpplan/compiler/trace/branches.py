@@ -1,0 +1,71 @@
+"""Branches: the sides on which a model's branches on the numbers in its tensors are taken.
+
+in:  a model and an example call
+out: its trace, in which no module stays uncalled that the other side of a branch would call
+
+    if mask.all(): mask = None                  ->   false: the mask is used
+    if chosen.any(): y += expert(x[chosen])     ->   true, since `expert` would never be called
+
+A capture on meta tensors has no numbers, so that it takes one side. The program records the assumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler.ir.trace import Location, Trace
+from tpplan.compiler.trace.capture import Capture, record
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.skeleton import make_skeleton
+
+_ROUNDS = 3  # branches within branches
+
+
+def record_model(
+    model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool
+) -> tuple[Trace, Capture]:
+    """Record a call of `model`; branches on data take their false side, unless modules would then stay uncalled.
+
+    Raises:
+        BodyError: a module raised on these inputs.
+    """
+    state = Capture(Recorder())
+    trace = record(make_skeleton(model), arguments, keywords, training, state)
+    uncalled = set(_uncalled(model, trace))
+    for _ in range(_ROUNDS if uncalled else 0):
+        taken = trace.taken | set(_above(uncalled, trace))
+        if taken == trace.taken:
+            break
+        other = Capture(Recorder(taken))
+        try:
+            found = record(make_skeleton(model), arguments, keywords, training, other)
+        except Exception:  # that side can't be captured: the first stands
+            break
+        still = set(_uncalled(model, found))
+        if len(still) >= len(uncalled):
+            break
+        trace, state, uncalled = found, other, still
+    return trace, state
+
+
+def _uncalled(model: nn.Module, trace: Trace) -> Iterator[str]:
+    """The modules with parameters of their own that the trace doesn't call."""
+    called = {frame.module for frame in trace.root.walk()}
+    for name, module in named_modules(model):
+        if name not in called and next(module.parameters(recurse=False), None) is not None:
+            yield name
+
+
+def _above(uncalled: set[str], trace: Trace) -> Iterator[Location]:
+    """The branches that were taken on their false side in a module that holds one of these."""
+    for assumption in trace.assumptions:
+        prefix = f"{assumption.module}." if assumption.module else ""
+        if assumption.location is not None and any(name.startswith(prefix) for name in uncalled):
+            yield assumption.location
+
+
+__all__ = ["record_model"]

@@ -1,0 +1,332 @@
+"""Capture: run a model once on meta tensors and record what it does.
+
+in:  a skeleton (no numbers, no GPU, no process group) and an example call
+out: `Trace`: every aten operation, in the module call it happened in, dead ones removed
+
+    h = self.norm(x)   ->   Frame("norm", entries=x→x', body=(native_layer_norm x'→y',), exits=y'→h)
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container
+from tpplan.compiler.ir.pytree import tensors_of, with_tensors
+from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Trace
+from tpplan.compiler.trace.constants import ConstantWatcher
+from tpplan.compiler.trace.effects import held_tensors
+from tpplan.compiler.trace.gradient_flow import complete_gradients
+from tpplan.compiler.trace.recorder import OpenFrame, Recorder
+from tpplan.compiler.trace.skeleton import Skeleton
+
+
+class BoundaryRule(Protocol):
+    """What a run on local shapes does at module boundaries; see the check pass."""
+
+    def enter(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        """The argument as the body gets it."""
+        ...
+
+    def leave(self, module: str, call: int, path: Path, tensor: Tensor) -> Tensor:
+        """The result as the caller gets it."""
+        ...
+
+    def stand_in(self, module: str, call: int) -> tuple[Any] | None:
+        """A result (in a tuple) that makes running the body unnecessary; None to run it."""
+        ...
+
+
+class BodyError(Exception):
+    """A model's body raised; `__cause__` is what it raised.
+
+    Attributes:
+        root: what was recorded until then; calls that were open have no exits.
+        frame: the innermost call that was open.
+    """
+
+    def __init__(self, root: Frame, frame: Frame) -> None:
+        """Remember the record so far."""
+        super().__init__(frame.module)
+        self.root = root
+        self.frame = frame
+
+
+class ReplacedModuleError(Exception):
+    """A model put another module in the place of one of its own while it ran; the argument is the module's name."""
+
+
+@dataclass(slots=True)
+class Capture:
+    """One recording under way.
+
+    `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
+    what each was called with.
+    """
+
+    recorder: Recorder
+    boundary: BoundaryRule | None = None
+    calls: dict[str, int] = field(default_factory=dict[str, int])
+    results: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
+    failed: Frame | None = None
+    arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+
+
+def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool) -> Trace:
+    """Run `skeleton` on an example call and return the trace.
+
+    Args:
+        skeleton: its modules' `forward` are wrapped in place; don't use it for anything else afterwards.
+        arguments, keywords: the call; tensors may lie on any device, only their geometry counts.
+        training: the mode to run in.
+
+    Raises:
+        BodyError: a module raised on these inputs.
+    """
+    return record(skeleton, arguments, keywords, training, Capture(Recorder()))
+
+
+@contextmanager
+def without_collection() -> Generator[None]:
+    """Spare Python the search for garbage in a block whose objects live as long as its result, or are few."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def record(
+    skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool, state: Capture
+) -> Trace:
+    """As `capture`, with a state that the caller looks into afterwards."""
+    recorder = state.recorder
+    skeleton.model.train(training)
+    parameters: dict[int, tuple[str, ...]] = {}
+    for parameter, names in skeleton.parameters:
+        parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
+    modules = dict(named_modules(skeleton.model))
+    recorder.containers = frozenset(_alike(modules.values()))
+    for name, module in modules.items():
+        _wrap(module, name, state)
+    outliving = [tensor for _, tensor in held_tensors(skeleton.model)]
+    before = set(map(id, outliving))
+    for tensor in outliving:
+        recorder.outlives(tensor)
+    buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
+    called = argument_names(type(skeleton.model).forward)
+    example = with_tensors(arguments, keywords, called, _to_meta)
+    inputs = {path: recorder.value_of(tensor) for path, tensor in tensors_of(*example, called)}
+    for _, tensor in tensors_of(*example, called):
+        recorder.outlives(tensor)
+    outer = OpenFrame("", 0, [])
+    recorder.frames.append(outer)
+    try:
+        with without_collection(), recorder, ConstantWatcher(recorder), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            skeleton.model(*example[0], **example[1])
+    except Exception as error:
+        if state.failed is None:  # raised before any forward ran: by a hook, or for the arguments
+            raise
+        (root,) = (node for node in outer.body if isinstance(node, Frame))
+        raise BodyError(root, state.failed) from error
+    (root,) = (node for node in outer.body if isinstance(node, Frame))
+    replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
+    if replaced is not None:
+        raise ReplacedModuleError(replaced)
+    kept = {
+        value: name
+        for name, tensor in held_tensors(skeleton.model)
+        if id(tensor) not in before and (value := recorder.held_value(tensor)) is not None
+    }
+    left = {
+        path: value
+        for path, tensor in tensors_of(*example, called)
+        if (value := recorder.held_value(tensor)) is not None and value != inputs.get(path)
+    }
+    return Trace(
+        _without_dead_operations(root, recorder.effects | set(kept) | set(left.values())),
+        root,
+        complete_gradients(root, recorder.values, recorder.surprising),
+        parameters,
+        tuple(inputs.values()),
+        training,
+        tuple(dict.fromkeys(recorder.assumptions)),
+        kept,
+        frozenset(recorder.chosen),
+        inputs,
+        left,
+        buffers,
+    )
+
+
+def _alike(modules: Iterable[nn.Module]) -> Iterator[int]:
+    """How many modules of one class the lists and dicts of modules hold."""
+    for module in modules:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from Counter(map(type, module.children())).values()
+
+
+def _wrap(module: nn.Module, name: str, state: Capture) -> None:
+    forward = module.forward
+    names = argument_names(type(module).forward)
+
+    @functools.wraps(forward)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        return _record_call(name, names, forward, args, kwargs, state)
+
+    module.__dict__["forward"] = recorded
+
+
+def _record_call(
+    name: str,
+    names: tuple[str, ...],
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: Capture,
+) -> Any:
+    recorder, boundary = state.recorder, state.boundary
+    call = state.calls.get(name, 0)
+    state.calls[name] = call + 1
+    if state.arguments is not None:
+        state.arguments[name, call] = (args, kwargs)
+    inward = _Crosser(recorder, False, None if boundary is None else functools.partial(boundary.enter, name, call))
+    inner_args = tuple(inward(arg, (names[i] if i < len(names) else f"*{i}",)) for i, arg in enumerate(args))
+    inner_kwargs = {key: inward(arg, (key,)) for key, arg in kwargs.items()}
+    frame = OpenFrame(name, call, [])
+    with Unwatched():
+        stand_in = None if boundary is None else boundary.stand_in(name, call)
+    if stand_in is None:
+        recorder.frames.append(frame)
+        try:
+            result = forward(*inner_args, **inner_kwargs)
+        except Exception:
+            recorder.frames.pop()
+            partial = Frame(name, call, tuple(inward.crossings), (), tuple(frame.body))
+            recorder.frames[-1].body.append(partial)
+            state.failed = state.failed or partial
+            raise
+        recorder.frames.pop()
+    else:
+        result = stand_in[0]
+    outward = _Crosser(recorder, True, None if boundary is None else functools.partial(boundary.leave, name, call))
+    result = outward(result, ())
+    state.results[name, call] = result
+    recorder.frames[-1].body.append(
+        Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body))
+    )
+    return result
+
+
+@functools.cache
+def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names by which a `forward`'s positional arguments can be passed, without `self`."""
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, parameter in signature.parameters.items() if parameter.kind in kinds)[1:]
+
+
+class _Crosser:
+    """Replaces every tensor in a call's arguments or results by an alias with its own value.
+
+    Lists and dicts passed *in* are left alone: a body may write to them. Their tensors are then read across the
+    boundary, and no reshard can be put there.
+    """
+
+    def __init__(self, recorder: Recorder, outward: bool, transform: Callable[[Path, Tensor], Tensor] | None) -> None:
+        self.recorder = recorder
+        self.outward = outward
+        self.transform = transform
+        self.crossings: list[Crossing] = []
+        self._memo: dict[int, tuple[Tensor, int]] = {}
+
+    def __call__(self, held: Any, path: Path) -> Any:
+        if isinstance(held, Tensor):
+            known = self._memo.get(id(held))
+            if known is None:
+                known = self._memo[id(held)] = (self._cross(held, path), len(self.crossings) - 1)
+            else:
+                crossing = self.crossings[known[1]]
+                self.crossings[known[1]] = replace(crossing, aliases=(*crossing.aliases, path))
+            return known[0]
+        if isinstance(held, tuple):
+            items = [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+            return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
+        if not self.outward:
+            return held
+        if type(held) is list:
+            return [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
+        if type(held) is dict:
+            return {key: self(item, (*path, key)) for key, item in held.items()}  # pyright: ignore
+        if is_registered_container(held):
+            # transformers' ModelOutput is a dict: name the path by its keys
+            keys = iter(list(held) if isinstance(held, dict) else range(1 << 30))  # pyright: ignore
+            return rebuild_container(held, lambda item: self(item, (*path, next(keys))))  # pyright: ignore
+        return held
+
+    def _cross(self, tensor: Tensor, path: Path) -> Tensor:
+        if self.transform is not None:
+            with Unwatched():
+                moved = self.transform(path, tensor)
+                if moved is not tensor:
+                    source = self.recorder.value_of(tensor)
+                    target = self.recorder.new_value(moved, self.recorder.values[source].differentiable)
+                    self.crossings.append(Crossing(path, source, target))
+                    return moved
+        alias, source, target = self.recorder.cross(tensor)
+        self.crossings.append(Crossing(path, source, target))
+        return alias
+
+
+def _to_meta(_: Path, tensor: Tensor) -> Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return meta.requires_grad_(tensor.requires_grad)
+
+
+def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
+    """Drop operations whose results nobody reads, now or after the run: autograd's own detaches, unused masks.
+
+    Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards; of a call's
+    results those that nobody reads and a dropped operation made.
+    """
+    live = {crossing.source for crossing in root.exits} | effects
+    dropped: set[int] = set()
+
+    def clean(frame: Frame) -> Frame:
+        body: list[Operation | Frame] = []
+        for crossing in frame.exits:
+            if crossing.target in live:
+                live.add(crossing.source)
+        for node in reversed(frame.body):
+            if isinstance(node, Frame):
+                body.append(clean(node))
+                continue
+            overwritten = tuple(identifier for identifier in node.overwritten if identifier in live)
+            if overwritten or any(output in live for output in node.outputs):
+                live.update(node.inputs)
+                body.append(node if overwritten == node.overwritten else replace(node, overwritten=overwritten))
+            else:
+                dropped.update(output for output in node.outputs if output is not None)
+        live.update(crossing.source for crossing in frame.entries if crossing.target in live)
+        exits = tuple(crossing for crossing in frame.exits if crossing.source not in dropped)
+        if len(exits) < len(frame.exits):
+            dropped.update({c.target for c in frame.exits} - {c.target for c in exits})
+        return replace(frame, exits=exits, body=tuple(reversed(body)))
+
+    return clean(root)

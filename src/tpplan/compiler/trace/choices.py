@@ -1,0 +1,79 @@
+"""Choices: what a capture on meta tensors makes of operations whose results' sizes depend on numbers.
+
+in:  the boolean rows of an index, or the number of entries that `nonzero` looks through
+out: the indices that torch itself would turn them into, and how many there are in the trace
+
+    x[chosen]                    ->   x[rows], rows = chosen.nonzero()
+    hit.nonzero()  (8 experts)   ->   all eight, in numbers, as the model picks its modules by them
+    torch.where(mask)  (96)      ->   89 of them, without numbers: a size that no axis divides
+
+How many entries are found differs from call to call, so that no dim of such a size may be shared out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.compiler.ir.trace import Frame, Trace
+
+INDEXING = frozenset(
+    (
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._index_put_impl_.default,
+    )
+)
+_WRITES = ("aten.index_add", "aten.index_put", "aten.scatter")
+_BOOLEAN = (torch.bool, torch.uint8)
+
+
+def has_boolean_rows(args: tuple[Any, ...]) -> bool:
+    """Whether an indexing operation picks by true and false, and not by numbers."""
+    return any(isinstance(row, Tensor) and row.dtype in _BOOLEAN for row in args[1])
+
+
+def with_numbered_rows(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an indexing operation, its boolean rows turned into the numbers of the entries they pick."""
+    rows: list[Tensor | None] = []
+    for row in args[1]:
+        if isinstance(row, Tensor) and row.dtype in _BOOLEAN:
+            rows += row.nonzero().unbind(1)
+        else:
+            rows.append(row)
+    return (args[0], rows, *args[2:])
+
+
+def called_with_found(trace: Trace) -> set[str]:
+    """The modules that are called with what is found in a tensor, such as experts with the tokens routed to them."""
+    called: set[str] = set()
+    for frame in trace.root.walk():
+        if (frame.module, frame.call) not in trace.chosen:
+            continue
+        found: set[int] = set()
+        for node in frame.body:
+            if isinstance(node, Frame):
+                if any(crossing.source in found for crossing in node.entries):
+                    called.add(node.module)
+                    found.update(crossing.target for crossing in node.exits)
+                continue
+            # What rows are written to has the size that it had before.
+            read = node.inputs[:1] if node.name.startswith(_WRITES) else node.inputs
+            if node.target is torch.ops.aten.nonzero.default or any(i in found for i in read):
+                found.update(output for output in node.outputs if output is not None)
+    return called
+
+
+def found_count(entries: int) -> int:
+    """How many of so many entries `nonzero` finds in a trace: a prime, that no number of ranks divides."""
+    return next((n for n in range(entries, 2, -1) if _is_prime(n)), entries)
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % n for n in range(2, int(number**0.5) + 1))
+
+
+__all__ = ["INDEXING", "called_with_found", "found_count", "has_boolean_rows", "with_numbered_rows"]

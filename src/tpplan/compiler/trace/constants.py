@@ -1,0 +1,56 @@
+"""Constants: the numbers of small tensors that a model makes out of Python numbers on its own device.
+
+On the meta device such a tensor has no entries, and torch issues no operation for it, so that a division by
+`torch.tensor(x.shape[1])` would look the same on whole and on local shapes. Their numbers are kept aside, for the check
+to compare. Nor has what torch makes of the list in `x[:, [-2]]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tpplan.compiler.trace.recorder import Recorder
+
+_POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
+_INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
+
+
+def _index_of(index: Any) -> Any:
+    """An index with tensors for lists of numbers, which torch itself would turn into tensors without entries."""
+    if type(index) is tuple:
+        return tuple(_row(item) for item in index)  # pyright: ignore[reportUnknownVariableType]
+    return _row(index)
+
+
+def _row(item: Any) -> Any:
+    return torch.tensor(item) if type(item) is list and item and all(type(n) is int for n in item) else item  # pyright: ignore
+
+
+class ConstantWatcher(TorchFunctionMode):
+    """Notes the numbers that meta tensors are made of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """Tell `recorder`."""
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, and keep its numbers if it makes a tensor of Python's."""
+        keywords: dict[str, Any] = kwargs or {}
+        if func in _INDEXING:
+            args = (args[0], _index_of(args[1]), *args[2:])
+        result = func(*args, **keywords)
+        position = _POSITION_OF_DATA.get(func)
+        if position is not None and isinstance(result, Tensor) and result.is_meta:
+            data = args[position] if position < len(args) else keywords.get("data", keywords.get("obj"))
+            if not isinstance(data, Tensor):
+                numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
+                self._recorder.new_value(result, result.requires_grad, numbers=numbers)
+        return result

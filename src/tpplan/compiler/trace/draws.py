@@ -1,0 +1,132 @@
+"""Draws: the random numbers of each body, and which of them every rank draws alike.
+
+in:  the trace with every operation, the layouts of its values
+out: for each module whose body draws: "split" or "same", or the one or the other for each draw in order of execution
+
+    dropout(down(dropout(up(x))))   with up: S(2)   ->   ("split", "same")
+
+A module that is called for split values here and for replicated ones there (one `nn.Dropout` in two places) can't tell
+by itself: it is marked "caller", and its draws count among those of the bodies that call it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tpplan.compat import OpOverload, is_random, schema_defaults
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.program import Draws
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
+
+_SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
+
+
+def is_draw(operator: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers.
+
+    Fused attention may draw, and draws nothing if its dropout is 0; one call of it is one draw, as is the one dropout
+    that it decomposes into. An operator that makes no tensor, such as torch's choice of a kernel, draws nothing.
+    """
+    switches = _known.get(id(operator))
+    if switches is None:
+        # An operator lives as long as the process, and its own hash is computed in Python.
+        switches = _known[id(operator)] = _switches(operator)
+    if switches is _NEVER:
+        return False
+    for position, name, default in switches:
+        held = arguments[position] if position < len(arguments) else keywords.get(name, default)
+        if held is not None and not held:
+            return False
+    return True
+
+
+_Switches = tuple[tuple[int, str, Any], ...]
+_NEVER: _Switches = ((-1, "", None),)
+_known: dict[int, _Switches] = {}
+
+
+def _switches(operator: OpOverload) -> _Switches:
+    """The arguments with which an operator is told not to draw, with their places and defaults."""
+    if not is_random(operator):
+        return _NEVER
+    named = enumerate(schema_defaults(operator))
+    return tuple((position, name, default) for position, (name, default) in named if name in _SWITCHES)
+
+
+def random_draws(trace: Trace, layouts: Mapping[int, Layout]) -> dict[str, Draws]:
+    """How the body of each module that draws random numbers does so, by the layouts of the trace's values."""
+    reader = _Reader(trace, layouts)
+    deferred: frozenset[str] = frozenset()
+    while True:
+        calls = reader.calls(deferred)
+        clashing = {name for name, held in calls.items() if name not in deferred and not _agree(held)}
+        if not clashing:
+            break
+        deferred |= clashing
+    return {name: "caller" if name in deferred else _merged(held) for name, held in calls.items() if any(held)}
+
+
+class _Reader:
+    """Reads the kinds of draws off a trace."""
+
+    def __init__(self, trace: Trace, layouts: Mapping[int, Layout]) -> None:
+        self._root = trace.recorded
+        self._layouts = layouts
+        self._sources: dict[int, tuple[int, ...]] = {}
+
+    def calls(self, deferred: frozenset[str]) -> dict[str, list[tuple[str, ...]]]:
+        """The draws of each call of each module, those of `deferred` modules counted where these are called."""
+        found: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+
+        def read(frame: Frame) -> list[str]:
+            drawn: list[str] = []
+            for node in frame.body:
+                if isinstance(node, Frame):
+                    inner = read(node)
+                    drawn += inner if node.module in deferred else ()
+                elif is_draw(node.target, node.arguments, node.keywords):
+                    drawn.append("split" if self._is_split(node) else "same")
+            found[frame.module].append(tuple(drawn))
+            return drawn
+
+        read(self._root)
+        return found
+
+    def _is_split(self, node: Operation) -> bool:
+        return any(self._is_sharded(output) for output in node.outputs if output is not None)
+
+    def _is_sharded(self, value: int) -> bool:
+        """Whether each rank holds a part of a value; of those that nobody reads, no layout was chosen."""
+        layout = self._layouts.get(value)
+        if layout is not None:
+            return layout.is_sharded
+        if not self._sources:
+            self._sources = _sources(self._root)
+        return any(map(self._is_sharded, self._sources.get(value, ())))
+
+
+def _sources(root: Frame) -> dict[int, tuple[int, ...]]:
+    """What each value is made from."""
+    found: dict[int, tuple[int, ...]] = {}
+    for frame in root.walk():
+        found |= {crossing.target: (crossing.source,) for crossing in (*frame.entries, *frame.exits)}
+        for node in frame.body:
+            if isinstance(node, Operation):
+                found |= {output: node.inputs for output in node.outputs if output is not None}
+    return found
+
+
+def _agree(calls: Iterable[tuple[str, ...]]) -> bool:
+    """Whether the calls of a module can be served alike: the same draws in each, or one kind in all; or none."""
+    different = {held for held in calls if held}
+    return len(different) < 2 or len({kind for held in different for kind in held}) == 1
+
+
+def _merged(calls: Iterable[tuple[str, ...]]) -> Draws:
+    drawn = next(held for held in calls if held)
+    return drawn[0] if len(set(drawn)) == 1 else drawn
+
+
+__all__ = ["is_draw", "random_draws"]

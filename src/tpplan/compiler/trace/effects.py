@@ -1,0 +1,101 @@
+"""Effects: what a forward leaves behind besides its results, such as an auxiliary loss in an attribute.
+
+in:  the modules after a run, the values of the trace, their layouts
+out: the tensors that modules now hold; findings for those that are only a rank's part, there or with the caller
+
+    self.usage = x.sum()   with x: S(1)   ->   TP107: the attribute would hold a rank's own sum
+    cache.append(k)        with k: S(2)   ->   TP125: the caller's list holds a rank's own heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from tpplan.compat import named_modules, own_buffers
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.program import splits_sequence
+from tpplan.compiler.ir.trace import Path, Trace
+from tpplan.plan import Diagnostic
+
+_STOCK = frozenset(vars(nn.Module()))  # tables of parameters, modules and hooks
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+
+
+def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the modules' buffers and attributes, also in lists and dicts there, with the attributes' names."""
+    for name, module in named_modules(model):
+        for leaf, held in (*own_buffers(module).items(), *vars(module).items()):
+            if leaf in _STOCK or type(held) in _SCALARS:
+                continue
+            for tensor in _tensors_in(held):
+                yield f"{name}.{leaf}" if name else leaf, tensor
+
+
+def _tensors_in(held: object) -> Sequence[Tensor]:
+    if isinstance(held, Tensor):
+        return (held,)
+    if not isinstance(held, (list, tuple, dict)) or not held:
+        return ()
+    items = held.values() if isinstance(held, dict) else held  # pyright: ignore[reportUnknownVariableType]
+    return [item for item in items if isinstance(item, Tensor)]  # pyright: ignore[reportUnknownVariableType]
+
+
+def effect_findings(kept: Mapping[int, str], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
+    """Report attributes that wouldn't hold what they hold in the unsharded model."""
+    return [
+        Diagnostic(
+            code="TP107",
+            message=f"the forward leaves a tensor in `{name}`, which lies {layouts[value]} there: it isn't what the "
+            "unsharded model would leave, in its numbers or in its gradient",
+            help="return the tensor from the forward, or pin `output: replicate` for the module that it comes from",
+            subject=name.rpartition(".")[0] or None,
+        )
+        for value, name in kept.items()
+        if layouts.get(value, REPLICATED) != REPLICATED
+    ]
+
+
+def left_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnostic]:
+    """Say of which tensors the caller's lists and dicts will hold a part; report those that no later call could take.
+
+    Features and heads have the example's size in every call, so that a part of them is known by its size. A part of a
+    sequence isn't, nor is a term of a sum.
+    """
+    found: list[Diagnostic] = []
+    parts: list[Path] = []
+    for path, value in trace.left.items():
+        layout = layouts.get(value, REPLICATED)
+        if layout == PARTIAL or (layout.is_sharded and splits_sequence(layout, trace.values[value].shape)):
+            found.append(
+                Diagnostic(
+                    code="TP107",
+                    message=f"the forward leaves a tensor in `{path_name(path)}` of its caller, which lies {layout} "
+                    "there: a later call couldn't tell it from a whole one",
+                    help="return the tensor from the forward, or pin `output: replicate` for the module that it comes "
+                    "from",
+                )
+            )
+        elif layout.is_sharded:
+            parts.append(path)
+    if parts:
+        found.append(
+            Diagnostic(
+                code="TP125",
+                message=f"the forward leaves tensors in `{parts[0][0]}` of its caller of which each rank has its part, "
+                f"such as `{path_name(parts[0])}`",
+                help="nothing is wrong if only later calls of the model read them; return from the forward what the "
+                "caller reads itself",
+            )
+        )
+    return found
+
+
+def path_name(path: Path) -> str:
+    """A place in a call's arguments as Python writes it: `caches[0][1]`."""
+    first, *rest = path
+    return f"{first}{''.join(f'[{part!r}]' for part in rest)}"
+
+
+__all__ = ["effect_findings", "held_tensors", "left_findings", "path_name"]

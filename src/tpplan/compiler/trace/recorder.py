@@ -1,0 +1,364 @@
+"""The recording of one run: a dispatch mode that turns aten calls on meta tensors into trace operations.
+
+in:  aten calls, as torch issues them below autograd
+out: `Operation`s appended to the frame that is open, and a value for every tensor seen
+
+    x.mul(2)   ->   Operation(aten.mul.Tensor, (Reference(3), 2), outputs=(4,))
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import OpOverload, RecordingMode, Unwatched, schema_mutates, schema_returns_view
+from tpplan.compiler.ir.trace import Assumption, Crossing, Frame, Geometry, Location, Operation, Reference, Value
+from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
+from tpplan.compiler.trace.draws import is_draw
+
+_INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
+_META = torch.device("meta")
+
+
+class DataDependentError(Exception):
+    """The model asked for the number inside a tensor, which a capture on meta tensors doesn't have."""
+
+
+@dataclass(slots=True)
+class OpenFrame:
+    """A frame that is being recorded."""
+
+    module: str
+    call: int
+    body: list[Operation | Frame]
+
+
+class Recorder(RecordingMode):
+    """Records operations and values; see the module's docstring.
+
+    Results of functional operators are memoised by the geometry of their operands, since meta kernels written in
+    Python are slower than everything else in a capture.
+    """
+
+    def __init__(self, taken: frozenset[Location] = frozenset()) -> None:
+        """Start a record; branches on data go to their true side at `taken`, elsewhere to their false one."""
+        super().__init__()
+        self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
+        self.chosen: set[tuple[str, int]] = set()  # frames that look for entries that aren't zero
+        self._taken = taken
+        self.values: list[Value] = []
+        self.assumptions: list[Assumption] = []
+        self.frames: list[OpenFrame] = []
+        self.effects: set[int] = set()  # results of operations that write to what outlives the run
+        self._outliving: set[int] = set()
+        self.surprising: set[int] = set()  # they have a gradient that no operation gave them; see gradient_flow
+        self._identity: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # ids are only unique while their objects live
+        self._storage: list[int] = []
+        self._members: dict[int, list[int]] = {}
+        self._memo: dict[object, tuple[object, list[Geometry]]] = {}
+        self._meta_copies: dict[int, Tensor] = {}
+
+    # -- values ---------------------------------------------------------------------------------------------------
+    def value_of(self, tensor: Tensor) -> int:
+        """The value that `tensor` stands for; a tensor never seen before becomes a constant."""
+        found = self._identity.get(id(tensor))
+        if found is None:
+            return self.new_value(tensor, tensor.requires_grad)
+        if tensor.requires_grad and not self.values[found].differentiable:
+            self.surprising.add(found)
+            self.values[found] = replace(self.values[found], differentiable=True)
+        return found
+
+    def new_value(
+        self, tensor: Tensor, differentiable: bool, storage_of: int | None = None, numbers: Tensor | None = None
+    ) -> int:
+        """Give `tensor` a fresh value, also if it had one before."""
+        return self._new_value(tensor, _geometry_of(tensor), differentiable, storage_of, numbers)
+
+    def _new_value(
+        self,
+        tensor: Tensor,
+        geometry: Geometry,
+        differentiable: bool,
+        storage_of: int | None,
+        numbers: Tensor | None = None,
+    ) -> int:
+        identifier = len(self.values)
+        self.values.append(Value(identifier, *geometry, differentiable, numbers))
+        if storage_of is None:
+            self._storage.append(identifier)
+            self._members[identifier] = [identifier]
+        else:
+            storage = self._storage[storage_of]
+            self._storage.append(storage)
+            self._members[storage].append(identifier)
+        self._identity[id(tensor)] = identifier
+        self._alive.append(tensor)
+        return identifier
+
+    def outlives(self, tensor: Tensor) -> None:
+        """Say that `tensor`, such as a buffer, is read again after the run: writing to it is an effect."""
+        self._outliving.add(self._storage[self.value_of(tensor)])
+
+    def held_value(self, tensor: Tensor) -> int | None:
+        """The value that `tensor` stands for, if the run has made it."""
+        return self._identity.get(id(tensor))
+
+    def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
+        """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
+        with Unwatched():
+            outside = self.value_of(tensor)
+            alias = torch.ops.aten.alias.default(tensor)
+            return alias, outside, self.new_value(alias, self.values[outside].differentiable, outside)
+
+    # -- operations -----------------------------------------------------------------------------------------------
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if not self.frames:
+            return func(*args, **keywords)
+        operands = _tensors((*args, *keywords.values()))
+        on_meta = [operand.is_meta for operand in operands]
+        if not any(on_meta):
+            if not operands and is_draw(func, args, keywords):
+                keywords = {**keywords, "device": _META}  # a number that each run draws anew is no constant
+            elif operands or not _is_meta_device(keywords.get("device")):
+                result = func(*args, **keywords)  # real constants stay real: the model may read their values
+                if operands and isinstance(result, Tensor) and result.is_meta:
+                    self.new_value(result, False, numbers=operands[0].to(result.dtype))
+                return result
+        elif not all(on_meta):
+            args, keywords = self._constants_to_meta(args, keywords)
+            operands = _tensors((*args, *keywords.values()))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._assume(operands[0])
+        if func is torch.ops.aten.nonzero.default:
+            return self._find(func, args, operands)
+        if func in INDEXING and has_boolean_rows(args):
+            with self:
+                return func(*with_numbered_rows(args), **keywords)
+        return self._record(func, args, keywords, operands)
+
+    def _record(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]) -> Any:
+        inputs = tuple([self.value_of(operand) for operand in operands])
+        arguments = tuple([self._refer(argument) for argument in args])
+        named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
+        written, view, detached = _traits(func)
+        result, made = self._run(func, args, keywords, memoise=not written and not view)
+        differentiable = (
+            not detached
+            and torch.is_grad_enabled()
+            and any([self.values[identifier].differentiable for identifier in inputs])
+        )
+        overwritten: tuple[int, ...] = ()
+        if written:
+            target = args[written[0]] if written[0] < len(args) else next(iter(keywords.values()))
+            targets = [target] if isinstance(target, Tensor) else [t for t in target if isinstance(t, Tensor)]
+            overwritten = self._aliases_of(targets)
+        outputs: list[int | None] = []
+        base = inputs[0] if (view or written) and inputs else None
+        for item, geometry in made:
+            if geometry is None:
+                outputs.append(None)
+                continue
+            dtype = geometry[2]
+            grad = differentiable and (dtype.is_floating_point or dtype.is_complex)
+            outputs.append(self._new_value(item, geometry, grad, base))
+        if written and any(
+            self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
+        ):
+            self.effects.update(output for output in outputs if output is not None)
+        self.frames[-1].body.append(
+            Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self._location())
+        )
+        return result  # pyright: ignore[reportUnknownVariableType]
+
+    def _aliases_of(self, targets: list[Tensor]) -> tuple[int, ...]:
+        found: list[int] = []
+        for target in targets:
+            own = self.value_of(target)
+            found.extend(other for other in self._members[self._storage[own]] if other != own)
+        return tuple(found)
+
+    def _run(
+        self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool
+    ) -> tuple[Any, list[tuple[Any, Geometry | None]]]:
+        """The result, and each item of it with its geometry, where it is a tensor."""
+        if not memoise:
+            return _with_geometry(func(*args, **keywords))
+        if func is torch.ops.aten._grouped_mm.default:
+            return _with_geometry(_grouped_product(args, keywords))
+        key = (id(func), *map(_geometry, args), *[(name, _geometry(a)) for name, a in keywords.items()])
+        try:
+            known = self._memo.get(key)
+        except TypeError:
+            return _with_geometry(func(*args, **keywords))
+        if known is None:
+            result, made = _with_geometry(func(*args, **keywords))
+            if made and all(geometry is not None and item.is_meta for item, geometry in made):
+                self._memo[key] = (type(result), [geometry for _, geometry in made if geometry is not None])
+            return result, made
+        container, geometries = known
+        items = [torch.empty_strided(g[0], g[1], dtype=g[2], device=_META) for g in geometries]
+        whole = container(items) if container is tuple or container is list else items[0]  # pyright: ignore
+        return whole, list(zip(items, geometries, strict=True))  # pyright: ignore[reportUnknownVariableType]
+
+    def _refer(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            known = self._identity.get(id(argument))
+            return Reference(self.value_of(argument) if known is None else known)
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._refer(item) for item in argument)  # pyright: ignore[reportUnknownVariableType]
+        return argument
+
+    def _constants_to_meta(
+        self, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def convert(argument: Any) -> Any:
+            if isinstance(argument, Tensor) and not argument.is_meta:
+                copy = self._meta_copies.get(id(argument))
+                if copy is None:
+                    copy = self._meta_copies[id(argument)] = torch.empty_strided(
+                        argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+                    )
+                    self._alive.append(argument)
+                    self.new_value(copy, False, storage_of=self.value_of(argument), numbers=argument)
+                return copy
+            if isinstance(argument, (list, tuple)):
+                return type(argument)(convert(item) for item in argument)  # pyright: ignore
+            return argument
+
+        return tuple(convert(a) for a in args), {name: convert(a) for name, a in keywords.items()}
+
+    def _assume(self, tensor: Tensor) -> bool:
+        location = self._location()
+        if tensor.dtype is not torch.bool:
+            raise DataDependentError(f"reads the value of a tensor at {location}")
+        taken = location in self._taken
+        self.assumptions.append(Assumption(self.frames[-1].module, location, taken))
+        return taken
+
+    def _find(self, func: OpOverload, args: tuple[Any, ...], operands: list[Tensor]) -> Tensor:
+        """Where a tensor isn't zero: all of it, in numbers, if that may pick modules; else so many places."""
+        (tensor,) = operands
+        picks = tensor.dim() == 1 and len(tensor) in self.containers
+        count = len(tensor) if picks else found_count(tensor.numel())
+        found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=_META)
+        inputs = (self.value_of(tensor),)
+        made = self.new_value(found, False)
+        self.effects.add(made)  # what is made of its numbers doesn't show that it is read
+        self.frames[-1].body.append(
+            Operation(func, tuple(map(self._refer, args)), {}, inputs, (made,), (), self._location())
+        )
+        self.chosen.add((self.frames[-1].module, self.frames[-1].call))
+        if not picks:
+            return found
+        places = torch.arange(count)[:, None]
+        self._meta_copies[id(places)] = found
+        self._alive.append(places)
+        return places
+
+    @staticmethod
+    def _location() -> Location | None:
+        frame = inspect.currentframe()
+        while frame is not None:
+            name = frame.f_code.co_filename
+            internal = _internal.get(name)
+            if internal is None:
+                internal = _internal[name] = name.startswith((*_INTERNAL, "<"))
+            if not internal:
+                return _location_at(name, frame.f_lineno)
+            frame = frame.f_back
+        return None
+
+
+_internal: dict[str, bool] = {}
+
+
+@functools.cache
+def _location_at(file: str, line: int) -> Location:
+    return Location(file, line)
+
+
+def _written_tensors(positions: Iterable[int], args: tuple[Any, ...]) -> list[Tensor]:
+    return _tensors(args[position] for position in positions if position < len(args))
+
+
+def _grouped_product(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    """The product of grouped rows. On meta tensors torch takes bfloat16 alone, elsewhere float32 as well."""
+    rows, matrices = args[:2]
+    if rows.dim() == 2 and matrices.dim() == 3 and rows.dtype != torch.bfloat16 and not keywords.get("out_dtype"):
+        for tensor in (rows, matrices):
+            _check_alignment(tensor)
+        return torch.empty(rows.shape[0], matrices.shape[2], dtype=rows.dtype, device="meta")
+    coarse = tuple(a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    made = torch.ops.aten._grouped_mm.default(*coarse, **keywords)
+    return torch.empty_strided(made.shape, made.stride(), dtype=rows.dtype, device="meta")
+
+
+def _check_alignment(tensor: Tensor) -> None:
+    """What torch asks of the factors: the one of the last two dims whose entries don't lie together starts aligned."""
+    stride = max(tensor.stride()[-2:])
+    if stride * tensor.itemsize % 16:
+        raise RuntimeError(
+            f"torch's product of grouped rows takes rows of a multiple of 16 bytes, not of {stride * tensor.itemsize}"
+        )
+
+
+def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool]:
+    """Which arguments an operator writes to, whether it returns a view, and whether it cuts the gradient off."""
+    # An operator lives as long as the process, and its own hash is computed in Python.
+    found = _known_traits.get(id(func))
+    if found is None:
+        detached = func.name() in ("aten::detach", "aten::detach_")
+        found = _known_traits[id(func)] = (schema_mutates(func), schema_returns_view(func), detached)
+    return found
+
+
+_known_traits: dict[int, tuple[tuple[int, ...], bool, bool]] = {}
+
+
+def _results(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _is_meta_device(device: object) -> bool:
+    return device is not None and torch.device(device).type == "meta"  # pyright: ignore[reportArgumentType]
+
+
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found.extend(item for item in argument if isinstance(item, Tensor))  # pyright: ignore
+    return found
+
+
+def _geometry_of(tensor: Tensor) -> Geometry:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def _with_geometry(result: Any) -> tuple[Any, list[tuple[Any, Geometry | None]]]:
+    return result, [(item, _geometry_of(item) if isinstance(item, Tensor) else None) for item in _results(result)]
+
+
+def _geometry(argument: Any) -> object:
+    if isinstance(argument, Tensor):
+        return (argument.shape, argument.stride(), argument.dtype)
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_geometry, argument))  # pyright: ignore[reportUnknownArgumentType]
+    return (type(argument).__name__, argument)
+
+
+__all__ = ["Crossing", "DataDependentError", "OpenFrame", "Recorder"]

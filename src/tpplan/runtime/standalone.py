@@ -1,0 +1,91 @@
+"""Alone: modules that are called by themselves, outside of any forward of the root.
+
+Their callers have whole tensors, and want whole ones. In the model, what a module is given and makes may be split or
+partial; so there is a reshard at its boundary then, before and after those of the program.
+
+    model.layers[0].mlp.up(x)   with up: colwise   ->   x: R -> R·∂P, the result: S(2) -> R
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import native_apply, runs_backward
+from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, reshard_between
+from tpplan.compiler.ir.program import Boundary
+from tpplan.plan import TpplanError
+from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.reshard import CallContext, Move, make_reshard
+
+
+class AloneError(TpplanError):
+    """A module can't be called by itself."""
+
+
+def starts_alone(handed_out: HandedOut) -> bool:
+    """Whether a call of a module is one by itself, and not inside of another such call.
+
+    In a backward it is an activation checkpoint, which computes again what was computed by the program in place.
+    """
+    return not handed_out.within and not runs_backward()
+
+
+def _move(module: str, boundary: Boundary, axis: Communicator, context: CallContext) -> Move:
+    """What makes a whole tensor into what the module is given, or what it makes into a whole tensor."""
+    source, target = (REPLICATED, boundary.layout) if boundary.inward else (boundary.layout, REPLICATED)
+    if source == REPLICATED_PARTIAL:
+        return _share(axis.size)
+    ways = reshard_between(source, target)
+    what = f"its argument `{'.'.join(map(str, boundary.path))}`" if boundary.inward else "its result"
+    if ways is None:
+        return _refuse(module, f"{what} is {boundary.layout} there, of which a rank can't make the whole")
+    move = make_reshard(source, target, ways.forward, ways.backward, axis, False, context, boundary.shape)
+    if boundary.differentiable or not boundary.inward:
+        return move
+    refuse = _refuse(module, f"{what} has no gradient there, and wants one here")
+    return lambda tensor: refuse(tensor) if tensor.requires_grad and torch.is_grad_enabled() else move(tensor)
+
+
+def _refuse(module: str, reason: str) -> Move:
+    def move(_: Tensor) -> Tensor:
+        raise AloneError(
+            f"TP117 unproved-call: `{module}` is called by itself otherwise than in the model: {reason}\n"
+            "  help: call the whole model, or a module further out"
+        )
+
+    return move
+
+
+class _Share(torch.autograd.Function):
+    """The ranks' gradients are the same, and their sum is taken further back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.size, None
+
+
+_apply_share: Callable[[Tensor, int], Tensor] = native_apply(_Share)
+
+
+def _share(size: int) -> Move:
+    return lambda tensor: _apply_share(tensor, size)
+
+
+def alone_moves(
+    module: str, boundaries: Sequence[Boundary], axis: Communicator, context: CallContext
+) -> list[tuple[Boundary, Move]]:
+    """The reshards at the boundary of a module that is called by itself; `AloneError` where there is none."""
+    return [(held, _move(module, held, axis, context)) for held in boundaries]
+
+
+__all__ = ["AloneError", "alone_moves", "starts_alone"]
