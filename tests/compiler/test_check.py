@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import tpplan
 from tests.compiler.toys import HIDDEN, MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, reshards, x_BSH
 from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.check.local_run import check
+from tpplan.parity import verify_program
 
 
 @pytest.fixture
@@ -146,3 +148,80 @@ def test_an_error_without_words_is_a_finding_too(mismatches: list[Mismatch | Non
     )
     assert mismatches[0] is not None and mismatches[0].reason == "ValueError"
     assert program.count_collectives(backward=False)["all-gather"] == 1
+
+
+class Held(nn.Module):
+    """A block that scales its features by what it holds."""
+
+    def __init__(self, hold: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+        self.hold = hold
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.hold(self.up(x)))
+
+
+class Config:
+    def __init__(self, literal: bool) -> None:
+        self.literal = literal
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h / (32 if self.literal else h.shape[-1])
+
+
+def divided(h: Tensor, by: Any) -> Tensor:
+    return h / (by or h.shape[-1])
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        (lambda h: h / 32, lambda h: h / h.shape[-1]),
+        (Config(True), Config(False)),
+        (functools.partial(divided, by=32), functools.partial(divided, by=None)),
+        (functools.partial(divided, by=torch.tensor(32.0)), functools.partial(divided, by=None)),
+        (Config(True).__call__, Config(False).__call__),
+    ],
+    ids=["function", "object", "partial", "tensor", "method"],
+)
+def test_equal_layers_that_hold_something_else_are_checked_each(
+    holds: tuple[Any, Any], mismatches: list[Mismatch | None]
+) -> None:
+    """On whole tensors both divide by 32; on shards one of them divides by less."""
+    model = nn.Sequential(*map(Held, holds))
+    program = compiled(model, {"*.up": "colwise", "*.down": "rowwise"})
+    assert mismatches[0] is not None and "is called with" in mismatches[0].reason
+    assert verify_program(model, program, ((torch.randn(3, 12, HIDDEN, requires_grad=True),), {})).ok
+
+
+def test_layers_that_hold_the_same_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+
+    def counted(h: Tensor) -> Tensor:
+        calls.append(h)
+        return h / 32
+
+    compiled(nn.Sequential(*(Held(counted) for _ in range(4))), {"*.up": "colwise", "*.down": "rowwise"})
+    assert len(calls) == 4 + 2  # four in the capture; the first layer's input wants no gradient
+
+
+class Exchanged(nn.Module):
+    """A difference whose operands change places on a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(HIDDEN, 32), nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x), self.gate(x)
+        if a.shape[-1] < 32:
+            a, b = b, a
+        return self.down(a - b)
+
+
+def test_operands_that_change_places_on_a_shard_are_seen(mismatches: list[Mismatch | None]) -> None:
+    model = Exchanged()
+    program = compiled(model, {"{up,gate}": "colwise", "down": "rowwise"})
+    assert mismatches[0] is not None and "operand 1 of aten.sub.Tensor is another value" in mismatches[0].reason
+    assert verify_program(model, program, ((torch.randn(3, 12, HIDDEN, requires_grad=True),), {})).ok

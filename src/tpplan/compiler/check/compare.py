@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.ir.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.ir.region import Instance, picks_of
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
@@ -25,7 +26,7 @@ from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
 
-_REARRANGING = frozenset(
+REARRANGING = frozenset(
     f"aten.{name}"
     for name in (
         "view.default", "_unsafe_view.default", "reshape.default", "expand.default", "clone.default",
@@ -95,18 +96,25 @@ def promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
 
 
 def compare(
-    given: CheckInput, whole: Frame, local: Frame, values: Sequence[Value], unfinished: bool, failure: str
+    given: CheckInput,
+    whole: Frame,
+    local: Frame,
+    values: Sequence[Value],
+    operands: Correspondence,
+    unfinished: bool,
+    failure: str,
 ) -> Mismatch | None:
     """The first difference between a call in the trace and the same call on local shapes."""
     found = _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
     if found is not None:
         return found
-    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in _REARRANGING]
-    runs = [n for n in local.body if isinstance(n, Operation) and n.name not in _REARRANGING]
+    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in REARRANGING]
+    runs = [n for n in local.body if isinstance(n, Operation) and n.name not in REARRANGING]
     rearranged = zip(_rearranging_before(whole), _rearranging_before(local), strict=False)
     for (position, ours), theirs in zip(steps, runs, strict=False):
         found = _compare_rearranged(given, whole, *next(rearranged), values)
         found = found or _compare_operation(given, whole, position, ours, theirs, values)
+        found = found or _compare_operands(whole, position, ours, theirs, operands)
         if found is not None:
             return found
     if failure:
@@ -129,7 +137,7 @@ def _rearranging_before(frame: Frame) -> Iterator[_Rearranging]:
     for position, node in enumerate(frame.body):
         if not isinstance(node, Operation):
             continue
-        if node.name in _REARRANGING:
+        if node.name in REARRANGING:
             since.append((position, node))
         else:
             yield since
@@ -186,6 +194,16 @@ def _compare_operation(
     return None
 
 
+def _compare_operands(
+    whole: Frame, position: int, ours: Operation, theirs: Operation, operands: Correspondence
+) -> Mismatch | None:
+    for place, (mine, its) in enumerate(zip(ours.inputs, theirs.inputs, strict=False)):
+        if operands.differs(mine, its):
+            reason = f"operand {place + 1} of {ours.name} is another value than in the unsharded model"
+            return Mismatch(whole, ours, position, None, None, reason)
+    return None
+
+
 def _compare_shapes(
     given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
 ) -> Mismatch | None:
@@ -229,7 +247,7 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
     for (position, mine), its in zip(ours, theirs, strict=False):
         if mine.target is not its.target:
             return Mismatch(whole, mine, position, None, None, failure)
-        same = _compare_shapes if mine.name in _REARRANGING else _compare_operation
+        same = _compare_shapes if mine.name in REARRANGING else _compare_operation
         found = same(given, whole, position, mine, its, values)
         if found is not None:
             return found
@@ -297,4 +315,4 @@ def _has_tensors(items: Any) -> bool:
     return any(isinstance(item, Reference) for item in items)
 
 
-__all__ = ["CheckInput", "Mismatch", "compare", "promised_shape"]
+__all__ = ["REARRANGING", "CheckInput", "Mismatch", "compare", "promised_shape"]

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.bind.attributes import replaced_attribute
-from tpplan.compiler.check.compare import CheckInput, Mismatch, compare, promised_shape
+from tpplan.compiler.check.compare import REARRANGING, CheckInput, Mismatch, compare, promised_shape
+from tpplan.compiler.check.correspond import Correspondence
+from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Pack, reshard_between
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import with_tensors
@@ -33,8 +35,6 @@ from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, re
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import Style
-
-_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 def check(
@@ -95,6 +95,7 @@ def _check_rank(
         local, failed = error.root, error.frame
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
     frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
+    operands = Correspondence(given.trace.recorded, local, REARRANGING)
     found: list[Mismatch] = []
     for frame in local.walk():
         if (frame.module, frame.call) in boundary.skipped:
@@ -104,7 +105,9 @@ def _check_rank(
             return min(found, key=_when, default=Mismatch(given.trace.root, None, 0, None, None, message))
         whole, place = frames[frame.module, frame.call]
         unfinished = not frame.exits and bool(whole.exits)
-        differs = compare(given, whole, frame, state.recorder.values, unfinished, reason if frame is failed else "")
+        differs = compare(
+            given, whole, frame, state.recorder.values, operands, unfinished, reason if frame is failed else ""
+        )
         if differs is not None:
             found.append(replace(differs, when=(*place, differs.position)))
     assert found or failed is None, failed.module
@@ -173,13 +176,12 @@ class _LocalBoundary:
     ) -> None:
         self.given = given
         self.excused = excused
-        self.attributes = attributes
         self.skipped: set[tuple[str, int]] = set()
         self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
         self._instances: dict[tuple[str, int], Instance] = {}
         self._index(given.instance)
         self._seen: set[object] = set()
-        self._modules = dict(named_modules(given.model))
+        self._fingerprints = Fingerprints(given.model, attributes)
 
     def _index(self, instance: Instance) -> None:
         self._instances[instance.frame.module, instance.frame.call] = instance
@@ -224,28 +226,11 @@ class _LocalBoundary:
         if len(region.inputs) > len({b.source for b in region.entries}) or len(region.outputs) > len(region.exits):
             return False  # it reads or leaves values past its boundary: run it
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
-        key = (id(region), layouts, self._fingerprint(module))
+        key = (id(region), layouts, self._fingerprints.of(module))
         if key in self._seen:
             return True
         self._seen.add(key)
         return False
-
-    def _fingerprint(self, module: str) -> object:
-        """The classes and plain attributes of a module and all inside it: what its code may depend on, besides tensors.
-
-        A number that is the module's own position among its siblings (`layer_idx`) counts as a position.
-        """
-        positions = {int(part) for part in module.split(".") if part.isdigit()}
-        found: list[object] = []
-        for name, inner in named_modules(self._modules[module]):
-            plain = [
-                (key, "position" if type(held) is int and held in positions else held)
-                for key, held in vars(inner).items()
-                if type(held) in _PLAIN
-            ]
-            full = f"{module}.{name}" if name else module
-            found.append((name, type(inner), tuple(plain), self.attributes.get(full)))
-        return tuple(found)
 
     def _promised(self, result: Any, frame: Frame) -> Any:
         targets = {c.path: c.target for c in frame.exits}
