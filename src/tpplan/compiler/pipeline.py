@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,8 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.region import Instance
-from tpplan.compiler.ir.trace import Operation, Path, Trace
+from tpplan.compiler.ir.steps import Stream
+from tpplan.compiler.ir.trace import Assumption, Location, Operation, Path, Trace
 from tpplan.compiler.place.assign import Assignment, assign
 from tpplan.compiler.place.conflicts import (
     conflicting_modules,
@@ -58,6 +59,21 @@ from tpplan.plan import CompileError, Diagnostic, InternalError, Plan, Severity,
 _ROUNDS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a compilation yields.
+
+    Attributes:
+        program: the program.
+        streams: for each rank, the steps that its bodies take in the example call.
+        assumptions: the sides on which branches on data were taken.
+    """
+
+    program: Program
+    streams: Mapping[int, Stream]
+    assumptions: tuple[Assumption, ...]
+
+
 def compile_program(
     model: nn.Module,
     plan: Plan,
@@ -68,6 +84,21 @@ def compile_program(
     partly: bool = False,
     parts: Mapping[Path, Layout] | None = None,
 ) -> Program:
+    """The program alone of `compile_call`."""
+    return compile_call(model, plan, size, arguments, keywords, training, partly, parts).program
+
+
+def compile_call(
+    model: nn.Module,
+    plan: Plan,
+    size: int,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    training: bool | None = None,
+    partly: bool = False,
+    parts: Mapping[Path, Layout] | None = None,
+    taken: frozenset[Location] | None = None,
+) -> Compiled:
     """Compile `plan` for `model` on an axis of `size` ranks.
 
     Args:
@@ -79,6 +110,7 @@ def compile_program(
             evaluation mode if training can't be captured.
         partly: whether the call may do without modules that the plan shards, as another call was proved with them.
         parts: how tensors of the call lie of which a rank gets its part only; the example has them whole.
+        taken: the branches on data to take on their true side; None for those without which modules stay uncalled.
 
     Raises:
         CompileError: with every finding, if plan and model don't fit together.
@@ -87,7 +119,7 @@ def compile_program(
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {})
+        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {}, taken)
 
 
 def _compile(
@@ -99,14 +131,15 @@ def _compile(
     training: bool | None,
     partly: bool,
     parts: Mapping[Path, Layout],
-) -> Program:
+    taken: frozenset[Location] | None,
+) -> Compiled:
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
     dump.binding(binding)
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
     modes = (True, False) if training is None else (training,)
-    trace, results = _capture(model, arguments, keywords, diagnostics, modes)
+    trace, results = _capture(model, arguments, keywords, diagnostics, modes, taken)
     dump.trace(trace)
     flow = DataFlow(trace)
     unpacked = pack(model, flow, binding, size, partly)
@@ -134,7 +167,7 @@ def _compile(
         model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
     )
     dump.program(program)
-    return program
+    return Compiled(program, work.streams, trace.assumptions)
 
 
 def _warnings(work: Work, instance: Instance, assignment: Assignment) -> list[Diagnostic]:
@@ -194,12 +227,13 @@ def _capture(
     keywords: Mapping[str, Any],
     diagnostics: list[Diagnostic],
     modes: tuple[bool, ...],
+    taken: frozenset[Location] | None,
 ) -> tuple[Trace, dict[tuple[str, int], Any]]:
     """Record the model in the first of `modes` (training or not) in which it runs."""
     errors: list[BaseException] = []
     for training in modes:
         try:
-            trace, state = record_model(model, arguments, keywords, training)
+            trace, state = record_model(model, arguments, keywords, training, taken)
             return trace, state.results
         except BodyError as error:
             errors.append(error)
@@ -225,7 +259,8 @@ def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
             work.model, work.trace, assignment, instance, work.size, work.arguments, work.keywords, work.results,
             work.parts,
         )  # fmt: skip
-        mismatch = local_run.check(given, work.attributes, work.excused, work.recorded)
+        work.streams = {}
+        mismatch = local_run.check(given, work.attributes, work.excused, work.recorded, work.streams)
         if mismatch is None:
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
             work.findings += left_findings(work.trace, assignment.layouts)

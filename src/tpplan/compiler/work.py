@@ -18,6 +18,7 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Path, Trace
 from tpplan.compiler.place.place import Placer
 from tpplan.compiler.place.solution import Constraints
@@ -53,6 +54,7 @@ class Work:
     learned_from: Diagnostic | None = None
     learned: list[Diagnostic] = field(default_factory=list[Diagnostic])
     regions: tuple[frozenset[str], Instance] | None = None
+    streams: dict[int, Stream] = field(default_factory=dict[int, Stream])
     parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
 
     @property

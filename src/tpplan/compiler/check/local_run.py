@@ -28,6 +28,7 @@ from tpplan.compiler.ir.layout import REPLICATED, Collective, Pack, reshard_betw
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Frame, Path, Value
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
@@ -42,6 +43,7 @@ def check(
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str] = frozenset(),
     recorded: frozenset[str] = frozenset(),
+    heard: dict[int, Stream] | None = None,
 ) -> Mismatch | None:
     """Run the model on local shapes, once for each kind of rank.
 
@@ -50,16 +52,25 @@ def check(
         attributes: integer attributes to set to local counts, by module.
         recorded: modules whose bodies run from their records.
         excused: modules that are not run, as they were reported already; their results are taken as promised.
+        heard: where to note the steps of each rank's bodies.
     """
+    alike = ranks_alike(given)
     for rank in different_ranks(given):
-        found = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
+        found, stream = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
         if found is not None:
             return replace(found, rank=rank)
+        if heard is not None and stream is not None:
+            heard.update((other, stream) for other, first in enumerate(alike) if first == rank)
     return None
 
 
 def different_ranks(given: CheckInput) -> list[int]:
     """The first rank, and each whose local shapes no rank before it has."""
+    return list(dict.fromkeys(ranks_alike(given)))
+
+
+def ranks_alike(given: CheckInput) -> list[int]:
+    """For each rank the first that has its local shapes."""
     held = {(layout, given.trace.values[value].shape) for value, layout in given.assignment.layouts.items()}
     uneven = [
         (layout, shape[layout.dim])
@@ -67,9 +78,10 @@ def different_ranks(given: CheckInput) -> list[int]:
         if layout.dim is not None and not layout.is_even(shape[layout.dim], given.size)
     ]
     kinds: dict[tuple[int, ...], int] = {}
-    for rank in range(given.size):
+    return [
         kinds.setdefault(tuple(layout.local_size(count, given.size, rank) for layout, count in uneven), rank)
-    return list(kinds.values())
+        for rank in range(given.size)
+    ]
 
 
 def _check_rank(
@@ -77,7 +89,7 @@ def _check_rank(
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str],
     recorded: frozenset[str],
-) -> Mismatch | None:
+) -> tuple[Mismatch | None, Stream | None]:
     shapes = _local_parameter_shapes(given)
     skeleton = make_skeleton(given.model, shapes)
     modules = dict(named_modules(skeleton.model))
@@ -87,6 +99,7 @@ def _check_rank(
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes)
     state = Capture(Recorder(given.trace.taken), boundary)
+    state.recorder.listening = True
     failed: Frame | None = None
     reason = ""
     try:
@@ -102,7 +115,7 @@ def _check_rank(
             continue
         if (frame.module, frame.call) not in frames:
             message = f"calls {frame.module} once more than the unsharded model does"
-            return min(found, key=_when, default=Mismatch(given.trace.root, None, 0, None, None, message))
+            return min(found, key=_when, default=Mismatch(given.trace.root, None, 0, None, None, message)), None
         whole, place = frames[frame.module, frame.call]
         unfinished = not frame.exits and bool(whole.exits)
         differs = compare(
@@ -111,7 +124,8 @@ def _check_rank(
         if differs is not None:
             found.append(replace(differs, when=(*place, differs.position)))
     assert found or failed is None, failed.module
-    return min(found, key=_when, default=None)
+    stream = None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen)
+    return min(found, key=_when, default=None), stream
 
 
 def _in_order(frame: Frame, place: tuple[int, ...] = ()) -> Iterator[tuple[Frame, tuple[int, ...]]]:
@@ -180,7 +194,8 @@ class _LocalBoundary:
         self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
         self._instances: dict[tuple[str, int], Instance] = {}
         self._index(given.instance)
-        self._seen: set[object] = set()
+        self._seen: dict[object, tuple[str, int]] = {}
+        self._like: dict[tuple[str, int], tuple[str, int]] = {}
         self._fingerprints = Fingerprints(given.model, attributes)
 
     def _index(self, instance: Instance) -> None:
@@ -227,10 +242,16 @@ class _LocalBoundary:
             return False  # it reads or leaves values past its boundary: run it
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
         key = (id(region), layouts, self._fingerprints.of(module))
-        if key in self._seen:
-            return True
-        self._seen.add(key)
-        return False
+        first = self._seen.setdefault(key, (instance.frame.module, instance.frame.call))
+        if first == (instance.frame.module, instance.frame.call):
+            return False
+        self._like[instance.frame.module, instance.frame.call] = first
+        return True
+
+    def filled(self, heard: Heard) -> Heard:
+        """The steps of a run, with those that stand for a call that an equal one was run for."""
+        inner = tuple(self.filled(step) if isinstance(step, Heard) else step for step in heard.steps)
+        return replace(heard, steps=inner, like=self._like.get((heard.module, heard.call)))
 
     def _promised(self, result: Any, frame: Frame) -> Any:
         targets = {c.path: c.target for c in frame.exits}

@@ -26,15 +26,26 @@ _ROUNDS = 3  # branches within branches
 
 
 def record_model(
-    model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool
+    model: nn.Module,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    training: bool,
+    taken: frozenset[Location] | None = None,
 ) -> tuple[Trace, Capture]:
     """Record a call of `model`; branches on data take their false side, unless modules would then stay uncalled.
+
+    Args:
+        model, arguments, keywords: the model and its call.
+        training: the mode to run in.
+        taken: the branches that take their true side; None to choose them as said.
 
     Raises:
         BodyError: a module raised on these inputs.
     """
-    state = Capture(Recorder())
+    state = Capture(Recorder(taken or frozenset()))
     trace = record(make_skeleton(model), arguments, keywords, training, state)
+    if taken is not None:
+        return trace, state
     uncalled = set(_uncalled(model, trace))
     for _ in range(_ROUNDS if uncalled else 0):
         taken = trace.taken | set(_above(uncalled, trace))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
+from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Trace
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
@@ -71,7 +72,7 @@ class Capture:
     """One recording under way.
 
     `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
-    what each was called with.
+    what each was called with; `heard` is the steps of the run, if the recorder listens.
     """
 
     recorder: Recorder
@@ -79,6 +80,7 @@ class Capture:
     calls: dict[str, int] = field(default_factory=dict[str, int])
     results: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
     failed: Frame | None = None
+    heard: Heard | None = None
     arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 
 
@@ -143,6 +145,7 @@ def record(
         (root,) = (node for node in outer.body if isinstance(node, Frame))
         raise BodyError(root, state.failed) from error
     (root,) = (node for node in outer.body if isinstance(node, Frame))
+    state.heard = next((step for step in outer.steps if isinstance(step, Heard)), None)
     replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
     if replaced is not None:
         raise ReplacedModuleError(replaced)
@@ -228,6 +231,8 @@ def _record_call(
     recorder.frames[-1].body.append(
         Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body))
     )
+    if recorder.listening:
+        recorder.frames[-1].steps.append(Heard(name, call, tuple(frame.steps)))
     return result
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.recorder import Recorder
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
@@ -47,6 +48,10 @@ class ConstantWatcher(TorchFunctionMode):
         if func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
         result = func(*args, **keywords)
+        if self._recorder.listening and func.__name__ != "__get__":
+            step = step_of(func, result if func in BRANCHES else None)
+            if step is not None and self._recorder.frames:
+                self._recorder.frames[-1].steps.append(step)
         position = _POSITION_OF_DATA.get(func)
         if position is not None and isinstance(result, Tensor) and result.is_meta:
             data = args[position] if position < len(args) else keywords.get("data", keywords.get("obj"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import OpOverload, RecordingMode, Unwatched, schema_mutates, schema_returns_view
+from tpplan.compiler.ir.steps import Heard, Step
 from tpplan.compiler.ir.trace import Assumption, Crossing, Frame, Geometry, Location, Operation, Reference, Value
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.draws import is_draw
@@ -38,6 +39,7 @@ class OpenFrame:
     module: str
     call: int
     body: list[Operation | Frame]
+    steps: list[Step | Heard] = field(default_factory=list[Step | Heard])
 
 
 class Recorder(RecordingMode):
@@ -53,6 +55,7 @@ class Recorder(RecordingMode):
         self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
         self.chosen: set[tuple[str, int]] = set()  # frames that look for entries that aren't zero
         self._taken = taken
+        self.listening = False  # whether the steps of bodies are wanted
         self.values: list[Value] = []
         self.assumptions: list[Assumption] = []
         self.frames: list[OpenFrame] = []

@@ -1,0 +1,165 @@
+"""Steps: the calls of torch that a body's Python makes, in order, by their places in the code.
+
+Two runs of a body with the same steps took the same path through its code. A step is the same on any device: it is
+taken where Python calls torch, not where a kernel runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpplan.compiler.ir.trace import Location
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_BODIES = f"{_TORCH}nn/"
+_PLUMBING = (f"{_TORCH}nn/functional.py", f"{_TORCH}nn/modules/module.py", f"{_TORCH}nn/parameter.py")
+_HOOKS = f"{_TORCH}nn/modules/module.py"
+_OWN = tuple(f"{Path(__file__).parents[2]}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels"))
+
+
+class Step(NamedTuple):
+    """A call of torch.
+
+    Attributes:
+        code, offset: where the call stands: a code object, and the instruction in it.
+        function: what is called.
+        taken: for a branch on a tensor's value, its side.
+    """
+
+    code: CodeType
+    offset: int
+    function: object
+    taken: bool | None = None
+
+    @property
+    def location(self) -> Location:
+        """The line of the call."""
+        positions = list(self.code.co_positions())
+        line = positions[self.offset // 2][0] if self.offset // 2 < len(positions) else None
+        return Location(self.code.co_filename, line or self.code.co_firstlineno)
+
+    @property
+    def name(self) -> str:
+        """The name of what is called."""
+        return getattr(self.function, "__name__", str(self.function))
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The steps of one call of a module.
+
+    Attributes:
+        module, call: which call it is.
+        steps: its own steps, and the calls inside of it.
+        like: the call whose steps these are, where an equal one was run in its place.
+    """
+
+    module: str
+    call: int
+    steps: tuple[Step | Heard, ...]
+    like: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The steps of a run on local shapes.
+
+    Attributes:
+        root: the call of the whole model.
+        varying: calls, as (module, call), whose steps depend on what is found in a tensor; they aren't compared.
+    """
+
+    root: Heard
+    varying: frozenset[tuple[str, int]] = frozenset()
+    _calls: dict[tuple[str, int], Heard] = field(default_factory=dict[tuple[str, int], Heard])
+
+    def __post_init__(self) -> None:
+        """Index the calls."""
+        self._calls.update({(heard.module, heard.call): heard for heard in _walk(self.root)})
+
+    def flat(self, replaced: frozenset[str]) -> Iterator[Step]:
+        """All steps in order, without those of modules whose bodies are replaced at run time, and of all inside."""
+        return self._flat(self.root, "", "", replaced)
+
+    def _flat(self, heard: Heard, of: str, name: str, replaced: frozenset[str]) -> Iterator[Step]:
+        """The steps of a call; where the call is one inside of `of`, which stands for one inside of `name`."""
+        module = renamed(heard.module, of, name)
+        if module in replaced:
+            return
+        if heard.like is not None:
+            known = self._calls.get(heard.like)
+            if known is not None:
+                yield from self._flat(known, known.module, module, replaced)
+            return
+        for step in heard.steps:
+            if isinstance(step, Heard):
+                yield from self._flat(step, of, name, replaced)
+            else:
+                yield step
+
+    def varying_code(self) -> frozenset[CodeType]:
+        """The code that runs in calls whose steps vary."""
+        found: set[CodeType] = set()
+        for key in self.varying:
+            if key in self._calls:
+                for heard in _walk(self._calls[key]):
+                    found.update([step.code for step in heard.steps if isinstance(step, Step)])
+        return frozenset(found)
+
+
+def renamed(module: str, of: str, name: str) -> str:
+    """A module's name with `name` in place of its prefix `of`."""
+    if of == name or not (module == of or module.startswith(f"{of}.")):
+        return module
+    return f"{name}{module[len(of) :]}"
+
+
+def step_of(function: object, taken: bool | None = None) -> Step | None:
+    """The step that a function mode sees; None if no body makes it: torch itself, a hook or the runtime does.
+
+    To be called from the mode's `__torch_function__`.
+    """
+    frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code)
+        if kind is None:
+            kind = _kinds[code] = _kind_of(code)
+        if kind == "body":
+            return Step(code, frame.f_lasti, function, taken)
+        if kind == "other":
+            return None
+        frame = frame.f_back
+    return None
+
+
+_kinds: dict[CodeType, str] = {}
+
+
+def _kind_of(code: CodeType) -> str:
+    name = code.co_filename
+    if name.startswith(_OWN) or (name == _HOOKS and "call_impl" in code.co_name):
+        return "other"
+    if name.startswith(_TORCH) and (name in _PLUMBING or not name.startswith(_BODIES)):
+        return "plumbing"
+    return "body"
+
+
+def _walk(heard: Heard) -> Iterator[Heard]:
+    yield heard
+    for step in heard.steps:
+        if isinstance(step, Heard):
+            yield from _walk(step)
+
+
+BRANCHES = frozenset((Tensor.__bool__,))
+
+__all__ = ["BRANCHES", "Heard", "Step", "Stream", "renamed", "step_of"]
