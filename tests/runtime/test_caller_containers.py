@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import tpplan
 from tests.runtime.world import Member, world
+from tpplan.calls.arguments import Left
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.layout import REPLICATED
@@ -187,7 +188,7 @@ def test_heads_that_several_ranks_hold_are_known_too(shared: int, tp: int) -> No
 
 
 def test_parts_that_pass_for_whole_tensors_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallGuard, "_parts", lambda *_: {})
+    monkeypatch.setattr(Left, "parts_of", lambda *_: {})
     with pytest.raises(tpplan.TpplanError, match="TP117"):
         simulated("list", HEADS, 2)
 

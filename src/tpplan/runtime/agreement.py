@@ -7,6 +7,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from tpplan.compat import without_dispatch_modes
 from tpplan.plan import CompileError, Diagnostic
 
 
@@ -32,7 +33,8 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None,
         return
     held: list[tuple[str | None, str, int]] = [(None, "", 0)] * group.size()
     text = "" if error is None else str(error) or type(error).__name__
-    dist.all_gather_object(held, (digest, text, torch.initial_seed()), group=group)
+    with without_dispatch_modes():  # a call may be watched or counted, of which this is no part
+        dist.all_gather_object(held, (digest, text, torch.initial_seed()), group=group)
     if error is not None:
         raise error
     failed = next(((rank, text) for rank, (_, text, _) in enumerate(held) if text), None)

@@ -196,7 +196,8 @@ class Variants:
             self._held.append((program, found))
         before = next(prepared for known, prepared in self._held if known is self._current)
         self.take_out()
-        idle = ModuleRuntime("", self._axis, HandedOut(self._axis))
+        # Modules that this program doesn't call know whether a forward is under way, and may be called by themselves.
+        idle = ModuleRuntime("", self._axis, found[0].runtime.handed_out if found else HandedOut(self._axis))
         for held in before:
             held.module.__dict__[RUNTIME] = idle
         for held in found:

@@ -43,15 +43,20 @@ def tensors_of(
 
 
 def with_tensors(
-    arguments: Sequence[Any], keywords: Mapping[str, Any], names: Sequence[str], change: Change
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    names: Sequence[str],
+    change: Change,
+    other: Callable[[Any], Any] = lambda held: held,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A copy of a call's arguments with other tensors in them; what sits in several places stays one.
 
     Args:
         arguments, keywords, names: see `tensors_of`.
         change: gets a tensor and the first of its paths, and returns the one that takes its place.
+        other: the same for what is neither a tensor nor a container.
     """
-    copied = _Copier(lambda path, held: change(path, held) if isinstance(held, Tensor) else held)
+    copied = _Copier(lambda path, held: change(path, held) if isinstance(held, Tensor) else other(held))
     positional = tuple(copied(argument, (_name(names, i),)) for i, argument in enumerate(arguments))
     return positional, {name: copied(argument, (name,)) for name, argument in keywords.items()}
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container
+from tpplan.compiler.ir.objects import fresh_object
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Trace
@@ -129,7 +130,7 @@ def record(
         recorder.outlives(tensor)
     buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
     called = argument_names(type(skeleton.model).forward)
-    example = with_tensors(arguments, keywords, called, _to_meta)
+    example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)
     inputs = {path: recorder.value_of(tensor) for path, tensor in tensors_of(*example, called)}
     for _, tensor in tensors_of(*example, called):
         recorder.outlives(tensor)

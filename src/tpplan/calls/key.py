@@ -1,0 +1,210 @@
+"""Key: what of a call could steer a model's Python, as a hashable value.
+
+in:  a call of the root, and the state of torch around it
+out: `CallKey`: its *kind*, all but the sizes, and the *sizes* of its tensors
+
+    model(ids, mask=m, wide=True)   ->   kind: int64 of 2 dims, bool of 2 dims, wide is bool True; in training, …
+                                         sizes: (3, 16), (3, 16)
+
+Two calls of one kind take the same path through the model unless it asks for sizes or for numbers. Of the kind a part
+is `traced`: a capture sees it. The rest (`ambient`) is the machine's: devices, whether gradients are recorded.
+
+A positional argument has its name in the key, so that it doesn't matter how it is spelled. A flag counts by its type
+and value (`True` is neither 1 nor 1.0), an object by its type and its attributes, or by its identity if it hides these.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.ir.objects import PLAIN, is_opaque
+from tpplan.compiler.ir.pytree import is_record
+from tpplan.compiler.trace.capture import argument_names
+
+Part = tuple[object, ...]
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
+_DEPTH = 4
+
+
+class Kind(NamedTuple):
+    """All of a call but its sizes.
+
+    Attributes:
+        ambient: what a capture doesn't see: devices, whether gradients are recorded, how exact operators must be.
+        traced: what it does see.
+    """
+
+    ambient: Part
+    traced: Part
+
+
+class CallKey(NamedTuple):
+    """What is held against the calls that were proved.
+
+    Attributes:
+        kind: all but the sizes.
+        sizes: of all tensors, in the order of the call.
+    """
+
+    kind: Kind
+    sizes: tuple[torch.Size, ...]
+
+
+class Identity:
+    """An object that counts by its identity; it is held, so that no other object can be given the same one."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: object) -> None:
+        """Stand for `held`."""
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __deepcopy__(self, memo: object) -> Identity:
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{type(self.held).__name__}>"
+
+
+class KeyReader:
+    """Reads the keys of the calls of one model."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        """Read calls of `forward`, the stock one."""
+        self.names = argument_names(forward)
+        self._left_out = _none_by_default(forward)
+        accelerator = torch.accelerator.current_accelerator()
+        self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+    def __call__(
+        self, training: bool, arguments: Sequence[Any], keywords: Mapping[str, Any], more: Part = ()
+    ) -> CallKey:
+        """The key of a call.
+
+        Args:
+            training: the root's mode.
+            arguments, keywords: the call.
+            more: what else of it a capture sees, beyond its arguments.
+        """
+        recorded = torch.is_grad_enabled()
+        seen = _Seen(recorded)
+        read, left_out, names = seen.read, self._left_out, self.names
+        found: list[object] = [training, *more, torch.get_default_dtype(), *map(_autocast, self._devices)]
+        for position, held in enumerate(arguments):
+            name = names[position] if position < len(names) else f"*{position}"
+            if held is not None or name not in left_out:
+                found.append((name, read(held)))
+        for name, held in keywords.items():
+            if held is not None or name not in left_out:
+                found.append((name, read(held)))
+        found.append(seen.aliases())
+        ambient = (recorded, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
+        return CallKey(Kind((*ambient, *seen.devices), tuple(found)), tuple(seen.sizes))
+
+
+class _Seen:
+    """What a call's arguments show while they are read."""
+
+    __slots__ = ("_recorded", "devices", "sizes", "tensors")
+
+    def __init__(self, recorded: bool) -> None:
+        self._recorded = recorded
+        self.devices: list[str] = []
+        self.sizes: list[torch.Size] = []
+        self.tensors: list[int] = []
+
+    def aliases(self) -> Part:
+        """Which tensors are one, if any sits in several places."""
+        tensors = self.tensors
+        return tuple(map(tensors.index, tensors)) if len(set(tensors)) < len(tensors) else ()
+
+    def read(self, held: Any, depth: int = _DEPTH) -> object:
+        """What counts of one argument."""
+        if isinstance(held, Tensor):
+            self.devices.append(held.device.type)
+            self.sizes.append(held.shape)
+            self.tensors.append(id(held))
+            found = (held.dtype, held.dim(), self._recorded and held.requires_grad)
+            return found if type(held) is Tensor else (type(held), *found)
+        kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
+        if kind is float or kind is complex:
+            return kind, repr(held)  # tells 0.0 from -0.0, and finds nan again
+        if kind is slice:
+            return kind, held.start, held.stop, held.step
+        if kind in PLAIN:
+            return kind, held
+        return self._read_further(kind, held, depth - 1) if depth else Identity(held)
+
+    def _read_further(self, kind: type[Any], held: Any, depth: int) -> object:
+        if isinstance(held, (tuple, list)):
+            return kind, *[self.read(item, depth) for item in held]  # pyright: ignore
+        if isinstance(held, dict):
+            return kind, *[(key, self.read(item, depth)) for key, item in held.items()]  # pyright: ignore
+        if isinstance(held, (set, frozenset)):
+            return kind, frozenset(self.read(item, depth) for item in held)  # pyright: ignore
+        if isinstance(held, Enum):
+            return kind, held.name
+        if is_record(held):
+            return kind, *[(f.name, self.read(getattr(held, f.name, None), depth)) for f in fields(held)]
+        if is_opaque(held):
+            return (kind, Identity(held)) if isinstance(held, nn.Module) else kind
+        return self._read_object(kind, held, depth)
+
+    def _read_object(self, kind: type[Any], held: Any, depth: int) -> object:
+        if isinstance(held, FunctionType):
+            cells: tuple[CellType, ...] = held.__closure__ or ()
+            closure = [self.read(_content(cell), depth) for cell in cells]
+            defaults = self.read((held.__defaults__, held.__kwdefaults__), depth)
+            return kind, Identity(held.__code__), Identity(held.__globals__), defaults, *closure
+        if isinstance(held, MethodType):
+            return kind, Identity(held.__func__), self.read(held.__self__, depth)
+        if isinstance(held, functools.partial):
+            return kind, *[self.read(part, depth) for part in (held.func, held.args, held.keywords)]  # pyright: ignore
+        if not _shows_its_state(kind):
+            return kind, Identity(held)
+        return kind, *[(name, self.read(item, depth)) for name, item in vars(held).items()]
+
+
+def _autocast(device: str) -> object:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable isn't set yet
+        return None
+
+
+@functools.cache
+def _shows_its_state(kind: type) -> bool:
+    """Whether all that an object of this class is stands in its `__dict__`."""
+    own = kind.__mro__[:-1]
+    return all(base.__flags__ & _HEAP_TYPE and not base.__dict__.get("__slots__") for base in own)
+
+
+def _none_by_default(forward: Callable[..., Any]) -> frozenset[str]:
+    """The arguments for which None says the same as leaving them out."""
+    try:
+        parameters = inspect.signature(forward).parameters
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(name for name, parameter in parameters.items() if parameter.default is None)
+
+
+__all__ = ["CallKey", "Identity", "KeyReader", "Kind"]

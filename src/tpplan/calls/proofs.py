@@ -1,0 +1,184 @@
+"""Proofs: the programs of one model, which calls each covers, and whether one can stand beside another.
+
+in:  programs compiled for several calls
+out: for a kind of call its proof; what keeps two programs from serving one model, in words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from tpplan.calls.key import CallKey, Kind, Part
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.program import KernelUse, ModuleProgram, Program, RecordedBody, Reshard
+from tpplan.parity.tree import Path
+from tpplan.plan import Plan
+
+_ANY_BATCH = -1
+
+
+@dataclass(slots=True)
+class Proof:
+    """A program, the plan that it follows, and the calls that it covers.
+
+    Attributes:
+        plan, program: what was compiled.
+        kinds: of the calls that are proved.
+        sizes: the keys of the calls that were met, with all their sizes.
+    """
+
+    plan: Plan
+    program: Program
+    kinds: set[Kind] = field(default_factory=set[Kind])
+    sizes: set[CallKey] = field(default_factory=set[CallKey])
+
+    def has_met(self, key: CallKey) -> bool:
+        """Whether a call of this kind and these sizes ran before, as `meet` was told."""
+        return key in self.sizes
+
+    def meet(self, key: CallKey) -> None:
+        """Note that a call of this kind and these sizes has run."""
+        self.sizes.add(key)
+
+
+class Proofs:
+    """All proofs of one model; the first is the example's."""
+
+    def __init__(self, main: Proof) -> None:
+        """Start with the example's."""
+        self.main = main
+        self._all = [main]
+        self._by_kind: dict[Kind, Proof] = {}
+        self._by_traced: dict[Part, Proof] = {}
+
+    def __iter__(self) -> Iterator[Proof]:
+        return iter(self._all)
+
+    def of(self, kind: Kind) -> Proof | None:
+        """The proof of such a call; None if there is none."""
+        proof = self._by_kind.get(kind)
+        if proof is None:
+            proof = self._by_traced.get(kind.traced)
+            if proof is not None:  # a capture would show the same
+                self.cover(kind, proof)
+        return proof
+
+    def cover(self, kind: Kind, proof: Proof) -> None:
+        """Note that `proof` covers calls of `kind`."""
+        self._by_kind[kind] = self._by_traced[kind.traced] = proof
+        proof.kinds.add(kind)
+
+    def add(self, proof: Proof) -> None:
+        """Let calls run by another program."""
+        self._all.append(proof)
+
+    def forget(self) -> None:
+        """Have every call proved, and met, anew; the programs stay."""
+        self._by_kind.clear()
+        self._by_traced.clear()
+        for proof in self._all:
+            proof.kinds.clear()
+            proof.sizes.clear()
+
+
+def covers(program: Program, other: Program) -> bool:
+    """Whether a call that `other` was compiled for can run by `program`, doing the same in every module it calls."""
+    known = {module.name: module for module in program.modules}
+    batches = (_batch(program), _batch(other))
+    for module in other.modules:
+        ours = known.get(module.name)
+        if module.calls and (ours is None or not _same_body(ours, module, *batches)):
+            return False
+    placed = {p.names: p.layout for p in program.parameters}
+    read = {name for module in other.modules for name in module.reads}
+    if any(placed.get(p.names) != p.layout for p in other.parameters if read.intersection(p.names)):
+        return False
+    summed = {p.name for p in program.summed_parameters if read.intersection(p.names)}
+    if summed != {p.name for p in other.summed_parameters}:
+        return False
+    called = {module.name for module in other.modules if module.calls}
+    return _kernels(program, called) == _kernels(other, called)
+
+
+def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batch: int) -> bool:
+    return (
+        _moves(ours, batch) == _moves(other, other_batch)
+        and ours.local_attributes == other.local_attributes
+        and _record(ours.recorded, batch) == _record(other.recorded, other_batch)
+        and ours.split_norm == other.split_norm
+        and other.random in (None, ours.random)
+    )
+
+
+def placement_difference(program: Program, other: Program) -> str:
+    """What a model would have to store otherwise for `other` than for `program`; "" if both can serve it."""
+    read = {name for module in other.modules for name in module.reads}
+    placed = {p.names: _stored(p.layout) for p in program.parameters}
+    for parameter in other.parameters:
+        ours, theirs = placed.get(parameter.names), _stored(parameter.layout)
+        if read.intersection(parameter.names) and theirs != ours:
+            return f"`{parameter.name}` would have to lie as {theirs} for it, and lies as {ours}"
+    return ""
+
+
+def cache_difference(program: Program, other: Program) -> str:
+    """Where features of a value are split by one program alone, so that neither can read what the other has cached."""
+    ours, theirs = program.feature_reshards, other.feature_reshards
+    called = {module.name for module in other.modules if module.calls}
+    named = sorted({str(held[0]) for held in ours ^ theirs if isinstance(held, tuple) and held[0] in called})
+    return f"features are split in other places at `{named[0] or 'the model'}`" if named else ""
+
+
+def left_difference(known: dict[Path, Layout], other: Program) -> str:
+    """What calls leave with their caller in other parts than calls before."""
+    for held in other.left:
+        ours = known.get(held.path)
+        if ours is not None and ours != held.layout:
+            return f"it leaves `{'.'.join(map(str, held.path))}` as {held.layout}, and other calls as {ours}"
+    return ""
+
+
+def _stored(layout: Layout) -> Layout:
+    """How a parameter is stored: a bias that one rank adds is whole on all of them."""
+    return REPLICATED if layout == PARTIAL else layout
+
+
+def _batch(program: Program) -> int:
+    shape = program.inputs[0].shape if program.inputs else ()
+    return shape[0] if shape else 1
+
+
+def _of_any_batch(layout: Layout, batch: int) -> Layout:
+    """A sequence that is flattened with its batch is split alike whatever the batch size, which each call tells."""
+    if layout.interleave == 1 or layout.interleave != batch:
+        return layout
+    return replace(layout, interleave=_ANY_BATCH)
+
+
+def _moves(module: ModuleProgram, batch: int) -> tuple[frozenset[object], ...]:
+    def move(reshard: Reshard) -> object:
+        return (reshard.path, _of_any_batch(reshard.source, batch), _of_any_batch(reshard.target, batch))
+
+    return tuple(frozenset(map(move, held)) for held in (module.entries, module.inner, module.exits))
+
+
+def _record(record: RecordedBody | None, batch: int) -> object:
+    if record is None:
+        return None
+
+    def shown(layouts: tuple[tuple[tuple[str | int, ...], Layout], ...]) -> frozenset[object]:
+        return frozenset((path, _of_any_batch(layout, batch)) for path, layout in layouts)
+
+    calls = frozenset((name, number, shown(held)) for name, number, held in record.calls)
+    return shown(record.inputs), calls, shown(record.results)
+
+
+def _kernels(program: Program, called: set[str]) -> frozenset[KernelUse]:
+    """The bodies that kernels replace; for which dtype doesn't matter, as others take the model's own."""
+    return frozenset(
+        replace(use, dtype="", note="", refused="") for use in program.kernels if not use.refused and use.module in called
+    )
+
+
+__all__ = ["Proof", "Proofs", "cache_difference", "covers", "left_difference", "placement_difference"]

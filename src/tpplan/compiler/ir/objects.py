@@ -1,0 +1,70 @@
+"""Objects: what a call may hold beside tensors, containers and plain values.
+
+in:  an argument of a call
+out: whether a capture can be shown it, and a copy that the capture may write to
+
+An object that holds tensors, or will hold them as a key-value cache does, can't be shown to a capture, whose tensors
+have no numbers: it is opaque. Anything else is shown as a copy, since a forward may write to it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.ir.pytree import is_record
+
+PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
+    + (torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+_SHARED = (type, ModuleType, BuiltinFunctionType, Enum)
+_DEPTH = 6
+
+
+def is_opaque(held: object) -> bool:
+    """Whether an argument is an object that a proof leaves out, such as a key-value cache."""
+    if type(held) in PLAIN or isinstance(held, (Tensor, tuple, list, dict, *_SHARED)) or is_record(held):
+        return False
+    return isinstance(held, (nn.Module, torch.Generator)) or _is_cache(type(held)) or _holds_tensors(held, _DEPTH)
+
+
+def fresh_object(held: Any) -> Any:
+    """A copy that a capture may write to; `held` itself if it can't be written to, or can't be copied."""
+    if type(held) in PLAIN or isinstance(held, (Tensor, FunctionType, *_SHARED)) or is_opaque(held):
+        return held
+    try:
+        return copy.deepcopy(held)
+    except Exception:  # whatever a class says of being copied
+        return held
+
+
+def _is_cache(kind: type) -> bool:
+    """Whether it is one of transformers' caches, which hold no tensors before they are used."""
+    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)
+
+
+def _holds_tensors(held: object, depth: int) -> bool:
+    if isinstance(held, Tensor):
+        return True
+    if type(held) in PLAIN or isinstance(held, _SHARED) or not depth:
+        return False
+    if isinstance(held, Mapping):
+        return any(_holds_tensors(item, depth - 1) for item in held.values())  # pyright: ignore
+    if isinstance(held, _CONTAINERS):
+        return any(_holds_tensors(item, depth - 1) for item in held)  # pyright: ignore
+    if isinstance(held, MethodType):
+        return _holds_tensors(held.__self__, depth - 1)
+    if isinstance(held, FunctionType):
+        return False
+    return any(_holds_tensors(item, depth - 1) for item in getattr(held, "__dict__", {}).values())
+
+
+__all__ = ["PLAIN", "fresh_object", "is_opaque"]
