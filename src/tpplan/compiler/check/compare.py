@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from tpplan.compiler.ir.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.ir.region import Instance, picks_of
-from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, Value
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
 
-_REARRANGING = frozenset(
+REARRANGING = frozenset(
     f"aten.{name}"
     for name in (
         "view.default", "_unsafe_view.default", "reshape.default", "expand.default", "clone.default",
@@ -51,6 +51,7 @@ class Mismatch:
         expected, found: local shapes, or numbers passed to the operation, where these differ.
         reason: in words.
         rank: whose shapes they are.
+        backward: the code in the call's backward that isn't right on a rank's part, where the forward is.
         when: the positions, from the root's body inwards, of the calls that lead to it, and its own: of two, the one
             that comes first in the run is the smaller.
     """
@@ -63,6 +64,7 @@ class Mismatch:
     reason: str
     rank: int = 0
     when: tuple[int, ...] = ()
+    backward: ForeignBackward | None = None
 
     def sizes(self, ranks: int) -> list[int]:
         """Global sizes of which the run on local shapes saw only a rank's part."""
@@ -87,6 +89,12 @@ class CheckInput:
     parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     rank: int = 0
 
+    @property
+    def batch(self) -> int:
+        """The example's batch size: the first size of its first tensor."""
+        shape = self.trace.values[self.trace.inputs[0]].shape if self.trace.inputs else ()
+        return shape[0] if shape else 1
+
 
 def promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
     """The local shape that the assignment promises of a value of the trace."""
@@ -101,8 +109,8 @@ def compare(
     found = _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
     if found is not None:
         return found
-    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in _REARRANGING]
-    runs = [n for n in local.body if isinstance(n, Operation) and n.name not in _REARRANGING]
+    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in REARRANGING]
+    runs = [n for n in local.body if isinstance(n, Operation) and n.name not in REARRANGING]
     rearranged = zip(_rearranging_before(whole), _rearranging_before(local), strict=False)
     for (position, ours), theirs in zip(steps, runs, strict=False):
         found = _compare_rearranged(given, whole, *next(rearranged), values)
@@ -129,7 +137,7 @@ def _rearranging_before(frame: Frame) -> Iterator[_Rearranging]:
     for position, node in enumerate(frame.body):
         if not isinstance(node, Operation):
             continue
-        if node.name in _REARRANGING:
+        if node.name in REARRANGING:
             since.append((position, node))
         else:
             yield since
@@ -180,7 +188,7 @@ def _compare_operation(
         if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant that has other numbers")
     if not _same_scalars(given, ours, theirs):
-        mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
+        mine, its = (tuple(n for n in scalars(held) if type(n) is int) for held in (ours, theirs))
         reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
         return Mismatch(whole, ours, position, mine, its, reason)
     return None
@@ -229,7 +237,7 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
     for (position, mine), its in zip(ours, theirs, strict=False):
         if mine.target is not its.target:
             return Mismatch(whole, mine, position, None, None, failure)
-        same = _compare_shapes if mine.name in _REARRANGING else _compare_operation
+        same = _compare_shapes if mine.name in REARRANGING else _compare_operation
         found = same(given, whole, position, mine, its, values)
         if found is not None:
             return found
@@ -249,7 +257,7 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
     if ours.name == CONVOLUTION:
         mine, its = ours.arguments, theirs.arguments
         return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
-    return _scalars(ours) == _scalars(theirs)
+    return scalars(ours) == scalars(theirs)
 
 
 def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
@@ -283,10 +291,10 @@ def _local_groups(given: CheckInput, operation: Operation) -> int:
 
 
 def _shown(operation: Operation) -> str:
-    return ", ".join(str(n) for n in _scalars(operation) if isinstance(n, (int, float)) and not isinstance(n, bool))
+    return ", ".join(str(n) for n in scalars(operation) if isinstance(n, (int, float)) and not isinstance(n, bool))
 
 
-def _scalars(operation: Operation) -> list[object]:
+def scalars(operation: Operation) -> list[object]:
     """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes."""
     held = (*operation.arguments, *operation.keywords.values())
     sized = operation.name.startswith(_SIZED)
@@ -297,4 +305,4 @@ def _has_tensors(items: Any) -> bool:
     return any(isinstance(item, Reference) for item in items)
 
 
-__all__ = ["CheckInput", "Mismatch", "compare", "promised_shape"]
+__all__ = ["REARRANGING", "CheckInput", "Mismatch", "compare", "promised_shape", "scalars"]

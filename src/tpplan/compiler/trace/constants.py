@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tpplan.compiler.trace.backward import note_tensor_hook
 from tpplan.compiler.trace.recorder import Recorder
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
+_HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
@@ -32,7 +34,7 @@ def _row(item: Any) -> Any:
 
 
 class ConstantWatcher(TorchFunctionMode):
-    """Notes the numbers that meta tensors are made of."""
+    """Notes the numbers that meta tensors are made of, and hooks on tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         """Tell `recorder`."""
@@ -46,6 +48,8 @@ class ConstantWatcher(TorchFunctionMode):
         keywords: dict[str, Any] = kwargs or {}
         if func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
+        if func in _HOOKS:
+            note_tensor_hook(self._recorder, *args, **keywords)
         result = func(*args, **keywords)
         position = _POSITION_OF_DATA.get(func)
         if position is not None and isinstance(result, Tensor) and result.is_meta:
