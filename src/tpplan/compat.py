@@ -24,8 +24,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.modules import module as _modules
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 # torch renamed them after 2.12, and warns of the old names.
 _renamed = hasattr(dist, "all_gather_single")
@@ -36,19 +38,25 @@ reduce_scatter_single: Callable[..., object] = getattr(
 
 __all__ = [
     "GATHERS_STRIDED_SHARDS",
+    "FunctionNode",
+    "ModuleHooks",
     "OpOverload",
     "OperatorMeta",
+    "PythonNode",
     "RecordingMode",
     "TorchDispatchMode",
     "Unwatched",
     "all_gather_single",
+    "backward_hooks",
     "derive_class",
     "fake_mesh",
     "fake_process_group",
+    "function_node",
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
     "is_random",
+    "is_reentrant_checkpoint",
     "is_registered_container",
     "local_of",
     "named_modules",
@@ -67,6 +75,7 @@ __all__ = [
     "takes_device",
     "transient_buffers",
     "without_dispatch_modes",
+    "without_packing",
 ]
 
 
@@ -373,6 +382,73 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     What that Python adds is support for `setup_context` under torch.func; without it, torch refuses such calls itself.
     """
     return super(torch.autograd.Function, function).apply  # pyright: ignore
+
+
+PythonNode = torch.autograd.function.BackwardCFunction
+"""What autograd calls in the backward of a function that is written in Python: its `apply` runs that backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionNode:
+    """A `PythonNode` taken apart.
+
+    Attributes:
+        name: the class's name.
+        outputs: shape and dtype of each result, as autograd fills in zeros for those without a gradient.
+        inputs: for each argument that wants a gradient, its position, and the node and the output that it came from.
+    """
+
+    name: str
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    inputs: tuple[tuple[int, Any, int], ...]
+
+
+def function_node(node: Any) -> FunctionNode:
+    """What autograd knows of a function's call."""
+    wanted = [position for position, wants in enumerate(node.needs_input_grad) if wants]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return FunctionNode(
+        node._forward_cls.__qualname__.replace("<locals>.", ""),
+        tuple((tuple(held.shape), held.dtype) for held in node._input_metadata),
+        tuple((place, source, number) for place, (source, number) in zip(wanted, edges, strict=True)),
+    )
+
+
+def is_reentrant_checkpoint(node: Any) -> bool:
+    """Whether a `PythonNode` is that of torch's activation checkpointing, with `use_reentrant=True`."""
+    return node._forward_cls is CheckpointFunction
+
+
+@contextmanager
+def without_packing() -> Generator[None]:
+    """A block in which autograd keeps what it saves as it is, whatever hooks there are: nothing is recomputed."""
+    hooks: Any = torch._C._autograd
+    before = hooks._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        hooks._saved_tensors_hooks_set_tracing(before)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleHooks:
+    """A module's hooks in the backward: before it, and after it; `legacy` for those that only see the last operation."""
+
+    before: tuple[Callable[..., Any], ...]
+    after: tuple[Callable[..., Any], ...]
+    legacy: bool
+
+
+def backward_hooks(module: nn.Module) -> ModuleHooks | None:
+    """The hooks of a module's backward, those of all modules among them; None if there are none."""
+    own, everywhere = module._backward_hooks, _modules._global_backward_hooks
+    before, sooner = module._backward_pre_hooks, _modules._global_backward_pre_hooks
+    if not (own or before or everywhere or sooner):
+        return None
+    legacy = (bool(own) and module._is_full_backward_hook is False) or (
+        bool(everywhere) and _modules._global_is_full_backward_hook is False
+    )
+    return ModuleHooks((*sooner.values(), *before.values()), (*everywhere.values(), *own.values()), legacy)
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

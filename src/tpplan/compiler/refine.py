@@ -25,7 +25,8 @@ from tpplan.compiler.check.localise import (
 from tpplan.compiler.explain import failures
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import LocalAttribute
-from tpplan.compiler.ir.trace import Frame
+from tpplan.compiler.ir.trace import ForeignBackward, Frame
+from tpplan.compiler.place.conflicts import uses_of_values
 from tpplan.compiler.work import Work
 from tpplan.plan import CompileError
 
@@ -34,6 +35,9 @@ _TRIALS = 96  # of attributes, for one place
 
 def learn(work: Work, given: CheckInput, mismatch: Mismatch) -> None:
     """Make the next round's program differ where this one was found wanting, or report that nothing helps."""
+    if mismatch.backward is not None:
+        _make_whole(work, given, mismatch, mismatch.backward)
+        return
     if _localise(work, given, mismatch):
         return
     finding = failures.of_check(given, mismatch, work.binding)
@@ -49,6 +53,18 @@ def learn(work: Work, given: CheckInput, mismatch: Mismatch) -> None:
     if mismatch.frame.module == "" or mismatch.frame.module in work.excused:
         raise CompileError(work.findings)
     work.excused |= equal_modules(given.instance, mismatch.frame)
+
+
+def _make_whole(work: Work, given: CheckInput, mismatch: Mismatch, backward: ForeignBackward) -> None:
+    """Keep whole what a backward reads and makes, if it isn't right for a part; report it where that doesn't help."""
+    finding = failures.of_backward(given, mismatch, backward, work.binding)
+    values = {value for value in (*backward.inputs, *backward.outputs) if value is not None}
+    places = uses_of_values(values - given.trace.parameters.keys(), given.instance) - work.constraints.whole
+    if not places or backward.sealed:
+        raise CompileError([*work.findings, finding])
+    work.constraints.whole |= places
+    work.learned_from = finding
+    work.learned.append(finding)
 
 
 def _localise(work: Work, given: CheckInput, mismatch: Mismatch) -> bool:
@@ -137,6 +153,8 @@ def _record_body(work: Work, given: CheckInput, mismatch: Mismatch) -> bool:
     modules, name = dict(named_modules(work.model)), mismatch.frame.module
     equal = {n for n in equal_modules(given.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
     recorded = work.recorded | equal
+    if any(frame.backwards for frame in mismatch.frame.walk()):
+        return False  # its operations would run, with their own derivatives
     if name in work.recorded or not name or _takes_uneven(given, mismatch.frame):
         return False
     attributes = {name: held for name, held in work.attributes.items() if name not in recorded}

@@ -15,7 +15,7 @@ from typing import Any
 
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
-from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.compiler.ir.trace import ForeignBackward, Frame, Operation, Reference, Trace
 from tpplan.plan import Pin, Style
 
 
@@ -84,13 +84,14 @@ class _Builder:
         outputs = tuple(
             dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ())))
         )
+        backwards = tuple([_backward_key(held, local) for held in frame.backwards])
         values = [self._local_value(identifier) for identifier in local.numbers]
         entry_pin, exit_pin = _entry_pin(bound), bound.rule.output if bound is not None else None
         style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
         fixed = frame.module in self.fixed
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
-            entry_pin, exit_pin, style, packs, fixed,
+            entry_pin, exit_pin, style, packs, fixed, backwards,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:
@@ -103,7 +104,7 @@ class _Builder:
                 tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
                 tuple(Boundary(*held, exit_pin, packs) for held in exits),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
-                style, depth, fixed, (frame.module, frame.call),
+                style, depth, fixed, (frame.module, frame.call), bool(backwards),
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 
@@ -185,6 +186,11 @@ def _operation_key(node: Operation, local: _Numbers) -> object:
         tuple([None if o is None else local(o) for o in node.outputs]),
         tuple([local(i) for i in node.overwritten]),
     )
+
+
+def _backward_key(held: ForeignBackward, local: _Numbers) -> object:
+    numbers = [None if i is None else local(i) for i in (*held.inputs, *held.outputs, *held.saved)]
+    return (id(held.graph), len(held.inputs), len(held.outputs), tuple(numbers), held.sealed)
 
 
 def _uncrossed(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.ir.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.ir.region import Instance, picks_of
-from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace, Value
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, Value
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
@@ -52,6 +52,7 @@ class Mismatch:
         expected, found: local shapes, or numbers passed to the operation, where these differ.
         reason: in words.
         rank: whose shapes they are.
+        backward: the code in the call's backward that isn't right on a rank's part, where the forward is.
         when: the positions, from the root's body inwards, of the calls that lead to it, and its own: of two, the one
             that comes first in the run is the smaller.
     """
@@ -64,6 +65,7 @@ class Mismatch:
     reason: str
     rank: int = 0
     when: tuple[int, ...] = ()
+    backward: ForeignBackward | None = None
 
     def sizes(self, ranks: int) -> list[int]:
         """Global sizes of which the run on local shapes saw only a rank's part."""
@@ -87,6 +89,12 @@ class CheckInput:
     results: Mapping[tuple[str, int], Any]
     parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     rank: int = 0
+
+    @property
+    def batch(self) -> int:
+        """The example's batch size: the first size of its first tensor."""
+        shape = self.trace.values[self.trace.inputs[0]].shape if self.trace.inputs else ()
+        return shape[0] if shape else 1
 
 
 def promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
@@ -188,7 +196,7 @@ def _compare_operation(
         if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant that has other numbers")
     if not _same_scalars(given, ours, theirs):
-        mine, its = (tuple(n for n in _scalars(held) if type(n) is int) for held in (ours, theirs))
+        mine, its = (tuple(n for n in scalars(held) if type(n) is int) for held in (ours, theirs))
         reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
         return Mismatch(whole, ours, position, mine, its, reason)
     return None
@@ -267,7 +275,7 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
     if ours.name == CONVOLUTION:
         mine, its = ours.arguments, theirs.arguments
         return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
-    return _scalars(ours) == _scalars(theirs)
+    return scalars(ours) == scalars(theirs)
 
 
 def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:
@@ -301,10 +309,10 @@ def _local_groups(given: CheckInput, operation: Operation) -> int:
 
 
 def _shown(operation: Operation) -> str:
-    return ", ".join(str(n) for n in _scalars(operation) if isinstance(n, (int, float)) and not isinstance(n, bool))
+    return ", ".join(str(n) for n in scalars(operation) if isinstance(n, (int, float)) and not isinstance(n, bool))
 
 
-def _scalars(operation: Operation) -> list[object]:
+def scalars(operation: Operation) -> list[object]:
     """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes."""
     held = (*operation.arguments, *operation.keywords.values())
     sized = operation.name.startswith(_SIZED)
@@ -315,4 +323,4 @@ def _has_tensors(items: Any) -> bool:
     return any(isinstance(item, Reference) for item in items)
 
 
-__all__ = ["REARRANGING", "CheckInput", "Mismatch", "compare", "promised_shape"]
+__all__ = ["REARRANGING", "CheckInput", "Mismatch", "compare", "promised_shape", "scalars"]

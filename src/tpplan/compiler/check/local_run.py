@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, named_modules, rebuild_container
 from tpplan.compiler.bind.attributes import replaced_attribute
+from tpplan.compiler.check.backward import backward_fault
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, Mismatch, compare, promised_shape
 from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.check.fingerprint import Fingerprints
@@ -32,6 +33,7 @@ from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Frame, Path, Value
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
+from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
@@ -55,6 +57,9 @@ def check(
         heard: where to note the steps of each rank's bodies.
     """
     alike = ranks_alike(given)
+    hidden = _hidden_backward(given.instance)
+    if hidden is not None:
+        return hidden
     for rank in different_ranks(given):
         found, stream = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
         if found is not None:
@@ -121,11 +126,37 @@ def _check_rank(
         differs = compare(
             given, whole, frame, state.recorder.values, operands, unfinished, reason if frame is failed else ""
         )
+        if differs is None and whole.backwards and failed is None:
+            differs = _backward(given, whole, frame)
         if differs is not None:
             found.append(replace(differs, when=(*place, differs.position)))
     assert found or failed is None, failed.module
     stream = None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen)
     return min(found, key=_when, default=None), stream
+
+
+def _hidden_backward(instance: Instance, style: Style | None = None) -> Mismatch | None:
+    """Code in the backward of a body that tpplan's own product takes the place of."""
+    style = instance.region.style if instance.region.style in (Style.ROWWISE, Style.VOCAB) else style
+    frame = instance.frame
+    if style is not None and frame.backwards:
+        message = f"a `{style}` module runs tpplan's own product, with its derivative"
+        return Mismatch(frame, None, len(frame.body), None, None, message, backward=frame.backwards[0])
+    found = (_hidden_backward(child, style) for child in instance.children)
+    return next((mismatch for mismatch in found if mismatch is not None), None)
+
+
+def _backward(given: CheckInput, whole: Frame, local: Frame) -> Mismatch | None:
+    """The first code in a call's backward that isn't right on a rank's part."""
+    propagator = Propagator(given.size, given.batch)
+    if len(whole.backwards) != len(local.backwards):
+        message = "it registers other functions or hooks on a rank's part"
+        return Mismatch(whole, None, len(whole.body), None, None, message, backward=whole.backwards[0])
+    for mine, its in zip(whole.backwards, local.backwards, strict=True):
+        fault = backward_fault(given, propagator, mine, its)
+        if fault is not None:
+            return Mismatch(whole, fault.operation, len(whole.body), None, None, fault.reason, backward=mine)
+    return None
 
 
 def _in_order(frame: Frame, place: tuple[int, ...] = ()) -> Iterator[tuple[Frame, tuple[int, ...]]]:
@@ -148,7 +179,7 @@ def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: froze
     frames = {frame.module: frame for frame in given.trace.root.walk()}
     layouts = given.assignment.layouts
     held = {name: layouts[value] for value, names in given.trace.stored.items() for name in names if value in layouts}
-    batch = given.trace.values[given.trace.inputs[0]].shape[0] if given.trace.inputs else 1
+    batch = given.batch
     for name in recorded:
         prefix = f"{name}." if name else ""
         own = {n.removeprefix(prefix): layout for n, layout in held.items() if n.startswith(prefix)}

@@ -71,6 +71,9 @@ def substitute(
 
 
 def _uses(instance: Instance, given: _Given) -> Iterator[KernelUse]:
+    if any(held.region.has_own_backward for held in (instance, *instance.children)):
+        yield from (use for child in instance.children for use in _uses(child, given))
+        return  # a kernel has the derivative of what the body computes
     found = given.body_of(instance.region)
     if isinstance(found, Norm):
         yield _norm(instance, found, given)

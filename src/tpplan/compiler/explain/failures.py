@@ -12,9 +12,9 @@ from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.check.localise import equal_modules
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
-from tpplan.compiler.ir.trace import Location, Trace, quoted
+from tpplan.compiler.ir.trace import ForeignBackward, Location, Trace, quoted
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.rules.propagate import Refusal
 from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
@@ -218,4 +218,24 @@ def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnos
     )  # fmt: skip
 
 
-__all__ = ["instance_at", "of_capture", "of_check", "of_placement"]
+def of_backward(given: CheckInput, mismatch: Mismatch, backward: ForeignBackward, binding: Binding) -> Diagnostic:
+    """For code in the backward that isn't right on a rank's part of the gradients."""
+    name, module = mismatch.frame.module, quoted(mismatch.frame.module)
+    origins = Origins(DataFlow(given.trace), binding)
+    split = (v for v in (*backward.inputs, *backward.outputs) if v is not None)
+    bounds = (origins.rule_behind(v) for v in split if given.assignment.layouts.get(v, REPLICATED) != REPLICATED)
+    bound = next((found for found in bounds if found is not None), None) or binding.first_inside(name)
+    operation = mismatch.operation
+    location = operation.location if operation is not None and operation.location is not None else None
+    more = len(equal_modules(given.instance, mismatch.frame)) - 1
+    met = f"met in {module}, at {backward.location}" if backward.location is not None else ""
+    return _finding("TP128", bound, module, location,
+        f"{backward.name} can't be proved for the layouts around it: {mismatch.reason}",
+        "call it on whole tensors: write `output: replicate` for the module whose result it gets, or `input: replicate` "
+        f"for the one that it stands in; or remove the rules around it{_line(bound)}",
+        met if met and location != backward.location else "",
+        f"the same holds for {more} more modules" if more > 0 else "",
+    )  # fmt: skip
+
+
+__all__ = ["instance_at", "of_backward", "of_capture", "of_check", "of_placement"]

@@ -104,6 +104,8 @@ class Region:
         depth: nesting, for breaking ties.
         fixed: whether its boundaries may carry a reshard only where the plan pins one.
         example: the module and call that it was first met in; a name for the region.
+        has_own_backward: whether there is code in its backward that torch didn't derive, so that what computes the same
+            forward can't take its place.
     """
 
     values: tuple[LocalValue, ...]
@@ -116,6 +118,7 @@ class Region:
     depth: int
     fixed: bool
     example: tuple[str, int]
+    has_own_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)

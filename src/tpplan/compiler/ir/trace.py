@@ -113,6 +113,50 @@ class Crossing:
     aliases: tuple[Path, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardGraph:
+    """What a backward that torch didn't derive does, with numbers of its own. Equal ones of a trace are one object.
+
+    Attributes:
+        values: all values, by number.
+        body: the operations that its results depend on.
+        arriving: the gradients that it gets.
+        saved: the values of the forward that it reads.
+        results: the gradients that it makes; None for one that it doesn't.
+        failure: why there is no record of it; empty if there is.
+    """
+
+    values: tuple[Value, ...]
+    body: tuple[Operation, ...]
+    arriving: tuple[int, ...]
+    saved: tuple[int, ...]
+    results: tuple[int | None, ...]
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignBackward:
+    """Code in the backward that torch didn't derive: of a `torch.autograd.Function`, a custom operator, or a hook.
+
+    Attributes:
+        name: what it is, as messages show it.
+        location: the line that it was met at.
+        inputs: the values whose gradients it makes; None where it makes none.
+        outputs: the values whose gradients it gets.
+        saved: the values of the forward that it reads.
+        graph: what it does; its `results`, `arriving` and `saved` are those of `inputs`, `outputs` and `saved`.
+        sealed: whether it hides values of the forward, so that not even replicated inputs and outputs make it right.
+    """
+
+    name: str
+    location: Location | None
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    saved: tuple[int, ...]
+    graph: BackwardGraph
+    sealed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One call of one module.
@@ -122,6 +166,7 @@ class Frame:
         call: how many calls of this module came before.
         entries, exits: the tensors passed in and out.
         body: operations and inner frames, in order of execution.
+        backwards: code in its backward that torch didn't derive.
     """
 
     module: str
@@ -129,6 +174,7 @@ class Frame:
     entries: tuple[Crossing, ...]
     exits: tuple[Crossing, ...]
     body: tuple[Operation | Frame, ...]
+    backwards: tuple[ForeignBackward, ...] = ()
 
     def walk(self) -> Iterator[Frame]:
         """This frame and every inner one, in order of execution."""

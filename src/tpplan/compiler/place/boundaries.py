@@ -43,6 +43,8 @@ class Boundaries:
         for target in self._targets(region, boundary, value, source, outward=False):
             if target.is_sharded and (region.example, boundary.target) in self.constraints.unsharded:
                 continue
+            if target != REPLICATED and (region.example, boundary.target) in self.constraints.whole:
+                continue
             collectives = reshard_between(source, target)
             if collectives is not None:
                 tie = 0 if source == target else 100 * (2 if source == PARTIAL else 1) + region.depth

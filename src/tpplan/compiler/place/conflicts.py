@@ -7,6 +7,7 @@ out: modules whose calls were decided differently; parameters whose gradient is 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.ir.region import Instance
@@ -69,6 +70,12 @@ def uses_of(names: frozenset[str], instance: Instance, trace: Trace) -> set[tupl
     return found
 
 
+def uses_of_values(values: Set[int], instance: Instance) -> set[tuple[tuple[str, int], int]]:
+    """Where values stand in regions, as (region's example, local number)."""
+    found = {(instance.region.example, number) for number, value in enumerate(instance.values) if value in values}
+    return found.union(*(uses_of_values(values, child) for child in instance.children))
+
+
 def mixed_gradient_findings(names: frozenset[str], assignment: Assignment) -> list[Diagnostic]:
     """Report parameters whose two gradients can't be reconciled."""
     return [
@@ -90,4 +97,5 @@ __all__ = [
     "shared_biases",
     "shared_module_findings",
     "uses_of",
+    "uses_of_values",
 ]

@@ -190,7 +190,14 @@ class Placer:
         ]
 
     def _splits_unsharded(self, region: Region, made: Iterable[tuple[int, Layout]]) -> bool:
-        return any(held.is_sharded and (region.example, o) in self.constraints.unsharded for o, held in made)
+        unsharded, whole = self.constraints.unsharded, self.constraints.whole
+        if not whole:
+            return any(held.is_sharded and (region.example, o) in unsharded for o, held in made)
+        return any(
+            (held.is_sharded and (region.example, o) in unsharded)
+            or (held != REPLICATED and (region.example, o) in whole)
+            for o, held in made
+        )
 
     # -- boundaries -------------------------------------------------------------------------------------------------
     def _entered(self, region: Region, body: Body, inputs: Codes) -> Iterator[_Step]:

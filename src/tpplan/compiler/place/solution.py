@@ -126,6 +126,8 @@ class Constraints:
         forgiven: (region's example, node): operations already reported; taken as replicated to find the next mistake.
         whole_gradients: (region's example, local value): parameters whose gradient must not be partial there.
         reduced_biases: (region's example, local value): biases that must be added after the reduction.
+        whole: (region's example, local value): a value that must be replicated there, and its gradient whole, as code
+            in the backward is right for no part of it.
         heads: numbers of heads; a dim of such a size may be split at any boundary. Empty until that is worth a try.
         features: numbers of features; a tensor made anew with a dim of such a size may be split. Empty until then.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
@@ -136,6 +138,7 @@ class Constraints:
     forgiven: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     whole_gradients: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     reduced_biases: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
+    whole: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
     heads: frozenset[int] = frozenset()
     features: frozenset[int] = frozenset()
     slice_constants: bool = False
@@ -148,6 +151,7 @@ class Constraints:
             "forgiven": self.forgiven,
             "gradient": self.whole_gradients,
             "bias": self.reduced_biases,
+            "whole": self.whole,
         }
         places = frozenset((name, number, kind) for kind, held in kinds.items() for name, number in held)
         return Obeyed((self.heads, self.features, self.slice_constants, self.sequence), places)

@@ -33,6 +33,8 @@ class SplitNorms:
     def solve(self, region: Region, inputs: State) -> Solution | None:
         """The way to run `region` on a part of its features."""
         count = len(region.entries)
+        if region.has_own_backward:
+            return None
         if len(region.inputs) != count or count not in (1, 2) or len(region.exits) != 1 or region.style is not None:
             return None
         held, value = inputs[0], region.values[region.entries[0].target]

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container
+from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container, without_packing
 from tpplan.compiler.ir.objects import fresh_object
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
-from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Trace
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Trace
+from tpplan.compiler.trace.backward import note_module_hooks, record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients
@@ -137,9 +138,13 @@ def record(
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
     try:
-        with without_collection(), recorder, ConstantWatcher(recorder), torch.enable_grad(), warnings.catch_warnings():
+        with (
+            without_collection(), recorder, ConstantWatcher(recorder), torch.enable_grad(), without_packing(),
+            warnings.catch_warnings(),
+        ):  # fmt: skip
             warnings.simplefilter("ignore")
             skeleton.model(*example[0], **example[1])
+            backwards = record_backwards(recorder, outer.body)
     except Exception as error:
         if state.failed is None:  # raised before any forward ran: by a hook, or for the arguments
             raise
@@ -147,6 +152,7 @@ def record(
         raise BodyError(root, state.failed) from error
     (root,) = (node for node in outer.body if isinstance(node, Frame))
     state.heard = next((step for step in outer.steps if isinstance(step, Heard)), None)
+    root = _with_backwards(root, backwards) if backwards else root
     replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
     if replaced is not None:
         raise ReplacedModuleError(replaced)
@@ -160,8 +166,9 @@ def record(
         for path, tensor in tensors_of(*example, called)
         if (value := recorder.held_value(tensor)) is not None and value != inputs.get(path)
     }
+    foreign = {v for held in backwards.values() for b in held for v in (*b.inputs, *b.outputs, *b.saved)} - {None}
     return Trace(
-        _without_dead_operations(root, recorder.effects | set(kept) | set(left.values())),
+        _without_dead_operations(root, recorder.effects.union(kept, left.values(), foreign)),
         root,
         complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
@@ -189,7 +196,12 @@ def _wrap(module: nn.Module, name: str, state: Capture) -> None:
 
     @functools.wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        return _record_call(name, names, forward, args, kwargs, state)
+        if state.recorder.beside is not None:
+            state.recorder.beside.calls += 1
+            return forward(*args, **kwargs)
+        result = _record_call(name, names, forward, args, kwargs, state)
+        note_module_hooks(state.recorder, module, name, args, result)
+        return result
 
     module.__dict__["forward"] = recorded
 
@@ -298,6 +310,11 @@ class _Crosser:
         alias, source, target = self.recorder.cross(tensor)
         self.crossings.append(Crossing(path, source, target))
         return alias
+
+
+def _with_backwards(frame: Frame, found: Mapping[tuple[str, int], Sequence[ForeignBackward]]) -> Frame:
+    body = tuple(_with_backwards(node, found) if isinstance(node, Frame) else node for node in frame.body)
+    return replace(frame, body=body, backwards=tuple(found.get((frame.module, frame.call), ())))
 
 
 def _to_meta(_: Path, tensor: Tensor) -> Tensor:

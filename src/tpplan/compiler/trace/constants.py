@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compiler.ir.steps import BRANCHES, step_of
+from tpplan.compiler.trace.backward import note_tensor_hook
 from tpplan.compiler.trace.recorder import Recorder
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
+_HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
@@ -33,7 +35,7 @@ def _row(item: Any) -> Any:
 
 
 class ConstantWatcher(TorchFunctionMode):
-    """Notes the numbers that meta tensors are made of."""
+    """Notes the numbers that meta tensors are made of, and hooks on tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         """Tell `recorder`."""
@@ -47,6 +49,8 @@ class ConstantWatcher(TorchFunctionMode):
         keywords: dict[str, Any] = kwargs or {}
         if func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
+        if func in _HOOKS:
+            note_tensor_hook(self._recorder, *args, **keywords)
         result = func(*args, **keywords)
         if self._recorder.listening and func.__name__ != "__get__":
             step = step_of(func, result if func in BRANCHES else None)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, RecordingMode, Unwatched, schema_mutates, schema_returns_view
+from tpplan.compat import OpOverload, PythonNode, RecordingMode, Unwatched, schema_mutates, schema_returns_view
 from tpplan.compiler.ir.steps import Heard, Step
 from tpplan.compiler.ir.trace import Assumption, Crossing, Frame, Geometry, Location, Operation, Reference, Value
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
@@ -42,6 +43,44 @@ class OpenFrame:
     steps: list[Step | Heard] = field(default_factory=list[Step | Heard])
 
 
+@dataclass(slots=True)
+class Aside:
+    """What is recorded beside the run: operations, how often modules are called, whether it branches on data."""
+
+    body: list[Operation | Frame] = field(default_factory=list["Operation | Frame"])
+    calls: int = 0
+    branches: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NotedFunction:
+    """A function with a backward in Python: autograd's node, the line where it was met, its results by position."""
+
+    node: Any
+    location: Location | None
+    outputs: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NotedHook:
+    """A hook in the backward.
+
+    Attributes:
+        name: what it is, as messages show it.
+        location: where it was registered.
+        frame: the call under way, as (module, call).
+        run: takes a gradient, or None, for each of `outputs`; returns one, or None, for each of `inputs`.
+        outputs, inputs: values whose gradients it gets, and makes; None for what isn't a tensor with a gradient.
+    """
+
+    name: str
+    location: Location | None
+    frame: tuple[str, int]
+    run: Callable[[Sequence[Tensor | None]], Sequence[Any]]
+    outputs: tuple[int | None, ...]
+    inputs: tuple[int | None, ...]
+
+
 class Recorder(RecordingMode):
     """Records operations and values; see the module's docstring.
 
@@ -54,6 +93,9 @@ class Recorder(RecordingMode):
         super().__init__()
         self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
         self.chosen: set[tuple[str, int]] = set()  # frames that look for entries that aren't zero
+        self.functions: dict[int, NotedFunction] = {}  # whose backward is written in Python
+        self.hooks: list[NotedHook] = []
+        self.beside: Aside | None = None
         self._taken = taken
         self.listening = False  # whether the steps of bodies are wanted
         self.values: list[Value] = []
@@ -75,10 +117,35 @@ class Recorder(RecordingMode):
         found = self._identity.get(id(tensor))
         if found is None:
             return self.new_value(tensor, tensor.requires_grad)
-        if tensor.requires_grad and not self.values[found].differentiable:
-            self.surprising.add(found)
-            self.values[found] = replace(self.values[found], differentiable=True)
+        if tensor.requires_grad:
+            if isinstance(tensor.grad_fn, PythonNode):
+                self.note_function(tensor, tensor.grad_fn, found)
+            if not self.values[found].differentiable:
+                self.surprising.add(found)
+                self.values[found] = replace(self.values[found], differentiable=True)
         return found
+
+    def note_function(self, tensor: Tensor, node: Any, value: int) -> None:
+        """Say that `tensor`, which is `value`, is a result of a function whose backward is written in Python."""
+        if self.frames:
+            noted = self.functions.setdefault(id(node), NotedFunction(node, self.location(), {}))
+            noted.outputs.setdefault(tensor.output_nr, value)
+
+    def tensors(self) -> Iterator[tuple[Tensor, int]]:
+        """Every tensor that the run has made or read, with the value that it stands for at last."""
+        return ((tensor, self._identity[id(tensor)]) for tensor in self._alive)
+
+    @contextmanager
+    def aside(self) -> Generator[Aside]:
+        """Record what is no part of the run."""
+        before, assumed = self.frames, len(self.assumptions)
+        self.frames, self.beside = [OpenFrame("", 0, [])], Aside()
+        try:
+            yield self.beside
+        finally:
+            self.beside.body, self.beside.branches = self.frames[-1].body, len(self.assumptions) > assumed
+            del self.assumptions[assumed:]
+            self.frames, self.beside = before, None
 
     def new_value(
         self, tensor: Tensor, differentiable: bool, storage_of: int | None = None, numbers: Tensor | None = None
@@ -181,7 +248,7 @@ class Recorder(RecordingMode):
         ):
             self.effects.update(output for output in outputs if output is not None)
         self.frames[-1].body.append(
-            Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self._location())
+            Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self.location())
         )
         return result  # pyright: ignore[reportUnknownVariableType]
 
@@ -243,7 +310,7 @@ class Recorder(RecordingMode):
         return tuple(convert(a) for a in args), {name: convert(a) for name, a in keywords.items()}
 
     def _assume(self, tensor: Tensor) -> bool:
-        location = self._location()
+        location = self.location()
         if tensor.dtype is not torch.bool:
             raise DataDependentError(f"reads the value of a tensor at {location}")
         taken = location in self._taken
@@ -260,7 +327,7 @@ class Recorder(RecordingMode):
         made = self.new_value(found, False)
         self.effects.add(made)  # what is made of its numbers doesn't show that it is read
         self.frames[-1].body.append(
-            Operation(func, tuple(map(self._refer, args)), {}, inputs, (made,), (), self._location())
+            Operation(func, tuple(map(self._refer, args)), {}, inputs, (made,), (), self.location())
         )
         self.chosen.add((self.frames[-1].module, self.frames[-1].call))
         if not picks:
@@ -271,7 +338,8 @@ class Recorder(RecordingMode):
         return places
 
     @staticmethod
-    def _location() -> Location | None:
+    def location() -> Location | None:
+        """The line of the model's source that is running."""
         frame = inspect.currentframe()
         while frame is not None:
             name = frame.f_code.co_filename
@@ -364,4 +432,4 @@ def _geometry(argument: Any) -> object:
     return (type(argument).__name__, argument)
 
 
-__all__ = ["Crossing", "DataDependentError", "OpenFrame", "Recorder"]
+__all__ = ["Crossing", "DataDependentError", "NotedFunction", "NotedHook", "OpenFrame", "Recorder"]

@@ -257,6 +257,37 @@ the note goes away; a model with more heads splits them by the same `colwise` ru
 """,
     ),
     Entry(
+        code="TP128",
+        name="unproved-backward",
+        severity=Severity.ERROR,
+        summary="A backward that torch didn't derive isn't right for a rank's part of the gradients.",
+        explanation="""
+The backward of torch's own operators follows from their derivatives. That of a `torch.autograd.Function`, of a custom
+operator or of a hook is code like any other: it is recorded, and held against the layouts of the gradients that it
+gets. On a rank, a gradient may be a part (of features, heads or a sequence), or a term of a sum. A part can't be
+divided by the norm of the whole, nor by a size; a term of a sum can only be added and scaled, not clamped. tpplan then
+moves the gathers in front of the function, and the slices behind it, where there is a module boundary to put them;
+this finding says that there is none.
+""",
+        bad="""
+class Normalized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm(dim=-1, keepdim=True)
+
+def forward(self, x):
+    return self.down(torch.relu(Normalized.apply(self.weight @ x)))   # `weight` is `colwise`
+""",
+        good="""
+def forward(self, x):
+    return self.down(torch.relu(Normalized.apply(self.up(x))))   # what leaves `up` can be gathered
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,

@@ -1,0 +1,372 @@
+"""Backwards that torch didn't derive: functions with a backward of their own, custom operators, hooks.
+
+in:  what the recorder noted during a run
+out: for each call, its `ForeignBackward`s: a record of what each does to the gradients that it gets
+
+    class Clip(Function): backward(ctx, g) = g.clamp(-1, 1)   ->   arriving (0,), body (clamp 0→1,), results (1,)
+
+Each is run by itself, on gradients without numbers, after the forward. Values of the forward that it reads are those of
+the trace, so that the trace keeps the operations that make them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import (
+    FunctionNode,
+    ModuleHooks,
+    Unwatched,
+    backward_hooks,
+    function_node,
+    is_reentrant_checkpoint,
+)
+from tpplan.compiler.ir.trace import (
+    BackwardGraph,
+    ForeignBackward,
+    Frame,
+    Operation,
+    Reference,
+    Value,
+)
+from tpplan.compiler.trace.recorder import NotedFunction, NotedHook, Recorder
+
+Call = tuple[str, int]
+_SMALL = 64
+_REENTRANT = "the backward of an activation checkpoint with `use_reentrant=True`"
+
+
+class _Unrecorded(Exception):
+    """Why there is no record of a backward."""
+
+
+def note_tensor_hook(recorder: Recorder, tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Note a hook that a forward registers on a tensor."""
+    value = recorder.value_of(tensor)
+    frame = recorder.frames[-1]
+
+    def run(gradients: Sequence[Tensor | None]) -> Sequence[Any]:
+        (gradient,) = gradients
+        result = hook(gradient)  # pyright: ignore[reportArgumentType]
+        return (gradient if result is None else result,)
+
+    name = f"the hook `{_name_of(hook)}` on a tensor"
+    place = (frame.module, frame.call)
+    recorder.hooks.append(NotedHook(name, recorder.location(), place, run, (value,), (value,)))
+
+
+def note_module_hooks(recorder: Recorder, module: nn.Module, name: str, args: tuple[Any, ...], result: Any) -> None:
+    """Note the hooks of a module's backward after a call of it, if it has any."""
+    hooks = backward_hooks(module)
+    if hooks is None:
+        return
+    results = result if isinstance(result, tuple) else (result,)
+    with Unwatched():
+        made = [_differentiable(recorder, item) for item in results]  # pyright: ignore[reportUnknownVariableType]
+        taken = [_differentiable(recorder, item) for item in args]
+    if not any(value is not None for value in made):
+        return
+    frame = recorder.frames[-1]
+    shown = f"the backward hooks of `{name}`" if name else "the backward hooks of the model"
+    run = _module_hooks(module, hooks, len(made), any(value is not None for value in taken))
+    values = (*made, *taken)
+    recorder.hooks.append(NotedHook(shown, None, (frame.module, frame.call), run, values, values))
+
+
+def _differentiable(recorder: Recorder, item: object) -> int | None:
+    return recorder.value_of(item) if isinstance(item, Tensor) and item.requires_grad else None
+
+
+def _module_hooks(
+    module: nn.Module, hooks: ModuleHooks, results: int, has_inputs: bool
+) -> Callable[[Sequence[Tensor | None]], Sequence[Any]]:
+    """What torch does with a module's hooks, for gradients of its results and then of its arguments."""
+
+    def run(gradients: Sequence[Tensor | None]) -> Sequence[Any]:
+        if hooks.legacy:
+            raise _Unrecorded("`register_backward_hook` sees the module's last operation alone")
+        arrived: Any = tuple(gradients[:results])
+        for hook in hooks.before:
+            changed = hook(module, arrived)
+            arrived = arrived if changed is None else changed
+        passed: Any = tuple(gradients[results:])
+        for hook in hooks.after:
+            changed = hook(module, passed, arrived)
+            passed = passed if changed is None or not has_inputs else changed
+        return (*arrived, *passed)
+
+    return run
+
+
+def _name_of(hook: object) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__)).replace("<locals>.", "")
+
+
+def record_backwards(recorder: Recorder, roots: Sequence[Operation | Frame]) -> dict[Call, list[ForeignBackward]]:
+    """Record what the run has noted, by the call that it belongs to. To be called under the recorder."""
+    if not recorder.functions and not recorder.hooks:
+        return {}
+    writer = _Writer(recorder)
+    functions, hooks = list(recorder.functions.values()), list(recorder.hooks)
+    found: dict[Call, list[ForeignBackward]] = defaultdict(list)
+    if functions:
+        homes = dict(_homes(roots, ("", 0)))
+        sources = _Sources(recorder)
+        for noted in functions:
+            home = next((homes[v] for v in noted.outputs.values() if v in homes), ("", 0))
+            held = writer.function(noted, sources)
+            if held is not None:
+                found[home].append(held)
+    for hook in hooks:
+        found[hook.frame].append(writer.hook(hook))
+    return found
+
+
+def _homes(nodes: Sequence[Operation | Frame], call: Call) -> Iterator[tuple[int, Call]]:
+    """The call whose body makes each value."""
+    for node in nodes:
+        if isinstance(node, Operation):
+            yield from ((output, call) for output in node.outputs if output is not None)
+        else:
+            inner = (node.module, node.call)
+            yield from ((crossing.target, inner) for crossing in node.entries)
+            yield from _homes(node.body, inner)
+            yield from ((crossing.target, call) for crossing in node.exits)
+
+
+class _Sources:
+    """Which value a gradient that goes to a node of autograd's is for."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._values: dict[tuple[int, int], int] = {}
+        self._alive: list[object] = []  # ids are only unique while their objects live
+        with Unwatched():
+            for tensor, value in recorder.tensors():
+                node = tensor.grad_fn
+                if node is not None:
+                    self._alive.append(node)
+                    self._values.setdefault((id(node), tensor.output_nr), value)
+        for noted in recorder.functions.values():
+            self._values.update({(id(noted.node), number): value for number, value in noted.outputs.items()})
+        self._recorder = recorder
+
+    def value(self, node: Any, number: int) -> int:
+        leaf = getattr(node, "variable", None)
+        found = self._recorder.held_value(leaf) if leaf is not None else self._values.get((id(node), number))
+        if found is None:
+            raise _Unrecorded("an argument of it was written to later")
+        return found
+
+
+class _Writer:
+    """Runs backwards and writes down what they do; equal records are one object."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._graphs: dict[object, BackwardGraph] = {}
+
+    def function(self, noted: NotedFunction, sources: _Sources) -> ForeignBackward | None:
+        node = function_node(noted.node)
+        places = tuple(sorted(noted.outputs))
+        outputs = tuple(noted.outputs[k] for k in places)
+        if is_reentrant_checkpoint(noted.node):
+            reason = self._hidden(noted.node)
+            if not reason:
+                return None  # it derives what the forward was seen to do
+            failed = _failed(reason)
+            return ForeignBackward(_REENTRANT, noted.location, (), outputs, (), failed, sealed=True)
+        name = f"the backward of `{node.name}`"
+        try:
+            inputs = tuple(sources.value(source, number) for _, source, number in node.inputs)
+            attempts = [self._run_function(noted, node, places, fill) for fill in (True, False)]
+            return self._written(name, noted, inputs, outputs, attempts)
+        except _Unrecorded as error:
+            return ForeignBackward(name, noted.location, (), outputs, (), _failed(str(error)), sealed=True)
+
+    def _run_function(
+        self, noted: NotedFunction, node: FunctionNode, places: tuple[int, ...], fill: bool
+    ) -> Callable[..., Sequence[Any]]:
+        def run(gradients: Sequence[Tensor | None]) -> Sequence[Any]:
+            arriving = dict(zip(places, gradients, strict=True))
+            filled = [
+                arriving[k] if k in arriving else torch.zeros(shape, dtype=dtype, device="meta") if fill else None
+                for k, (shape, dtype) in enumerate(node.outputs)
+            ]
+            made = noted.node.apply(*filled)
+            returned: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+            return [returned[place] if place < len(returned) else None for place, _, _ in node.inputs]
+
+        return run
+
+    def _hidden(self, node: Any) -> str:
+        """Why a reentrant checkpoint isn't the derivative of its forward; empty if it is.
+
+        Its forward runs without gradients, so that functions inside of it don't show until it runs again.
+        """
+        recorder = self.recorder
+        before = len(recorder.functions) + len(recorder.hooks)
+        inputs: list[Any] = list(node.inputs)
+        for place, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
+            inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)
+        try:
+            with recorder.aside(), torch.enable_grad():
+                made = node.run_function(*inputs)
+                for item in made if isinstance(made, tuple) else (made,):  # pyright: ignore[reportUnknownVariableType]
+                    if isinstance(item, Tensor):
+                        recorder.value_of(item)
+        except Exception as error:  # whatever it raises when it runs again
+            return f"what it calls can't run again: {_first_line(error)}"
+        hides = len(recorder.functions) + len(recorder.hooks) > before
+        return "it hides functions or hooks that have a part in the backward" if hides else ""
+
+    def hook(self, noted: NotedHook) -> ForeignBackward:
+        outputs = tuple(value for value in noted.outputs if value is not None)
+
+        def run(gradients: Sequence[Tensor | None]) -> Sequence[Any]:
+            arriving = iter(gradients)
+            made = noted.run([None if value is None else next(arriving) for value in noted.outputs])
+            return [item for item, value in zip(made, noted.inputs, strict=True) if value is not None]
+
+        inputs = tuple(value for value in noted.inputs if value is not None)
+        return self._written(noted.name, noted, inputs, outputs, [run])
+
+    def _written(
+        self,
+        name: str,
+        noted: NotedFunction | NotedHook,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        attempts: Sequence[Callable[[Sequence[Tensor | None]], Sequence[Any]]],
+    ) -> ForeignBackward:
+        reason = ""
+        for run in attempts:
+            try:
+                return self._run(name, noted, inputs, outputs, run)
+            except Exception as error:  # whatever it raises without numbers is why it can't be proved
+                reason = reason or _first_line(error)
+        return ForeignBackward(name, noted.location, tuple(inputs), outputs, (), _failed(reason))
+
+    def _run(
+        self,
+        name: str,
+        noted: NotedFunction | NotedHook,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        run: Callable[[Sequence[Tensor | None]], Sequence[Any]],
+    ) -> ForeignBackward:
+        recorder, first = self.recorder, len(self.recorder.values)
+        with recorder.aside() as aside, torch.no_grad():
+            with Unwatched():
+                values = [recorder.values[i] for i in outputs]
+                gradients = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device="meta") for v in values]
+                arriving = tuple(recorder.new_value(gradient, False) for gradient in gradients)
+            results = [_tensor_or_none(item) for item in run(gradients)]
+            with Unwatched():
+                made = tuple(None if item is None else recorder.value_of(item) for item in results)
+        if aside.calls:
+            raise _Unrecorded("it calls modules")
+        if aside.branches:
+            raise _Unrecorded("it branches on the numbers of a tensor")
+        body = [node for node in aside.body if isinstance(node, Operation)]
+        saved, graph = self._graph(first, arriving, made, body)
+        return ForeignBackward(name, noted.location, inputs, outputs, saved, graph)
+
+    def _graph(
+        self, first: int, arriving: tuple[int, ...], made: tuple[int | None, ...], body: list[Operation]
+    ) -> tuple[tuple[int, ...], BackwardGraph]:
+        """The values of the forward that it reads, and the record, of which equal ones are one object."""
+        body = _needed(body, {value for value in made if value is not None})
+        numbers: dict[int, int] = {}
+        for value in arriving:
+            numbers[value] = len(numbers)
+        for node in body:
+            for value in (*node.inputs, *node.overwritten, *node.outputs):
+                if value is not None:
+                    numbers.setdefault(value, len(numbers))
+        for value in made:
+            if value is not None:
+                numbers.setdefault(value, len(numbers))
+        saved = tuple(value for value in numbers if value < first)
+        renumbered = tuple(_renumbered(node, numbers) for node in body)
+        values = tuple(replace(self.recorder.values[old], identifier=new) for old, new in numbers.items())
+        results = tuple(None if value is None else numbers[value] for value in made)
+        places = tuple(numbers[value] for value in saved)
+        key = (tuple(map(_value_key, values)), tuple(map(_operation_key, renumbered)), len(arriving), places, results)
+        known = self._graphs.get(key)
+        if known is None:
+            starts = tuple(numbers[value] for value in arriving)
+            known = self._graphs[key] = BackwardGraph(values, renumbered, starts, places, results)
+        return saved, known
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def _failed(reason: str) -> BackwardGraph:
+    return BackwardGraph((), (), (), (), (), reason)
+
+
+def _tensor_or_none(item: object) -> Tensor | None:
+    if item is None or isinstance(item, Tensor):
+        return item
+    raise _Unrecorded(f"it returns a {type(item).__name__} for a gradient")
+
+
+def _needed(body: list[Operation], live: set[int]) -> list[Operation]:
+    """Without what no result depends on, such as what a hook prints."""
+    kept: list[Operation] = []
+    for node in reversed(body):
+        overwritten = tuple(value for value in node.overwritten if value in live)
+        if overwritten or any(output in live for output in node.outputs):
+            live.update(node.inputs)
+            kept.append(replace(node, overwritten=overwritten))
+    return kept[::-1]
+
+
+def _renumbered(node: Operation, numbers: dict[int, int]) -> Operation:
+    def refer(argument: Any) -> Any:
+        if isinstance(argument, Reference):
+            return Reference(numbers[argument.identifier])
+        if isinstance(argument, tuple):
+            return tuple(refer(item) for item in argument)  # pyright: ignore
+        return argument
+
+    return Operation(
+        node.target,
+        tuple(refer(argument) for argument in node.arguments),
+        {name: refer(argument) for name, argument in node.keywords.items()},
+        tuple(numbers[value] for value in node.inputs),
+        tuple(None if value is None else numbers[value] for value in node.outputs),
+        tuple(numbers[value] for value in node.overwritten),
+        node.location,
+    )
+
+
+def _value_key(value: Value) -> object:
+    numbers = value.numbers
+    shown: object = None
+    if numbers is not None:
+        shown = tuple(numbers.flatten().tolist()) if numbers.numel() <= _SMALL else id(numbers)
+    return (value.shape, value.stride, value.dtype, shown)
+
+
+def _operation_key(node: Operation) -> object:
+    def typed(argument: Any) -> object:
+        # Python holds 1 == 1.0 == True; operators don't.
+        if isinstance(argument, tuple):
+            return tuple([typed(item) for item in argument])  # pyright: ignore
+        return (type(argument), argument)
+
+    named = tuple((name, typed(argument)) for name, argument in node.keywords.items())
+    return (id(node.target), typed(node.arguments), named, node.inputs, node.outputs, node.overwritten)
+
+
+__all__ = ["note_module_hooks", "note_tensor_hook", "record_backwards"]
