@@ -330,7 +330,7 @@ def _difference(ours: Program, other: Program) -> str:
         known = mine.get(module.name)
         if known is None or _moves(known) != _moves(module) or known.local_attributes != module.local_attributes:
             return f"`{module.name or 'the model'}` needs other reshards for it"
-        if (known.recorded is None) != (module.recorded is None) or known.split_norm != module.split_norm:
+        if (known.recorded is None) != (module.recorded is None) or known.split_norm != module.split_norm or known.walked != module.walked:
             return f"`{module.name or 'the model'}` needs another body for it"
         if module.random not in (None, known.random):
             return f"`{module.name or 'the model'}` draws other random numbers for it"
