@@ -107,6 +107,7 @@ def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batc
         and ours.local_attributes == other.local_attributes
         and _record(ours.recorded, batch) == _record(other.recorded, other_batch)
         and ours.split_norm == other.split_norm
+        and ours.walked == other.walked
         and other.random in (None, ours.random)
     )
 

@@ -47,6 +47,7 @@ from tpplan.compiler.place.conflicts import (
 from tpplan.compiler.place.place import Placer, root_solution
 from tpplan.compiler.place.solution import Constraints, Failure
 from tpplan.compiler.refine import learn
+from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, without_collection
@@ -144,7 +145,8 @@ def _compile(
     flow = DataFlow(trace)
     unpacked = pack(model, flow, binding, size, partly)
     binding = unpacked.binding
-    diagnostics += unpacked.findings
+    binding, inexact = justify(model, flow, binding)
+    diagnostics += [*unpacked.findings, *inexact]
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
     constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))

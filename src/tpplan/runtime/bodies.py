@@ -37,6 +37,7 @@ class Prepared:
     Attributes:
         module: the module.
         style: the plan's style of it.
+        walked: whether its own code runs, whatever body the style has.
         runtime: what it needs at run time.
         attributes: the integer attributes that count what this rank holds, with their values.
     """
@@ -45,6 +46,7 @@ class Prepared:
     style: str | None
     runtime: ModuleRuntime
     attributes: tuple[tuple[str, int], ...] = ()
+    walked: bool = False
 
 
 def prepare(
@@ -76,7 +78,7 @@ def prepare(
     for spec in _with_kernels(program, uses, modules):
         module = modules[spec.name]
         reads = _reads(spec, placements, readers, handed_out)
-        is_root, fresh = spec.name == "", spec.style in ("rowwise", "vocab")
+        is_root, fresh = spec.name == "", spec.style in ("rowwise", "vocab") and not spec.walked
         use = uses.get(spec.name)
         left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
         body = without_bias(spec.transposed, module) if left else None
@@ -97,11 +99,12 @@ def prepare(
             body=_replaced(spec, module, stock, placements, axis, context)
             or (body if use is None else body_of(use, module, modules)),
             bias_elsewhere=left,
-            first_row=_first_row(spec, placements, axis),
+            own={name.rpartition(".")[2]: read for name, read in reads if _owner(modules, name)[0] is module},
+            table=_table(spec, placements, axis),
             packs=_packs(module, spec.name, placements),
         )
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
-        found.append(Prepared(module, spec.style, runtime, local))
+        found.append(Prepared(module, spec.style, runtime, local, spec.walked))
     return tuple(found)
 
 
@@ -176,13 +179,13 @@ def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacemen
     return {leaf: found.layout for leaf, found in held.items() if found is not None and found.layout.packs}
 
 
-def _first_row(spec: ModuleProgram, placements: dict[str, ParameterPlacement], axis: Communicator) -> int:
-    """Of a table split by rows, the first that this rank holds; 0 for other modules."""
+def _table(spec: ModuleProgram, placements: dict[str, ParameterPlacement], axis: Communicator) -> tuple[int, int]:
+    """Of a table split by rows, the first that this rank holds, and the number of all; zeros for other modules."""
     if spec.style != "vocab" or not spec.reads:  # a table that the example doesn't call isn't read
-        return 0
+        return 0, 0
     table = placements[spec.reads[0]]
     ((start, _),) = table.layout.intervals(table.shape[0], axis.size, axis.rank)
-    return start
+    return start, table.shape[0]
 
 
 def _owner(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:

@@ -68,7 +68,8 @@ class ModuleRuntime:
         body: what runs in place of the stock forward; None for that.
         packs: the layouts of its own parameters that pack several stretches, by their names in the module.
         bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
-        first_row: of an embedding table split by rows, the first that this rank holds.
+        own: how to read each parameter of the module itself, by its name there.
+        table: of an embedding table split by rows, the first that this rank holds, and the number of all.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
     """
@@ -89,7 +90,8 @@ class ModuleRuntime:
     alone: ModuleRuntime | None = None
     body: Body | None = None
     bias_elsewhere: bool = False
-    first_row: int = 0
+    own: Mapping[str, Reader] = field(default_factory=dict[str, Reader])
+    table: tuple[int, int] = (0, 0)
     packs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -245,36 +247,28 @@ class ShardedLinear(ShardedModule):
             return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
-        parameters = self._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
-        assert weight is not None
-        local = runtime.reads[0][2](weight)
-        if runtime.bias_elsewhere:
-            bias = None
-        result = functional.linear(input, local, None if bias is None else runtime.reads[1][2](bias))
+        bias = None if runtime.bias_elsewhere else _own(self, runtime, "bias")
+        result = functional.linear(input, _own(self, runtime, "weight"), bias)  # pyright: ignore[reportArgumentType]
         return runtime.exits[0].step(result) if runtime.exits else result
 
 
 class ReducedLinear(ShardedModule):
     """A linear layer split by rows: the products are reduced, then the bias is added once."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """X (…, in / size) to y (…, out)."""
+        (input,) = (*args, *kwargs.values())  # whatever its name is
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
-        parameters = self._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = _own(self, runtime, "weight"), _own(self, runtime, "bias")
         assert weight is not None
-        local = runtime.reads[0][2](weight)
-        result = input @ local if runtime.transposed else functional.linear(input, local)
+        result = input @ weight if runtime.transposed else functional.linear(input, weight)
         if runtime.exits:
             result = runtime.exits[0].step(result)
-        if bias is None:
-            return result
-        return result + runtime.reads[1][2](bias).to(result.dtype)  # autocast computes the product in another dtype
+        return result if bias is None else result + bias.to(result.dtype)  # autocast makes products of another dtype
 
 
 class VocabularyEmbedding(ShardedModule):
@@ -285,20 +279,28 @@ class VocabularyEmbedding(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
-        table = runtime.reads[0][2](self._parameters["weight"])  # pyright: ignore
-        rows = table.shape[0]
-        local = input - runtime.first_row
+        table = runtime.own["weight"](self._parameters["weight"])  # pyright: ignore
+        rows, (first_row, all_rows) = table.shape[0], runtime.table
+        local = input - first_row
         foreign = (local < 0) | (local >= rows)
+        # An id that no rank holds stays out of every rank's range, so that all of them raise as the stock table does.
+        index = local.masked_fill(foreign & (input >= 0) & (input < all_rows), 0)
         padding: int | None = self.__dict__["padding_idx"]
         if padding is not None:
-            padding -= runtime.first_row
+            padding -= first_row
             padding = padding if 0 <= padding < rows else None
         if rows:
-            result = functional.embedding(local.masked_fill(foreign, 0), table, padding)
+            result = functional.embedding(index, table, padding)
         else:  # a sum of no rows, whose gradient is an empty table's
-            result = table.sum(0).expand(*input.shape, -1)
+            result = functional.embedding(index, table.new_zeros(1, table.shape[1])) + table.sum(0)
         result = result.masked_fill(foreign.unsqueeze(-1), 0)
         return runtime.exits[0].step(result) if runtime.exits else result
+
+
+def _own(module: nn.Module, runtime: ModuleRuntime, name: str) -> Tensor | None:
+    """A parameter of the module as its body reads it; None for one that it doesn't have, or never reads."""
+    read = runtime.own.get(name)
+    return None if read is None else read(module._parameters[name])  # pyright: ignore
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
@@ -318,11 +320,16 @@ _PREFIX: dict[str | None, str] = {
 
 
 @functools.cache
-def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type[nn.Module]:
-    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination."""
+def swapped_class(stock: type[nn.Module], style: str | None, root: bool, walked: bool = False) -> type[nn.Module]:
+    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination.
+
+    If it is `walked`, its own forward runs, whatever body the style has.
+    """
     base: type[ShardedModule] = ShardedModule
     if root:
         base = ShardedRoot
+    elif walked:
+        base = ShardedModule
     elif style == "colwise" and stock.forward is nn.Linear.forward:
         base = ShardedLinear
     elif style == "rowwise":

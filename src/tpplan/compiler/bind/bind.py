@@ -28,6 +28,8 @@ class Bound:
         form: what linear layer it is, or what is done with the parameter, for `colwise` and `rowwise`.
         packs: the stretches of the split features, if they are several or have several holders.
         is_parameter: whether it is a parameter or a buffer.
+        walked: whether its own code runs on shards, although its style has a body of the runtime's: the two aren't the
+            same by the trace.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Bound:
     form: LinearForm | Product | Addend | None = None
     packs: tuple[Pack, ...] = ()
     is_parameter: bool = False
+    walked: bool = False
 
     def layout_of(self, leaf: str) -> Layout | None:
         """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
@@ -48,7 +51,8 @@ class Bound:
             # What is added to a partial product is added on one rank.
             return packed(self.form.output_dim, self.packs) if columns else PARTIAL
         if leaf == "bias":
-            return packed(0, self.packs) if columns else None
+            # Its own code adds a row's bias to a partial product: that is added on one rank.
+            return packed(0, self.packs) if columns else PARTIAL if self.walked else None
         return packed(self.form.output_dim if columns else self.form.input_dim, self.packs)
 
 

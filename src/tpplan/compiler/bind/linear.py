@@ -1,4 +1,6 @@
-"""Linear: whether a module computes x Wᵀ + b or x W + b, whatever its class, seen from what it does.
+"""Linear: whether a module makes one product with its weight, x Wᵀ or x W, whatever its class, seen from what it does.
+
+It may scale and add besides. Whether it does is for the trace to say, see `rewrite/lemmas`; such a body runs as it is.
 
 in:  a module
 out: `LinearForm`: its sizes and the side on which its weight has the inputs; None if it computes something else
@@ -19,15 +21,25 @@ from tpplan.compat import OpOverload, RecordingMode, own_buffers, own_parameters
 from tpplan.compiler.trace.skeleton import make_skeleton
 
 _PRODUCTS = frozenset(("aten::mm", "aten::addmm"))
+_TURNS = frozenset(("aten::t", "aten::transpose.int", "aten::permute"))
+_ENTRYWISE = frozenset(("aten::alias", "aten::clone", "aten::detach", "aten::_to_copy", "aten::mul.Tensor", "aten::div.Tensor"))
 _BESIDE = frozenset(
     (
         "aten::view",
         "aten::_unsafe_view",
         "aten::t",
         "aten::transpose.int",
-        "aten::add.Tensor",
         "aten::alias",
         "aten::permute",
+        "aten::clone",
+        "aten::detach",
+        "aten::_to_copy",
+        "aten::add.Tensor",
+        "aten::sub.Tensor",
+        "aten::rsub.Scalar",
+        "aten::mul.Tensor",
+        "aten::div.Tensor",
+        "aten::neg",
     )
 )
 
@@ -109,8 +121,9 @@ class Addend:
 
 
 def linear_form(module: nn.Module) -> LinearForm | None:
-    """What linear layer `module` is: `weight`, perhaps `bias`, and nothing but their product; None if it is none."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    """What linear layer `module` is: `weight`, perhaps `bias`, and one product with the weight; None if it is none."""
+    stored = own_parameters(module).get("weight") is not None
+    if stored and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearForm(module.in_features, module.out_features, transposed=False)
     held = {name: tensor for name, tensor in own_parameters(module).items() if tensor is not None}
     weight = held.get("weight")
@@ -138,26 +151,27 @@ class _Products(RecordingMode):
         self.weight = weight
         self.sides: list[bool] = []
         self.other = False
-        self._turned: list[Tensor] = []
+        self._sides: list[tuple[Tensor, bool]] = [(weight, True)]  # what was made of the weight, and how it stands
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func.name()
-        if name in ("aten::t", "aten::transpose.int", "aten::permute") and args[0] is self.weight:
-            self._turned.append(made)
-        elif name in _PRODUCTS:
-            self.sides.append(self._side(args[-1]))
+        side = self._side(args[0]) if args else None
+        if name in _PRODUCTS:
+            self.sides.append(bool(self._side(args[-1])))
+            self.other = self.other or self._side(args[-1]) is None
         elif name not in _BESIDE:
             self.other = True
+        elif side is not None and (name in _TURNS or name in _ENTRYWISE):
+            turns = name in _TURNS and made.stride() != args[0].stride()
+            self._sides.append((made, side ^ turns))
         return made
 
-    def _side(self, operand: Tensor) -> bool:
-        if operand is self.weight:
-            return True
-        self.other = self.other or not any(operand is turned for turned in self._turned)
-        return False
+    def _side(self, operand: Any) -> bool | None:
+        """Whether an operand is the weight as it is stored; None for what isn't made of the weight."""
+        return next((side for held, side in self._sides if held is operand), None)
 
 
 def _is_product(module: nn.Module, form: LinearForm) -> bool:

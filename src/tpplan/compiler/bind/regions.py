@@ -88,10 +88,11 @@ class _Builder:
         values = [self._local_value(identifier) for identifier in local.numbers]
         entry_pin, exit_pin = _entry_pin(bound), bound.rule.output if bound is not None else None
         style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
+        reduced = bound is not None and style in (Style.ROWWISE, Style.VOCAB) and not bound.walked
         fixed = frame.module in self.fixed
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
-            entry_pin, exit_pin, style, packs, fixed, backwards,
+            entry_pin, exit_pin, style, reduced, packs, fixed, backwards,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:
@@ -104,7 +105,7 @@ class _Builder:
                 tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
                 tuple(Boundary(*held, exit_pin, packs) for held in exits),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
-                style, depth, fixed, (frame.module, frame.call), bool(backwards),
+                style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards),
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 

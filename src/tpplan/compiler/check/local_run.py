@@ -260,8 +260,8 @@ class _LocalBoundary:
             return None
         decided = self._decided.get((module, call))
         replaced = decided is not None and decided.normed is not None
-        # The runtime's own body is run in place of a table's, whose padding row may be another rank's.
-        replaced = replaced or instance.region.style is Style.VOCAB
+        # An exact look-up, see `rewrite/lemmas`: the padding row may be another rank's.
+        replaced = replaced or (instance.region.reduced and instance.region.style is Style.VOCAB)
         if module not in self.excused and not replaced and not self._repeats(module, instance):
             return None
         self.skipped.update((f.module, f.call) for f in instance.frame.walk())

@@ -197,6 +197,7 @@ def _modules(
                 inner=() if normed is None else _statistics(trace, normed),
                 recorded=recorded_body(calls[0].frame, assignment.layouts) if name in recorded else None,
                 split_norm=None if normed is None else _split_norm(trace, normed),
+                walked=bound is not None and bound.walked,
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
         )

@@ -113,6 +113,11 @@ def _way_out(bound: Bound | None, module: str, refusal: Refusal) -> str:
             "the two values must get the same layout before they meet: make the value's producer a module with a rule, "
             f"or remove the rule that shards the other one{_line(bound)}"
         )
+    if bound is not None and bound.walked and f"`{bound.name}`" == module:
+        return (
+            f"{module} computes more than its product, and that can't be done with a rank's part of it: do it in the "
+            f"module that calls {module}, after the ranks' sum, or remove the rule{_line(bound)}"
+        )
     if bound is None:
         return f"shard the inputs of {module} otherwise, or leave them replicated"
     if bound.style is Style.SEQUENCE:

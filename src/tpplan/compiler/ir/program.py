@@ -196,6 +196,7 @@ class ModuleProgram:
         random: how it draws random numbers, None if it draws none.
         local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
+        walked: whether its own code runs, although its style has a body of the runtime's: it computes something else.
     """
 
     name: str
@@ -212,6 +213,7 @@ class ModuleProgram:
     inner: tuple[Reshard, ...] = ()
     split_norm: SplitNorm | None = None
     recorded: RecordedBody | None = None
+    walked: bool = False
 
     @property
     def reshards(self) -> tuple[Reshard, ...]:
@@ -430,6 +432,9 @@ class Program:
         for name in ("picked", "left", "buffers"):
             if not plain[name]:
                 del plain[name]
+        for module in plain["modules"]:
+            if not module["walked"]:
+                del module["walked"]
         return json.loads(json.dumps(plain))
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -101,6 +101,7 @@ class Region:
         entries, exits: boundaries that can carry a reshard.
         nodes: the body.
         style: the plan's style of the module; None where it has none.
+        reduced: whether it is a product by rows or a look-up by rows and nothing else, whose result is partial.
         depth: nesting, for breaking ties.
         fixed: whether its boundaries may carry a reshard only where the plan pins one.
         example: the module and call that it was first met in; a name for the region.
@@ -115,6 +116,7 @@ class Region:
     exits: tuple[Boundary, ...]
     nodes: tuple[OperationNode | CallNode, ...]
     style: Style | None
+    reduced: bool
     depth: int
     fixed: bool
     example: tuple[str, int]

@@ -14,7 +14,6 @@ from tpplan.compiler.ir.region import Boundary, CallNode, Instance, Region
 from tpplan.compiler.ir.trace import Frame, Path
 from tpplan.compiler.place.solution import Called, Choice, Entered, Normed, Ran, Solution
 from tpplan.compiler.rewrite.recognise import Norm
-from tpplan.plan import Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class _Reader:
             elif isinstance(choice, Entered):
                 self._cross(instance, region.entries, choice.layouts, decided.entries)
             else:
-                if region.style in (Style.ROWWISE, Style.VOCAB):
+                if region.reduced:
                     held[values[region.exits[0].source]] = PARTIAL
                 self._cross(instance, region.exits, choice.layouts, decided.exits)
                 self._note(choice.partial_parameters, self.assignment.partial, instance)

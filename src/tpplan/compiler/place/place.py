@@ -39,7 +39,6 @@ from tpplan.compiler.place.solution import (
 from tpplan.compiler.place.split_norms import SplitNorms
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.cost.communication import Topology
-from tpplan.plan import Style
 
 # What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later.
 _Step = tuple[Codes, Cost, Choice]
@@ -96,14 +95,13 @@ class Placer:
     def _solve(self, region: Region, inputs: Codes) -> _Solved:
         solved = self._solved.setdefault(id(region), {})
         if inputs not in solved:
-            reduced = region.style in (Style.ROWWISE, Style.VOCAB)
-            finished = (self._solve_reduced if reduced else self._solve_body)(region, inputs)
+            finished = (self._solve_reduced if region.reduced else self._solve_body)(region, inputs)
             if isinstance(finished, Failure):
                 solved[inputs] = finished
             else:
                 layouts = self._numbering.layouts
                 solved[inputs] = [(o, Solution(layouts(o), cost, steps)) for o, (cost, steps) in finished.items()]
-            normed = None if reduced else self._norms.solve(region, self._numbering.layouts(inputs))
+            normed = None if region.reduced else self._norms.solve(region, self._numbering.layouts(inputs))
             if normed is not None:
                 known = solved[inputs]
                 ways = [] if isinstance(known, Failure) else known
