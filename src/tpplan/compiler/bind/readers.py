@@ -25,6 +25,7 @@ _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.defa
 _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
 _ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+_COMPLEX = "aten.view_as_complex.default"
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
@@ -116,7 +117,7 @@ class Readers:
                 (part,) = (o for o in operation.outputs if o is not None)
                 start, length = stretch
                 if length < shape[at.dim]:
-                    slices[start] = (length, self._heads(_Dim(part, at.dim, at.unit), length))
+                    slices[start] = (length, self._heads_picked(at, operation, part, length))
                     if sum(n for n, _ in slices.values()) == shape[at.dim]:
                         held = [slices[key] for key in sorted(slices)]
                         return Taken(frame, operation, tuple(n * at.unit for n, _ in held), tuple(h for _, h in held))
@@ -135,7 +136,8 @@ class Readers:
             start = _argument(operation, 2, 0) or 0
             made = next(o for o in operation.outputs if o is not None)
             length = self.trace.values[made].shape[at.dim]
-            return (start + (shape[at.dim] if start < 0 else 0), length) if _argument(operation, 4, 1) == 1 else None
+            start = max(start + shape[at.dim], 0) if start < 0 else start
+            return (start, length) if _argument(operation, 4, 1) == 1 else None
         if operation.name == SELECT and operation.arguments[1] % len(shape) == at.dim:
             return (operation.arguments[2] % shape[at.dim], 1)
         if operation.name in PICKS and picked_dim(operation.name, operation.arguments) == at.dim:
@@ -155,6 +157,10 @@ class Readers:
 
     def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:
         after = self._after(at, operation)
+        if len(after) > 1 and self._picked(after[-1], 0):
+            # Pairs of features, as rotary embeddings turn them: no dim of heads tells them apart.
+            count = self.trace.values[after[0].value].shape[after[0].dim]
+            return Taken(frame, operation, (whole,), (count,)) if len(after) > 2 else None
         if not after:
             return None
         if len(after) > 2:
@@ -191,10 +197,18 @@ class Readers:
                 return True
             if operation.name == "aten.unbind.int" and _argument(operation, 1, 0) % rank == at.dim:
                 return True
+            if operation.name == _COMPLEX and at.dim == rank - 1:
+                return True
             after = self._after(replace(at, value=seen), operation)
             if len(after) == 1 and self._picked(after[0], depth + 1):
                 return True
         return False
+
+    def _heads_picked(self, at: _Dim, operation: Operation, part: int, length: int) -> int | None:
+        """Into how many heads a stretch is viewed that `operation` takes out of a dim; a select leaves no such dim."""
+        if operation.name == SELECT:
+            return length if at.unit > 1 else None
+        return self._heads(_Dim(part, at.dim, at.unit), length)
 
     def _heads(self, at: _Dim, count: int) -> int | None:
         """Into how many heads a stretch is viewed."""
@@ -252,7 +266,12 @@ class Readers:
             return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]
         if name == "aten.squeeze.dim":
             place = operation.arguments[1] % len(before)
-            return [_Dim(outputs[0], at.dim - (place < at.dim and len(after) < len(before)), at.unit)]
+            if len(after) == len(before):
+                return [_Dim(outputs[0], at.dim, at.unit)]
+            return [_Dim(outputs[0], at.dim - (place < at.dim), at.unit)] if place != at.dim else []
+        if name == SELECT:
+            place = operation.arguments[1] % len(before)
+            return [_Dim(outputs[0], at.dim - (place < at.dim), at.unit)] if place != at.dim else []
         if name == CONVOLUTION:
             return [_Dim(outputs[0], 1, at.unit)] if at.dim == 1 and operation.arguments[GROUPS] == after[1] else []
         if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
