@@ -260,7 +260,8 @@ class Readers:
         if name in VIEWS:
             if self._unfolds(at.value, after):
                 return [_Dim(outputs[0], len(after) - 1, at.unit)]
-            return [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
+            dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
+            return dims[1:] if len(dims) > 2 and after[dims[0].dim] == 1 and not self._picked(dims[-1], 0) else dims
         if name == "aten.unsqueeze.default":
             place = operation.arguments[1] % len(after)
             return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]
@@ -322,6 +323,8 @@ class Readers:
 
 def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:
     """The dims, each with the entries of `dim` that one of its entries stands for, into which a view splits `dim`."""
+    if 0 in before:
+        return []
     outer = math.prod(before[:dim])
     covered, found = 1, list[tuple[int, int]]()
     inner = before[dim]
@@ -338,8 +341,10 @@ def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> li
     starts = math.prod(after[: found[0][0]]) == outer if found else False
     if not (exact and starts):
         return []
-    # A dim of size 1 right before the features is a single head; elsewhere it says nothing.
-    return found if len(found) == 2 and after[found[0][0]] == 1 else [d for d in found if after[d[0]] > 1] or found[:1]
+    # A dim of size 1 right before the features, or before pairs of them, is a single head; elsewhere it says nothing.
+    first, *rest = (after[d] for d, _ in found)
+    single = first == 1 and (len(rest) == 1 or (len(rest) == 2 and 1 not in rest))
+    return found if single else [d for d in found if after[d[0]] > 1] or found[:1]
 
 
 def _argument(operation: Operation, position: int, default: int) -> int:
