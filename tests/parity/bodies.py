@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ class Writer:
     rng: random.Random
     names: dict[str, object]
     lines: list[str]
+    gentle: bool
 
     def of(self, *kinds: str) -> str:
         return self.rng.choice(kinds)
@@ -65,6 +67,8 @@ class Writer:
         """One of the dims, the last ones more often, in either spelling."""
         rank = len(self.shape(name))
         dim = max(self.rng.randrange(rank), self.rng.randrange(rank))
+        if self.gentle and rank > 3:
+            dim = self.rng.choice([d for d in range(rank) if d != 2])
         return dim - (rank if self.rng.random() < 0.5 else 0)
 
     def factors(self, size: int) -> list[int]:
@@ -83,6 +87,24 @@ class Writer:
         cuts = sorted(self.rng.sample(range(1, size), min(size - 1, self.rng.choice((1, 2)))))
         return [end - start for start, end in zip((0, *cuts), (*cuts, size), strict=True)]
 
+    def write(self, name: str, entries: str) -> None:
+        """Write to entries of a copy."""
+        if not self.add(f"{name}.clone()"):
+            return
+        line = f"{self.tensors()[-1]}[{self.of(entries, '..., 0', '..., -1', '..., 1:')}] {self.of('=', '*=', '+=')} 2"
+        with suppress(RuntimeError, IndexError):
+            exec(line, dict(self.names))
+            self.lines.append(line)
+
+    def heads(self) -> None:
+        """View what the projection makes, or each of its packs, as heads."""
+        packs = self.rng.choice(([], [], [24, 12, 12], [16, 16, 16]))
+        if packs:
+            self.add(f"h0.split({packs}, -1)", 3)
+        count = self.rng.choice((4, 8)) if packs == [16, 16, 16] else 4
+        for name in self.tensors()[-3 if packs else 0 :]:
+            self.add(f"{name}.view({BATCH}, {LENGTH}, {self.of('-1', str(count))}, {self.shape(name)[-1] // count})")
+
     def step(self) -> None:
         """Try one more line."""
         rng, name = self.rng, self.rng.choice(self.tensors()[-4:])
@@ -94,7 +116,7 @@ class Writer:
         kind = rng.choice((
             "unflatten", "unflatten", "view", "flatten", "split", "chunk", "unbind", "select", "slice", "every",
             "narrow", "movedim", "transpose", "permute", "unsqueeze", "squeeze", "expand", "stack", "cat", "cat",
-            "pointwise", "pointwise", "index", "index_select", "flip", "roll", "repeat", "write", "sum", "softmax",
+            "pointwise", "pointwise", "index", "index_select", "flip", "roll", "repeat", "write", "sum",
             "T", "einsum", "complex", "gather", "trapezoid", "diff", "tile", "stride", "contiguous", "shape",
         ))  # fmt: skip
         at, other = rng.randrange(-size, size), rng.choice(self.tensors()[-5:])
@@ -146,7 +168,7 @@ class Writer:
             case "pointwise":
                 self.add(f"{name} {self.of('+', '*', '-')} {self.of(other, name + '.tanh()', '2', other)}")
             case "index":
-                self.add(f"{name}[{before}[{', '.join(str(rng.randrange(-size, size)) for _ in range(2))}]]")
+                self.add(f"{name}[{before}{rng.sample(range(-size, 0), min(2, size))}]")
             case "index_select":
                 self.add(f"{name}.index_select({dim}, torch.tensor([{at % size}]))")
             case "flip":
@@ -158,19 +180,9 @@ class Writer:
             case "tile":
                 self.add(f"{name}.tile(2)")
             case "write":
-                clone = f"{name}.clone()"
-                if self.add(clone):
-                    place = f"{self.tensors()[-1]}[{before}{at}]" if rng.random() < 0.5 else f"{self.tensors()[-1]}[..., {self.of('0', '-1', '1:')}]"
-                    try:
-                        line = f"{place} {self.of('=', '*=', '+=')} {self.of('0', '2')}"
-                        exec(line, dict(self.names))
-                        self.lines.append(line)
-                    except (RuntimeError, IndexError):
-                        pass
+                self.write(name, f"{before}{at}")
             case "sum":
-                self.add(f"{name}.{self.of('sum', 'mean', 'amax', 'cumsum', 'softmax', 'logcumsumexp')}({dim})")
-            case "softmax":
-                self.add(f"{name}.softmax({dim})")
+                self.add(f"{name}.{self.of('sum', 'mean', 'amax')}({dim})")
             case "T":
                 self.add(f"{name}.mT")
             case "einsum":
@@ -198,7 +210,11 @@ def random_body(seed: int) -> Body:
     """A body of up to ten lines, which makes its last tensor."""
     rng = random.Random(seed)
     project = nn.Linear(WIDTH, FEATURES)
-    writer = Writer(rng, {"h0": project(torch.randn(BATCH, LENGTH, WIDTH)).detach(), "torch": torch}, [])
+    writer = Writer(
+        rng, {"h0": project(torch.randn(BATCH, LENGTH, WIDTH)).detach(), "torch": torch}, [], rng.random() < 0.7
+    )
+    if writer.gentle:
+        writer.heads()
     for _ in range(rng.choice((3, 6, 12))):
         writer.step()
     last = writer.tensors()[-1]

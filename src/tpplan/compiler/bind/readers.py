@@ -140,7 +140,7 @@ class Readers:
             return (start, length) if _argument(operation, 4, 1) == 1 else None
         if operation.name == SELECT and operation.arguments[1] % len(shape) == at.dim:
             return (operation.arguments[2] % shape[at.dim], 1)
-        if operation.name in PICKS and picked_dim(operation.name, operation.arguments) == at.dim:
+        if operation.name in PICKS and picked_dim(operation.name, operation.arguments, len(shape)) == at.dim:
             return picked_stretch(picks_of(self.trace.values[operation.inputs[1]].numbers), shape[at.dim])
         return None
 
