@@ -30,6 +30,7 @@ def split_norm_body(norm: SplitNorm, module: nn.Module, reduce: Move, size: int)
     Where several ranks hold the same features, all statistics count these as often, and the mean comes out right.
     """
     names = argument_names(stock_class(module).forward)
+    own_eps = getattr(module, "eps", norm.eps) is None  # torch's norms then take that of the dtype they compute in
 
     def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -47,7 +48,8 @@ def split_norm_body(norm: SplitNorm, module: nn.Module, reduce: Move, size: int)
         count = x.shape[-1] * size
         if norm.centred:
             wide = wide - reduce(wide.sum(-1, keepdim=True)) / count
-        result = wide * torch.rsqrt(reduce(wide.square().sum(-1, keepdim=True)) / count + norm.eps)
+        eps = torch.finfo(wide.dtype).eps if own_eps else norm.eps
+        result = wide * torch.rsqrt(reduce(wide.square().sum(-1, keepdim=True)) / count + eps)
         if norm.cast == "before":
             result = result.to(x.dtype)
         if weight is not None:

@@ -18,7 +18,7 @@ from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
-from tpplan.compiler.rules.packed import SPLITS, VIEWS
+from tpplan.compiler.rules.packed import SPLITS, VIEWS, picked_dim
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 _FACTORS = {
@@ -211,7 +211,7 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
         return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
     if name in ("aten.index.Tensor", "aten.index_select.default"):
         changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
-        picked = _picked_dim(operation, rank)
+        picked = picked_dim(operation.name, operation.arguments, rank)
         return (
             tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
         )
@@ -241,13 +241,6 @@ def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims
         found.append(dim if first else None)
         left //= count
     return None if kept or left != 1 else tuple(found)
-
-
-def _picked_dim(operation: Operation, rank: int) -> int | None:
-    if operation.name == "aten.index_select.default":
-        return operation.arguments[1] % rank
-    picks = [d for d, index in enumerate(operation.arguments[1]) if index is not None]
-    return picks[0] if len(picks) == 1 else None
 
 
 __all__ = ["ENTRYWISE_OF_TWO", "derived", "find_use"]

@@ -25,6 +25,7 @@ _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.defa
 _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
 _ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+_COMPLEX = "aten.view_as_complex.default"
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
@@ -116,7 +117,7 @@ class Readers:
                 (part,) = (o for o in operation.outputs if o is not None)
                 start, length = stretch
                 if length < shape[at.dim]:
-                    slices[start] = (length, self._heads(_Dim(part, at.dim, at.unit), length))
+                    slices[start] = (length, self._heads_picked(at, operation, part, length))
                     if sum(n for n, _ in slices.values()) == shape[at.dim]:
                         held = [slices[key] for key in sorted(slices)]
                         return Taken(frame, operation, tuple(n * at.unit for n, _ in held), tuple(h for _, h in held))
@@ -135,10 +136,11 @@ class Readers:
             start = _argument(operation, 2, 0) or 0
             made = next(o for o in operation.outputs if o is not None)
             length = self.trace.values[made].shape[at.dim]
-            return (start + (shape[at.dim] if start < 0 else 0), length) if _argument(operation, 4, 1) == 1 else None
+            start = max(start + shape[at.dim], 0) if start < 0 else start
+            return (start, length) if _argument(operation, 4, 1) == 1 else None
         if operation.name == SELECT and operation.arguments[1] % len(shape) == at.dim:
             return (operation.arguments[2] % shape[at.dim], 1)
-        if operation.name in PICKS and picked_dim(operation.name, operation.arguments) == at.dim:
+        if operation.name in PICKS and picked_dim(operation.name, operation.arguments, len(shape)) == at.dim:
             return picked_stretch(picks_of(self.trace.values[operation.inputs[1]].numbers), shape[at.dim])
         return None
 
@@ -155,6 +157,10 @@ class Readers:
 
     def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:
         after = self._after(at, operation)
+        if len(after) > 1 and self._picked(after[-1], 0):
+            # Pairs of features, as rotary embeddings turn them: no dim of heads tells them apart.
+            count = self.trace.values[after[0].value].shape[after[0].dim]
+            return Taken(frame, operation, (whole,), (count,)) if len(after) > 2 else None
         if not after:
             return None
         if len(after) > 2:
@@ -191,10 +197,18 @@ class Readers:
                 return True
             if operation.name == "aten.unbind.int" and _argument(operation, 1, 0) % rank == at.dim:
                 return True
+            if operation.name == _COMPLEX and at.dim == rank - 1:
+                return True
             after = self._after(replace(at, value=seen), operation)
             if len(after) == 1 and self._picked(after[0], depth + 1):
                 return True
         return False
+
+    def _heads_picked(self, at: _Dim, operation: Operation, part: int, length: int) -> int | None:
+        """Into how many heads a stretch is viewed that `operation` takes out of a dim; a select leaves no such dim."""
+        if operation.name == SELECT:
+            return length if at.unit > 1 else None
+        return self._heads(_Dim(part, at.dim, at.unit), length)
 
     def _heads(self, at: _Dim, count: int) -> int | None:
         """Into how many heads a stretch is viewed."""
@@ -246,13 +260,19 @@ class Readers:
         if name in VIEWS:
             if self._unfolds(at.value, after):
                 return [_Dim(outputs[0], len(after) - 1, at.unit)]
-            return [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
+            dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
+            return dims[1:] if len(dims) > 2 and after[dims[0].dim] == 1 and not self._picked(dims[-1], 0) else dims
         if name == "aten.unsqueeze.default":
             place = operation.arguments[1] % len(after)
             return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]
         if name == "aten.squeeze.dim":
             place = operation.arguments[1] % len(before)
-            return [_Dim(outputs[0], at.dim - (place < at.dim and len(after) < len(before)), at.unit)]
+            if len(after) == len(before):
+                return [_Dim(outputs[0], at.dim, at.unit)]
+            return [_Dim(outputs[0], at.dim - (place < at.dim), at.unit)] if place != at.dim else []
+        if name == SELECT:
+            place = operation.arguments[1] % len(before)
+            return [_Dim(outputs[0], at.dim - (place < at.dim), at.unit)] if place != at.dim else []
         if name == CONVOLUTION:
             return [_Dim(outputs[0], 1, at.unit)] if at.dim == 1 and operation.arguments[GROUPS] == after[1] else []
         if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
@@ -303,6 +323,8 @@ class Readers:
 
 def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:
     """The dims, each with the entries of `dim` that one of its entries stands for, into which a view splits `dim`."""
+    if 0 in before:
+        return []
     outer = math.prod(before[:dim])
     covered, found = 1, list[tuple[int, int]]()
     inner = before[dim]
@@ -319,8 +341,10 @@ def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> li
     starts = math.prod(after[: found[0][0]]) == outer if found else False
     if not (exact and starts):
         return []
-    # A dim of size 1 right before the features is a single head; elsewhere it says nothing.
-    return found if len(found) == 2 and after[found[0][0]] == 1 else [d for d in found if after[d[0]] > 1] or found[:1]
+    # A dim of size 1 right before the features, or before pairs of them, is a single head; elsewhere it says nothing.
+    first, *rest = (after[d] for d, _ in found)
+    single = first == 1 and (len(rest) == 1 or (len(rest) == 2 and 1 not in rest))
+    return found if single else [d for d in found if after[d[0]] > 1] or found[:1]
 
 
 def _argument(operation: Operation, position: int, default: int) -> int:

@@ -240,7 +240,8 @@ def _numbers_on_rank(given: CheckInput, operation: Operation, value: int) -> Ten
     picks = picks_of(numbers)
     if picks is None or operation.name not in PICKS:
         return numbers
-    along = picked_dim(operation.name, operation.arguments)
+    rank = len(given.trace.values[operation.inputs[0]].shape)
+    along = picked_dim(operation.name, operation.arguments, rank)
     made = next(o for o in operation.outputs if o is not None)
     if along is None or not _packs_along(given, operation, along):
         return numbers

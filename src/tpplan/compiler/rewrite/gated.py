@@ -97,7 +97,8 @@ def _computed(node: OperationNode, region: Region, terms: dict[int, Term]) -> di
     if node.name == "aten.mul.Tensor" and len(operands) == 2:
         return {outputs[0]: ("product", *operands)}
     last = len(region.values[node.inputs[0]].shape) - 1
-    if node.name == "aten.split.Tensor" and len(outputs) == 2 and node.arguments[2] in (-1, last):
+    along = node.arguments[2] if len(node.arguments) > 2 else 0
+    if node.name == "aten.split.Tensor" and len(outputs) == 2 and along in (-1, last):
         return {output: ("half", i, operands[0]) for i, output in enumerate(outputs)}
     return None
 

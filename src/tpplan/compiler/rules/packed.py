@@ -120,10 +120,10 @@ def _along(node: OperationNode, shape: tuple[int, ...]) -> int:
     return dim % len(shape)
 
 
-def picked_dim(name: str, arguments: Sequence[Any]) -> int | None:
-    """The dim of which a single row of numbers picks entries."""
+def picked_dim(name: str, arguments: Sequence[Any], rank: int) -> int | None:
+    """The dim, of so many, of which a single row of numbers picks entries."""
     if name == "aten.index_select.default":
-        return arguments[1]
+        return arguments[1] % rank
     rows = [dim for dim, index in enumerate(arguments[1]) if index is not None]
     return rows[0] if len(rows) == 1 else None
 
@@ -142,7 +142,7 @@ def _taken_along(node: OperationNode, shape: tuple[int, ...]) -> int | None:
         return _along(node, shape)
     if node.name == SELECT:
         return node.arguments[1] % len(shape)
-    return picked_dim(node.name, node.arguments) if node.name in PICKS else None
+    return picked_dim(node.name, node.arguments, len(shape)) if node.name in PICKS else None
 
 
 def _stretches(node: OperationNode, values: Sequence[LocalValue], along: int) -> list[tuple[int, int]] | str:

@@ -33,6 +33,14 @@ from tpplan.compiler.trace.gradient_flow import complete_gradients
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.skeleton import Skeleton
 
+_LOOKUPS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "embedding.default", "gather.default", "index.Tensor", "index_add.default", "index_put.default",
+        "index_select.default", "scatter.src", "scatter.value", "scatter_add.default", "take.default",
+    )
+)  # fmt: skip
+
 
 class BoundaryRule(Protocol):
     """What a run on local shapes does at module boundaries; see the check pass."""
@@ -325,6 +333,7 @@ def _to_meta(_: Path, tensor: Tensor) -> Tensor:
 def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
     """Drop operations whose results nobody reads, now or after the run: autograd's own detaches, unused masks.
 
+    Lookups stay: they run all the same, and raise for an index beyond a rank's part, which no run on meta shows.
     Of the aliases that an in-place operation overwrites, those are dropped that nobody reads afterwards; of a call's
     results those that nobody reads and a dropped operation made.
     """
@@ -341,7 +350,7 @@ def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
                 body.append(clean(node))
                 continue
             overwritten = tuple(identifier for identifier in node.overwritten if identifier in live)
-            if overwritten or any(output in live for output in node.outputs):
+            if overwritten or node.name in _LOOKUPS or any(output in live for output in node.outputs):
                 live.update(node.inputs)
                 body.append(node if overwritten == node.overwritten else replace(node, overwritten=overwritten))
             else:
