@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +96,7 @@ def _differ(name: str, ours: Any, theirs: Any, tolerance: float) -> str:
         if type(ours) is not type(theirs):
             return f"{name} is a {type(ours).__name__}, not a {type(theirs).__name__}"
         if isinstance(theirs, float):
-            same = abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
+            same = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(ours) and math.isnan(theirs))
         else:
             same = ours == theirs if isinstance(theirs, (int, str, bool, torch.Size)) else True
         return "" if same else f"{name} is {ours}, not {theirs}"

@@ -258,7 +258,7 @@ class BackwardHookOnRoot(Mlp):
         self.register_full_backward_hook(lambda module, inner, outer: (None if inner[0] is None else inner[0] * 0.5,))
 
 
-@case("backward", MLP, *CALLS)
+@case("backward", MLP, *CALLS, expect="equal_or_refused")
 class ParameterHook(Mlp):
     """A hook on a replicated parameter, before the model is compiled."""
 
