@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from tpplan.checkpoint.packs import packs_of
+from tpplan.compiler.ir.layout import Layout
+from tpplan.runtime.state import whole_of
 
 Values = dict[str, Any]
 
@@ -38,11 +41,9 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}.{key}")
 
 
-def whole(value: Any) -> Any:
+def whole(value: Any, layout: Layout | None = None) -> Any:
     """A copy without shards. Every process must ask for the same ones in the same order."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return whole_of(value, layout).clone() if isinstance(value, Tensor) else value
 
 
 def loss(result: Any) -> Tensor | None:
@@ -66,8 +67,10 @@ def after_backward(model: nn.Module, arguments: Any) -> Values:
     """Gradients, parameters, buffers and arguments as they are now."""
     values: Values = {}
     for name, parameter in model.named_parameters():
-        values[f"gradient of {name}"] = None if parameter.grad is None else whole(parameter.grad)
-        values[f"parameter {name}"] = whole(parameter)
+        owner, _, leaf = name.rpartition(".")
+        layout = packs_of(model.get_submodule(owner)).get(leaf)
+        values[f"parameter {name}"] = whole(parameter, layout)
+        values[f"gradient of {name}"] = whole(parameter.grad, layout)
     for name, buffer in model.named_buffers():
         values[f"buffer {name}"] = whole(buffer)
     for path, leaf in leaves(arguments, ""):
@@ -75,6 +78,21 @@ def after_backward(model: nn.Module, arguments: Any) -> Values:
         if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad:
             values[f"gradient of argument{path}"] = None if leaf.grad is None else whole(leaf.grad)
     return values
+
+
+def attributes(model: nn.Module) -> Values:
+    """Tensors and plain numbers that modules keep, besides parameters and buffers."""
+    values: Values = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (Tensor, int, float, str)) and not key.startswith("_"):
+                values[f"attribute {name}.{key}"] = whole(value)
+    return values
+
+
+def written(values: Values, before: Values) -> Values:
+    """Those attributes that aren't what they were."""
+    return {name: value for name, value in values.items() if name not in before or _differ("", value, before[name], 0)}
 
 
 def difference(ours: Values, theirs: Values, tolerance: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpplan
 from tests.battery.case import Call, Case
 from tests.battery.cases import CASES
-from tests.battery.compare import Values, after_backward, after_forward, difference, loss
+from tests.battery.compare import Values, after_backward, after_forward, attributes, difference, loss, written
 from tests.battery.unharmed import changes, state_of
 from tests.runtime.world import Member
 
@@ -40,6 +40,11 @@ class Ran:
 
     values: Values | None
     error: Exception | None = None
+    attributes: Values = field(default_factory=dict)
+
+
+def awake(member: Member) -> None:
+    """Has everything been imported? The call itself says so."""
 
 
 def run_case(member: Member, name: str) -> list[Outcome]:
@@ -84,13 +89,16 @@ def _compare(case: Case, call: Call, step: str, model: nn.Module, stock: nn.Modu
     ours = _run(call, model)
     if isinstance(ours.error, tpplan.TpplanError):
         return _raised(step, ours.error)
+    before = attributes(stock)
     theirs = _run(call, stock)
     if ours.values is None:
         assert ours.error is not None
         return Outcome(step, "equal", "both raise") if theirs.error else _raised(step, ours.error)
     if theirs.values is None:
         return Outcome(step, "WRONG", f"the stock model raises {type(theirs.error).__name__}: {theirs.error}")
-    words = difference(ours.values, theirs.values, case.tolerance)
+    wrote = written(theirs.attributes, before)
+    kept = {name: value for name, value in ours.attributes.items() if name in wrote}
+    words = difference(ours.values | kept, theirs.values | wrote, case.tolerance)
     return Outcome(step, "WRONG" if words else "equal", words)
 
 
@@ -110,7 +118,7 @@ def _run(call: Call, model: nn.Module) -> Ran:
         values = after_forward(result)
         if number is not None:
             number.backward()
-        return Ran(values | after_backward(model, arguments))
+        return Ran(values | after_backward(model, arguments), attributes=attributes(model))
     except Exception as error:
         return Ran(None, error)
 

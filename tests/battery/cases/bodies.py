@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -322,3 +324,37 @@ class PreHookedDown(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.down.register_forward_pre_hook(lambda module, arguments: (arguments[0] - arguments[0].mean(-1, True),))
+
+
+class OverridesByStaticMethod(Mlp):
+    """A public method of the base, overridden by something else than a function."""
+
+    middle = staticmethod(torch.tanh)  # pyright: ignore
+
+
+class OverridesByClassMethod(Mlp):
+    @classmethod
+    def middle(cls, h: Tensor) -> Tensor:
+        return h.tanh()
+
+
+class OverridesByProperty(Mlp):
+    @property
+    def middle(self) -> Any:
+        return torch.tanh
+
+
+class OverridesByObject(Mlp):
+    """An instance that can be called, among the attributes of the class."""
+
+    middle: Any = nn.Tanh()
+
+
+class OverridesOnInstance(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle: Any = torch.tanh
+
+
+for kind in (OverridesByStaticMethod, OverridesByClassMethod, OverridesByProperty, OverridesByObject, OverridesOnInstance):
+    case("bodies", MLP, *CALLS)(kind)

@@ -36,6 +36,18 @@ BODIES: dict[str, Callable[[Tensor], Tensor]] = {
     "cdist": lambda h: torch.cdist(h, h) @ h / 10,
     "batch_max": lambda h: h / h.abs().amax(),
 }
+
+
+class Applies(Mlp):
+    """Applies a function to the split features."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.body(h)
+
+
 for name, body in BODIES.items():
-    kind = type(f"Body_{name}", (Mlp,), {"middle": staticmethod(body)})
-    add(f"rule_{name}", "rules", kind, MLP, (call(),), "equal_or_refused")
+    add(f"rule_{name}", "rules", lambda body=body: Applies(body), MLP, (call(),), "equal_or_refused")
