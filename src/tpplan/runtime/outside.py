@@ -35,12 +35,14 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
         stock: the class that the user wrote.
         is_outside: whether no forward of the model is under way: in one, no DTensor is dispatched.
     """
-    found: dict[str, Callable[..., Any]] = {}
-    for kind in stock.__mro__[: stock.__mro__.index(nn.Module)]:
-        for name, held in vars(kind).items():
-            if isinstance(held, FunctionType) and not name.startswith("_") and name != "forward":
-                found.setdefault(name, _serving(held, is_outside))
-    return found
+    members: dict[str, Any] = {}
+    for kind in reversed(stock.__mro__[: stock.__mro__.index(nn.Module)]):
+        members |= vars(kind)  # what a subclass overrides, by a static method or a property too, stays overridden
+    return {
+        name: _serving(member, is_outside)
+        for name, member in members.items()
+        if isinstance(member, FunctionType) and not name.startswith("_") and name != "forward"
+    }
 
 
 _served: set[int] = set()
