@@ -208,3 +208,14 @@ class LoneColwise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.softmax(self.up(x), -1).cumsum(-1))
+
+
+class CallsBessel(nn.Module):
+    """Calls an operator on features that it has split itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(32, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x @ self.up.t()) @ self.down

@@ -37,6 +37,7 @@ CASES: dict[str, Case] = {
     "TP113": (toys.WritesThroughAView, toys.activations(), 2),
     "TP114": (toys.Mlp, toys.activations(), 3),
     "TP120": (toys.Block, toys.activations(), 2),
+    "TP127": (toys.CallsBessel, toys.activations(), 2),
 }
 
 

@@ -76,6 +76,12 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
             "replicate the module: remove the rules that shard its inputs, or write out of place in the model",
             _operands(here.region, refusal),
         )  # fmt: skip
+    if refusal.kind == "unaudited":
+        return _finding("TP127", bound, module, node.location,
+            f"{module} calls {node.name} on a sharded or partial value: the operator isn't in the table of audited ones",
+            _way_out(bound, module, refusal),
+            _operands(here.region, refusal),
+        )  # fmt: skip
     if split is not None and node.name in _SPLITS and bound is not None:
         return _packed(here, node, bound, split)
     if split is not None and node.name in _VIEWS and refusal.kind == "no-rule":

@@ -13,7 +13,7 @@ partial, each rank differentiates its own part, so the gradient of a replicated 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from tpplan.compat import NoRule, OperatorMeta, propagate
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
 from tpplan.compiler.ir.layout import packed as split_in_packs
+from tpplan.compiler.ir.operators import Operator, lookup, with_dims_from_the_front
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
@@ -60,7 +61,8 @@ class Refusal:
     """Why an operation can't run on local tensors.
 
     Attributes:
-        kind: "no-rule", "communication", "gradient", "in-place" or "reduction".
+        kind: "no-rule", "communication", "gradient", "in-place", "reduction", or "unaudited" for an operator outside of
+            the table.
         reason: in words.
         operands: the operands' layouts, by local number.
     """
@@ -98,6 +100,12 @@ class Propagator:
             if node.name == _COPY and len({held for _, held in operands}) == 1 and operands[0][1].is_plain:
                 return [Outcome((operands[0][1],))]  # each rank fills its part of the tensor from its part of the other
             return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
+        operator = lookup(node.name)
+        if operator is None:
+            return Refusal("unaudited", "isn't in the table of audited operators", operands)
+        if not _takes_partial(operator, node, dict(operands), values):
+            return Refusal("communication", "needs values that other ranks hold", operands)
+        node = _with_dims_from_the_front(operator, node, values)
         forward = self._forward(node, values, dict(operands))
         if isinstance(forward, Refusal):
             return forward
@@ -279,6 +287,28 @@ class Propagator:
         if len(placements) != len(node.outputs):
             return "no-rule:DTensor's rule doesn't tell the placement of every result"
         return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
+
+
+def _takes_partial(
+    operator: Operator, node: OperationNode, layouts: dict[int, Layout], values: Sequence[LocalValue]
+) -> bool:
+    """Whether the operator is linear in those of its operands that are partial."""
+    if not any(held.forward == "P" for held in layouts.values()):
+        return True
+    inputs = [i for i in node.inputs if i in layouts]
+    return operator.takes_partial(tuple(layouts[i].forward == "P" for i in inputs))
+
+
+def _with_dims_from_the_front(operator: Operator, node: OperationNode, values: Sequence[LocalValue]) -> OperationNode:
+    """The operation with no dim by its negative number, which some of DTensor's rules take for another dim.
+
+    The first operand of a concatenation may be empty and have one dim.
+    """
+    like = node.outputs[0] if operator.new_dim or node.target is torch.ops.aten.cat.default else node.inputs[0]
+    if like is None:
+        return node
+    arguments = with_dims_from_the_front(node.target, node.arguments, len(values[like].shape))
+    return node if arguments is node.arguments else replace(node, arguments=arguments)
 
 
 def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
