@@ -114,7 +114,9 @@ def _differ(name: str, ours: Any, theirs: Any, tolerance: float) -> str:
         if type(ours) is not type(theirs):
             return f"{name} is a {type(ours).__name__}, not a {type(theirs).__name__}"
         if isinstance(theirs, float):
-            same = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(ours) and math.isnan(theirs))
+            same = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance) or (
+                math.isnan(ours) and math.isnan(theirs)
+            )
         else:
             same = ours == theirs if isinstance(theirs, (int, str, bool, torch.Size)) else True
         return "" if same else f"{name} is {ours}, not {theirs}"

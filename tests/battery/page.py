@@ -29,7 +29,9 @@ def main(words: list[str]) -> None:
         good = is_met(case.expect, result.verdict)
         met += good
         shown = "" if result.verdict == "equal" else result.detail
-        print(f"  {' ' if good else '!'} {case.name:38} {result.verdict:8} {result.seconds:5.1f} s  {shown}", flush=True)
+        print(
+            f"  {' ' if good else '!'} {case.name:38} {result.verdict:8} {result.seconds:5.1f} s  {shown}", flush=True
+        )
     total = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     print(f"\n{len(chosen)} cases in {seconds:.0f} s: {total}; {met} as expected (`!` marks the others)")
 

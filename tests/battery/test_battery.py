@@ -12,7 +12,10 @@ from tests.battery.page import is_met
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(case.name, marks=[pytest.mark.slow] if case.slow else [], id=f"{case.cause}-{case.name}") for case in CASES.values()],
+    [
+        pytest.param(case.name, marks=[pytest.mark.slow] if case.slow else [], id=f"{case.cause}-{case.name}")
+        for case in CASES.values()
+    ],
 )
 def test_no_wrong_number_leaves(name: str) -> None:
     result = result_of(name)

@@ -133,8 +133,14 @@ LINEARS = [
 ]
 CALLS = (call(), call(lambda: (t(1, 9, D),)))
 for kind in LINEARS:
-    add(f"rowwise_{kind.__name__[6:].lower()}", "bodies", lambda kind=kind: _mlp(nn.Linear, kind), MLP, CALLS,
-        "equal" if kind is LinearNoBias else "equal_or_refused")
+    add(
+        f"rowwise_{kind.__name__[6:].lower()}",
+        "bodies",
+        lambda kind=kind: _mlp(nn.Linear, kind),
+        MLP,
+        CALLS,
+        "equal" if kind is LinearNoBias else "equal_or_refused",
+    )
 for kind in (LinearPlusOne, LinearHalfBias, LinearBiasTwice, LinearNoBias, LinearClamped):
     add(f"colwise_{kind.__name__[6:].lower()}", "bodies", lambda kind=kind: _mlp(kind, nn.Linear), MLP, CALLS, "equal")
 
@@ -197,8 +203,14 @@ SMALL = (call(), call(lambda: (t(3, 6, D, scale=1e-3),)), call(_spiky))
 NORM = MLP | {"norm": "colwise"}
 for norm in (ClampedRms, TanhRms, FlooredRms, OneMoreRms):
     for style, rules in (("free", MLP), ("styled", NORM)):
-        add(f"norm_{style}_{norm.__name__.lower()}", "bodies", lambda norm=norm: Normed(norm()), rules, SMALL,
-            "equal_or_refused")
+        add(
+            f"norm_{style}_{norm.__name__.lower()}",
+            "bodies",
+            lambda norm=norm: Normed(norm()),
+            rules,
+            SMALL,
+            "equal_or_refused",
+        )
 for name, make in {
     "layer_norm_bare": lambda: nn.LayerNorm(WIDE, elementwise_affine=False),
     "layer_norm_no_bias": lambda: nn.LayerNorm(WIDE, bias=False),
@@ -356,5 +368,11 @@ class OverridesOnInstance(Mlp):
         self.middle: Any = torch.tanh
 
 
-for kind in (OverridesByStaticMethod, OverridesByClassMethod, OverridesByProperty, OverridesByObject, OverridesOnInstance):
+for kind in (
+    OverridesByStaticMethod,
+    OverridesByClassMethod,
+    OverridesByProperty,
+    OverridesByObject,
+    OverridesOnInstance,
+):
     case("bodies", MLP, *CALLS)(kind)

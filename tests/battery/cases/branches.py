@@ -132,8 +132,13 @@ class ChoosesModule(nn.Module):
         return self.first(x) if x.abs().max() > 3 else self.second(x)
 
 
-@case("branches", ATTENTION, call(lambda: (t(3, 6, D), torch.ones(3, 6))), call(lambda: (t(3, 6, D), _holes())),
-      expect="equal_or_refused")
+@case(
+    "branches",
+    ATTENTION,
+    call(lambda: (t(3, 6, D), torch.ones(3, 6))),
+    call(lambda: (t(3, 6, D), _holes())),
+    expect="equal_or_refused",
+)
 class MaskThatIsAllOnes(Attention):
     """A mask of ones is dropped, as transformers does."""
 
@@ -151,8 +156,13 @@ def _holes() -> Tensor:
     return mask
 
 
-@case("branches", MLP | {"table": "vocab"}, call(lambda: (ids(3, 6),)), call(lambda: (ids(3, 6, below=3),)),
-      expect="equal_or_refused")
+@case(
+    "branches",
+    MLP | {"table": "vocab"},
+    call(lambda: (ids(3, 6),)),
+    call(lambda: (ids(3, 6, below=3),)),
+    expect="equal_or_refused",
+)
 class CountsIds(Mlp):
     """A length that is read from the ids."""
 

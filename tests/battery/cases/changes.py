@@ -54,13 +54,22 @@ class AdapterOnRows(Mlp):
     """A rowwise layer is wrapped."""
 
 
-@case("changes", ATTENTION, call(), call(before=adapt("q", "v")), call(before=merge("q", "v")), expect="equal_or_refused")
+@case(
+    "changes", ATTENTION, call(), call(before=adapt("q", "v")), call(before=merge("q", "v")), expect="equal_or_refused"
+)
 class AdapterMerged(Attention):
     """Queries and values are wrapped, then merged."""
 
 
-@case("changes", MLP, call(), call(before=adapt("up", "down")), call(before=merge("up", "down")), call(),
-      expect="equal_or_refused")
+@case(
+    "changes",
+    MLP,
+    call(),
+    call(before=adapt("up", "down")),
+    call(before=merge("up", "down")),
+    call(),
+    expect="equal_or_refused",
+)
 class AdapterMergedBoth(Mlp):
     """Both layers, wrapped and merged."""
 
@@ -101,12 +110,16 @@ class DropsLayer(Two):
     """A layer is cut off."""
 
 
-@case("changes", PLAN, call(), call(before=lambda model: model.layers.append(model.layers[0])), expect="equal_or_refused")
+@case(
+    "changes", PLAN, call(), call(before=lambda model: model.layers.append(model.layers[0])), expect="equal_or_refused"
+)
 class RepeatsLayer(Two):
     """A layer is run twice."""
 
 
-@case("changes", PLAN, call(), call(before=lambda model: model.layers.append(Mlp().double())), expect="equal_or_refused")
+@case(
+    "changes", PLAN, call(), call(before=lambda model: model.layers.append(Mlp().double())), expect="equal_or_refused"
+)
 class AddsLayer(Two):
     """A stock layer is added."""
 
@@ -116,14 +129,25 @@ def _add_seeded(model: nn.Module) -> None:
     model.layers.append(Mlp().double())  # pyright: ignore
 
 
-@case("changes", PLAN, call(), call(before=_add_seeded), call(before=lambda model: model.layers.insert(0, nn.ReLU())),
-      expect="equal_or_refused")
+@case(
+    "changes",
+    PLAN,
+    call(),
+    call(before=_add_seeded),
+    call(before=lambda model: model.layers.insert(0, nn.ReLU())),
+    expect="equal_or_refused",
+)
 class AddsLayers(Two):
     """Stock layers are added at the end and in front."""
 
 
-@case("changes", PLAN, call(), call(before=lambda model: setattr(model.layers[1], "forward", model.layers[0].forward)),
-      expect="equal_or_refused")
+@case(
+    "changes",
+    PLAN,
+    call(),
+    call(before=lambda model: setattr(model.layers[1], "forward", model.layers[0].forward)),
+    expect="equal_or_refused",
+)
 class PatchesForward(Two):
     """A forward is patched after `parallelize`."""
 
@@ -181,8 +205,13 @@ class RecordsFeatures(Mlp):
     """A hook that writes down a statistic of split features."""
 
 
-@case("changes", MLP, call(), call(before=lambda model: nn.utils.parametrizations.weight_norm(model.up)),
-      expect="equal_or_refused")
+@case(
+    "changes",
+    MLP,
+    call(),
+    call(before=lambda model: nn.utils.parametrizations.weight_norm(model.up)),
+    expect="equal_or_refused",
+)
 class ParametrisesLater(Mlp):
     """A parametrisation is added to a split weight."""
 
@@ -191,8 +220,13 @@ def _tie(model: nn.Module) -> None:
     model.last.weight = model.down.weight  # pyright: ignore
 
 
-@case("changes", {"up": "colwise", "down": "rowwise", "last": "colwise"}, call(), call(before=_tie),
-      expect="equal_or_refused")
+@case(
+    "changes",
+    {"up": "colwise", "down": "rowwise", "last": "colwise"},
+    call(),
+    call(before=_tie),
+    expect="equal_or_refused",
+)
 class TiesLater(nn.Module):
     """Two weights of one size, split in different ways, are tied."""
 
@@ -237,8 +271,13 @@ class PrunesLater(Mlp):
     """torch's pruning: a mask in a buffer, and a pre-hook."""
 
 
-@case("changes", MLP, call(), call(before=lambda model: model.up.register_parameter("bias", None)),
-      expect="equal_or_refused")
+@case(
+    "changes",
+    MLP,
+    call(),
+    call(before=lambda model: model.up.register_parameter("bias", None)),
+    expect="equal_or_refused",
+)
 class DropsBias(Mlp):
     """A bias is taken away."""
 
@@ -252,8 +291,14 @@ class ModeAndBack(Mlp):
     """Evaluation and back."""
 
 
-@case("changes", MLP, call(), call(before=lambda model: model.requires_grad_(False)),
-      call(before=lambda model: model.requires_grad_(True)), expect="equal_or_refused")
+@case(
+    "changes",
+    MLP,
+    call(),
+    call(before=lambda model: model.requires_grad_(False)),
+    call(before=lambda model: model.requires_grad_(True)),
+    expect="equal_or_refused",
+)
 class FreezesAll(Mlp):
     """All is frozen, then thawed."""
 

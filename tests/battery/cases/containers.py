@@ -120,11 +120,23 @@ class Passed(Mlp):
 
 for name, maker in MAKERS.items():
     plain = name in ("tuple", "list", "dict", "ordered_dict", "named_tuple", "int_keys", "twice")
-    add(f"returns_{name}", "containers", lambda maker=maker: Returned(maker), MLP, CALLS,
-        "equal" if plain else "equal_or_refused")
+    add(
+        f"returns_{name}",
+        "containers",
+        lambda maker=maker: Returned(maker),
+        MLP,
+        CALLS,
+        "equal" if plain else "equal_or_refused",
+    )
 for name in ("dict", "named_tuple", "dataclass", "frozen_dataclass", "object", "dict_subclass"):
-    add(f"passes_{name}", "containers", lambda name=name: Passed(MAKERS[name]),
-        {"inner.up": "colwise", "down": "rowwise"}, CALLS, "equal_or_refused")
+    add(
+        f"passes_{name}",
+        "containers",
+        lambda name=name: Passed(MAKERS[name]),
+        {"inner.up": "colwise", "down": "rowwise"},
+        CALLS,
+        "equal_or_refused",
+    )
 
 
 @case("containers", MLP, *CALLS, expect="equal_or_refused")
@@ -224,8 +236,14 @@ class Batch:
     mask: Tensor | None = None
 
 
-@case("containers", MLP, call(lambda: (Batch(t(3, 6, D)),)), call(lambda: (Batch(t(3, 6, D), 2.0),)),
-      call(lambda: (Batch(t(3, 6, D), 2.0, torch.ones(6, 1)),)), expect="equal_or_refused")
+@case(
+    "containers",
+    MLP,
+    call(lambda: (Batch(t(3, 6, D)),)),
+    call(lambda: (Batch(t(3, 6, D), 2.0),)),
+    call(lambda: (Batch(t(3, 6, D), 2.0, torch.ones(6, 1)),)),
+    expect="equal_or_refused",
+)
 class TakesDataclass(Mlp):
     """Arguments in a dataclass."""
 
@@ -234,8 +252,13 @@ class TakesDataclass(Mlp):
         return y if batch.mask is None else y * batch.mask
 
 
-@case("containers", MLP, call(lambda: (SimpleNamespace(x=t(3, 6, D)),)), call(lambda: (SimpleNamespace(x=t(1, 2, D)),)),
-      expect="equal_or_refused")
+@case(
+    "containers",
+    MLP,
+    call(lambda: (SimpleNamespace(x=t(3, 6, D)),)),
+    call(lambda: (SimpleNamespace(x=t(1, 2, D)),)),
+    expect="equal_or_refused",
+)
 class TakesNamespace(Mlp):
     """Arguments in an object."""
 
@@ -272,8 +295,13 @@ class ReturnsView(Mlp):
         return self.down(h), h.unflatten(-1, (4, -1)).transpose(1, 2)
 
 
-@case("containers", MLP | {"table": "vocab"}, call(lambda: (ids(3, 6),)), call(lambda: (ids(2, 4),)),
-      expect="equal_or_refused")
+@case(
+    "containers",
+    MLP | {"table": "vocab"},
+    call(lambda: (ids(3, 6),)),
+    call(lambda: (ids(2, 4),)),
+    expect="equal_or_refused",
+)
 class TiedHead(Mlp):
     """Logits by a table that is split by rows, with the largest of them."""
 

@@ -390,8 +390,16 @@ def _single() -> tuple[Tensor]:
     return (SINGLES(),)
 
 
-case("key", MLP, call(_single), call(_single, under=AUTOCAST), call(_single), expect="equal_or_refused",
-     dtype=torch.float32, tolerance=3e-2)(DtypeMlp)
+case(
+    "key",
+    MLP,
+    call(_single),
+    call(_single, under=AUTOCAST),
+    call(_single),
+    expect="equal_or_refused",
+    dtype=torch.float32,
+    tolerance=3e-2,
+)(DtypeMlp)
 
 
 @case("key", MLP, call(_single), call(_single, under=AUTOCAST), call(_single), dtype=torch.float32, tolerance=3e-2)
@@ -444,8 +452,13 @@ class HeadsInBatch(Attention):
         return self.o(y.view(batch, -1, length, self.width).transpose(1, 2).reshape(batch, length, -1))
 
 
-@case("key", {"experts.*.up": "colwise", "experts.*.down": "rowwise"}, call(train=True), call(train=False),
-      call(lambda: (t(1, 2, D),), train=False))
+@case(
+    "key",
+    {"experts.*.up": "colwise", "experts.*.down": "rowwise"},
+    call(train=True),
+    call(train=False),
+    call(lambda: (t(1, 2, D),), train=False),
+)
 class Experts(nn.Module):
     """Experts that are chosen by each token; proved in training, run in evaluation."""
 
@@ -464,9 +477,14 @@ class Experts(nn.Module):
         return result.view_as(x)
 
 
-@case("key", MLP | {"table": "vocab"}, call(lambda: {"ids": torch.arange(6).view(2, 3)}),
-      call(lambda: {"embeds": t(2, 3, D)}), call(lambda: {"embeds": t(2, 3, D, grad=False)}),
-      call(lambda: {"embeds": t(2, 3, D, grad=False)}, train=False, under=torch.no_grad))
+@case(
+    "key",
+    MLP | {"table": "vocab"},
+    call(lambda: {"ids": torch.arange(6).view(2, 3)}),
+    call(lambda: {"embeds": t(2, 3, D)}),
+    call(lambda: {"embeds": t(2, 3, D, grad=False)}),
+    call(lambda: {"embeds": t(2, 3, D, grad=False)}, train=False, under=torch.no_grad),
+)
 class IdsOrEmbeds(Mlp):
     """Embedded inputs, with and without a gradient."""
 

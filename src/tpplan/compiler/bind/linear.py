@@ -22,7 +22,9 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 
 _PRODUCTS = frozenset(("aten::mm", "aten::addmm"))
 _TURNS = frozenset(("aten::t", "aten::transpose.int", "aten::permute"))
-_ENTRYWISE = frozenset(("aten::alias", "aten::clone", "aten::detach", "aten::_to_copy", "aten::mul.Tensor", "aten::div.Tensor"))
+_ENTRYWISE = frozenset(
+    ("aten::alias", "aten::clone", "aten::detach", "aten::_to_copy", "aten::mul.Tensor", "aten::div.Tensor")
+)
 _BESIDE = frozenset(
     (
         "aten::view",

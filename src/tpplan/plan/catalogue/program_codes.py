@@ -257,6 +257,18 @@ the note goes away; a model with more heads splits them by the same `colwise` ru
 """,
     ),
     Entry(
+        code="TP127",
+        name="unaudited-operator",
+        severity=Severity.ERROR,
+        summary="An operator that isn't in the table of audited operators meets a sharded or partial value.",
+        explanation="""
+What an operator yields for shards is known by a rule, and the compiler goes by a rule only if a test has held it against
+numbers, forward and backward (`compiler/ir/operators.py` is the list). An operator outside of the list, which may be a
+custom one, runs on whole values alone: write `output: replicate` for the module whose result it reads, or leave out the
+rules of the module that calls it.
+""",
+    ),
+    Entry(
         code="TP128",
         name="unproved-backward",
         severity=Severity.ERROR,
@@ -285,15 +297,6 @@ def forward(self, x):
         good="""
 def forward(self, x):
     return self.down(torch.relu(Normalized.apply(self.up(x))))   # what leaves `up` can be gathered
-        code="TP127",
-        name="unaudited-operator",
-        severity=Severity.ERROR,
-        summary="An operator that isn't in the table of audited operators meets a sharded or partial value.",
-        explanation="""
-What an operator yields for shards is known by a rule, and the compiler goes by a rule only if a test has held it against
-numbers, forward and backward (`compiler/ir/operators.py` is the list). An operator outside of the list, which may be a
-custom one, runs on whole values alone: write `output: replicate` for the module whose result it reads, or leave out the
-rules of the module that calls it.
 """,
     ),
     Entry(
