@@ -27,7 +27,6 @@ from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import with_tensors
-from tpplan.compiler.pipeline import compile_program
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree

@@ -28,6 +28,9 @@ class SplitRandomness:
 
     def __enter__(self) -> None:
         """Seed the generator for this rank."""
+        if self._device.type == "meta":  # no numbers are drawn
+            self._shared.append(_state_of(self._device))
+            return
         drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu").item())
         seed = (drawn + _RANK_STRIDE * (self._axis.rank + 1)) % (1 << 63)
         self._shared.append(_state_of(self._device))

@@ -25,7 +25,7 @@ from tpplan.compat import Unwatched, is_registered_container, named_modules, reb
 from tpplan.compiler.ir.objects import fresh_object
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
-from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Trace
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace
 from tpplan.compiler.trace.backward import note_module_hooks, record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
@@ -118,6 +118,19 @@ def without_collection() -> Generator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def on_shapes(taken: frozenset[Location]) -> Generator[Recorder]:
+    """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
+
+    Args:
+        taken: the branches on data to take on their true side.
+    """
+    recorder = Recorder(taken)
+    recorder.frames.append(OpenFrame("", 0, []))
+    with recorder, ConstantWatcher(recorder):
+        yield recorder
 
 
 def record(

@@ -1,0 +1,201 @@
+"""Rehearsal: run a program once as it will run, on shapes alone, forward and backward.
+
+in:  a stock model, its program and the example call
+out: nothing; or what the lowered model raised, and collectives that come more or less often than predicted
+
+The check proves what bodies compute. A rehearsal runs the runtime itself around them: parameters as they are read,
+reshards, bodies that take the place of stock ones, and autograd through all of it, on `meta`, with a communicator that
+changes shapes alone. Calls that are equal to one that was run are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import fake_mesh, named_modules, native_apply
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
+from tpplan.compiler.ir.steps import Heard, Stream, renamed
+from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.pipeline import Compiled
+from tpplan.compiler.trace.capture import argument_names, on_shapes, without_collection
+from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.plan import InternalError
+from tpplan.runtime.distribute import MeshDistributor
+from tpplan.runtime.lower import lower
+
+
+class ShapeCommunicator:
+    """Ranks of which only this one is there, and of whose tensors only the shapes are."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        """Be `rank` of `size`."""
+        self.size = size
+        self.rank = rank
+        self.counts: Counter[str] = Counter()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Communicator`."""
+        self.counts["all-reduce"] += 1
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `Communicator`."""
+        self.counts["all-gather"] += 1
+        return torch.cat([tensor] * self.size, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `Communicator`."""
+        self.counts["reduce-scatter"] += 1
+        return tensor.chunk(self.size, dim)[self.rank].clone()
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
+        """See `Communicator`."""
+        self.counts["all-to-all"] += 1
+        return torch.cat([tensor.chunk(self.size, split_dim)[self.rank]] * self.size, concatenate_dim)
+
+
+def rehearse(
+    model: nn.Module,
+    compiled: Compiled,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    parts: Mapping[Path, Layout],
+) -> None:
+    """Run a program on shapes, once for each kind of rank.
+
+    Args:
+        model: the stock model; not changed.
+        compiled: the program, and what is known of its bodies.
+        arguments, keywords: the call that it was compiled for.
+        parts: how tensors of the call lie of which a rank gets its part only; the call has them whole.
+
+    Raises:
+        InternalError: the lowered model raised, or its collectives aren't the predicted ones.
+    """
+    names = argument_names(type(model).forward)
+    ranks = {id(stream): rank for rank, stream in reversed(compiled.streams.items())}
+    for rank in sorted(ranks.values()):
+
+        def local(path: Path, tensor: Tensor, rank: int = rank) -> Tensor:
+            if path not in parts:
+                return _like(tensor, tuple(tensor.stride()), tuple(tensor.shape))
+            shape = parts[path].local_shape(tuple(tensor.shape), compiled.program.size, rank)
+            return _like(tensor, None, shape)
+
+        with without_collection():
+            _rehearse(model, compiled, with_tensors(arguments, keywords, names, local), rank)
+
+
+def _rehearse(model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int) -> None:
+    program = compiled.program
+    taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
+    skeleton = make_skeleton(model).model.train(program.training)
+    axis = ShapeCommunicator(program.size, rank)
+    distributor = MeshDistributor(fake_mesh(program.size, rank), axis, None)
+    distributor.device = torch.device("meta")
+    lower(skeleton, program, distributor)
+    standing = _stand_in(skeleton, compiled.streams[rank])
+    try:
+        with on_shapes(taken):
+            result = skeleton(*call[0], **call[1])
+            outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
+            torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+    except Exception as error:
+        raise InternalError(f"the program can't run as rank {rank}: {type(error).__name__}: {error}") from error
+    _compare_counts(program, axis.counts, standing, rank)
+
+
+def _like(tensor: Tensor, stride: tuple[int, ...] | None, shape: tuple[int, ...]) -> Tensor:
+    if stride is None:
+        made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    else:
+        made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+# -- equal calls ----------------------------------------------------------------------------------------------------
+class _Connected(torch.autograd.Function):
+    """Tensors that depend on others, of which nobody knows how."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.inputs = [(t.shape, t.dtype) for t in inputs]
+        return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in like)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.inputs))
+
+
+_connect = native_apply(_Connected)
+
+
+def _stand_in(skeleton: nn.Module, stream: Stream) -> frozenset[str]:
+    """Let calls that are equal to another return what that one did; their modules' names."""
+    likes = dict(_likes(stream.root, "", ""))
+    modules = dict(named_modules(skeleton))
+    results: dict[tuple[str, int], Any] = {}
+    calls: Counter[str] = Counter()
+    needed = {module for module, _ in likes.values()}
+    standing = frozenset(module for module, _ in likes)
+
+    def wrapped(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            key = (name, calls[name])
+            calls[name] += 1
+            like = likes.get(key)
+            if like is not None and like in results:
+                return _connected(results[like], args, kwargs)
+            results[key] = forward(*args, **kwargs)
+            return results[key]
+
+        return call
+
+    for name in sorted(needed | standing):
+        modules[name].__dict__["forward"] = wrapped(name, modules[name].forward)
+    return standing
+
+
+def _likes(heard: Heard, of: str, name: str) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    if heard.like is not None:
+        yield (renamed(heard.module, of, name), heard.call), heard.like
+        return
+    for step in heard.steps:
+        if isinstance(step, Heard):
+            yield from _likes(step, of, name)
+
+
+def _connected(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [t for _, t in tensors_of(args, kwargs, ()) if t.requires_grad]
+    wanted = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
+    made = dict(zip(map(id, wanted), _connect(wanted, *given), strict=True)) if given else {}
+    return with_items(result, lambda item: made.get(id(item), item))
+
+
+def _compare_counts(program: Program, counts: Mapping[str, int], standing: frozenset[str], rank: int) -> None:
+    """Raise if the collectives that ran aren't those that the program predicts for the modules that ran."""
+    ran = replace(program, modules=tuple(m for m in program.modules if not _is_in(m.name, standing)))
+    summed = {p.name for p in program.summed_parameters}
+    ran = replace(ran, parameters=program.parameters if any(not _is_in(n, standing) for n in summed) else ())
+    most, least = ran.count_collectives(), ran.count_collectives(picked=False)
+    for kind in sorted({*most, *counts}):
+        if not least[kind] <= counts.get(kind, 0) <= most[kind]:
+            raise InternalError(
+                f"rank {rank} runs {counts.get(kind, 0)} {kind} collectives where the program predicts {most[kind]}"
+            )
+
+
+def _is_in(name: str, modules: frozenset[str]) -> bool:
+    """Whether a module or a parameter is one of `modules`, or inside of one."""
+    return name in modules or any(name.startswith(f"{module}.") for module in modules)
+
+
+__all__ = ["ShapeCommunicator", "rehearse"]
