@@ -49,7 +49,7 @@ from tpplan.compiler.refine import learn
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, without_collection
-from tpplan.compiler.trace.effects import effect_findings, left_findings
+from tpplan.compiler.trace.effects import effect_findings, hidden_findings, left_findings
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.work import Work
 from tpplan.cost.communication import NVLINK
@@ -228,6 +228,7 @@ def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
         mismatch = local_run.check(given, work.attributes, work.excused, work.recorded)
         if mismatch is None:
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
+            work.findings += hidden_findings(work.trace.hidden, assignment.layouts)
             work.findings += left_findings(work.trace, assignment.layouts)
             return instance, assignment
         learn(work, given, mismatch)
