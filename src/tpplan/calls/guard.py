@@ -74,6 +74,7 @@ class CallGuard:
         self._names = argument_names(type(stock).forward)
         self._example = with_tensors(*without_opaque(arguments, keywords), self._names, _on_meta)
         self._axis = axis
+        self._device = torch.device(program.device)
         self._main = _Proof(plan, program, {(program.training, signature(arguments, keywords))})
         self._whole: _Proof | None = None
         self._sequence_dims = _sequence_dims(program)
@@ -225,7 +226,9 @@ class CallGuard:
         main = self._main
         plan = main.plan.with_whole_sequences()
         try:
-            program = compile_program(self._stock, plan, main.program.size, *self._example, main.program.training)
+            program = compile_program(
+                self._stock, plan, main.program.size, *self._example, main.program.training, device=self._device
+            )
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
         ours, theirs = ({p.names: _stored(p.layout) for p in held.parameters} for held in (main.program, program))
@@ -255,7 +258,9 @@ class CallGuard:
         program = proof.program
         call = with_tensors(*without_opaque(arguments, keywords), self._names, whole)
         try:
-            other = compile_program(self._stock, proof.plan, program.size, *call, training, partly=True, parts=parts)
+            other = compile_program(
+                self._stock, proof.plan, program.size, *call, training, partly=True, parts=parts, device=self._device
+            )
         except CompileError as error:
             raise UnprovedCallError(f"{_headline(training, keywords)}: it can't be proved\n{error}") from error
         difference = _difference(program, other)

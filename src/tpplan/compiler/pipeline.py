@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tpplan.compat import named_modules
@@ -67,6 +68,7 @@ def compile_program(
     training: bool | None = None,
     partly: bool = False,
     parts: Mapping[Path, Layout] | None = None,
+    device: torch.device | None = None,
 ) -> Program:
     """Compile `plan` for `model` on an axis of `size` ranks.
 
@@ -79,6 +81,7 @@ def compile_program(
             evaluation mode if training can't be captured.
         partly: whether the call may do without modules that the plan shards, as another call was proved with them.
         parts: how tensors of the call lie of which a rank gets its part only; the example has them whole.
+        device: where the model will run; None for where its parameters lie.
 
     Raises:
         CompileError: with every finding, if plan and model don't fit together.
@@ -87,7 +90,7 @@ def compile_program(
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {})
+        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {}, device)
 
 
 def _compile(
@@ -99,6 +102,7 @@ def _compile(
     training: bool | None,
     partly: bool,
     parts: Mapping[Path, Layout],
+    device: torch.device | None,
 ) -> Program:
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
@@ -106,7 +110,7 @@ def _compile(
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
     modes = (True, False) if training is None else (training,)
-    trace, results = _capture(model, arguments, keywords, diagnostics, modes)
+    trace, results = _capture(model, arguments, keywords, diagnostics, modes, device)
     dump.trace(trace)
     flow = DataFlow(trace)
     unpacked = pack(model, flow, binding, size, partly)
@@ -194,12 +198,13 @@ def _capture(
     keywords: Mapping[str, Any],
     diagnostics: list[Diagnostic],
     modes: tuple[bool, ...],
+    device: torch.device | None,
 ) -> tuple[Trace, dict[tuple[str, int], Any]]:
     """Record the model in the first of `modes` (training or not) in which it runs."""
     errors: list[BaseException] = []
     for training in modes:
         try:
-            trace, state = record_model(model, arguments, keywords, training)
+            trace, state = record_model(model, arguments, keywords, training, device)
             return trace, state.results
         except BodyError as error:
             errors.append(error)

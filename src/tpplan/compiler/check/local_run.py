@@ -87,7 +87,7 @@ def _check_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes)
-    state = Capture(Recorder(given.trace.taken), boundary)
+    state = Capture(Recorder(given.trace.taken, given.trace.device), boundary)
     failed: Frame | None = None
     reason = ""
     try:

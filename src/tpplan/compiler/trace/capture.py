@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,8 @@ def record(
             raise
         (root,) = (node for node in outer.body if isinstance(node, Frame))
         raise BodyError(root, state.failed) from error
+    if recorder.unreadable:
+        _refuse_swallowed(recorder, outer)
     (root,) = (node for node in outer.body if isinstance(node, Frame))
     replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
     if replaced is not None:
@@ -172,7 +174,15 @@ def record(
         left,
         buffers,
         hidden,
+        recorder.device or torch.device("cpu"),
     )
+
+
+def _refuse_swallowed(recorder: Recorder, outer: OpenFrame) -> NoReturn:
+    """A body that goes on after a value couldn't be read takes a path of which nothing is known."""
+    error, frame = recorder.unreadable[0]
+    (root,) = (node for node in outer.body if isinstance(node, Frame))
+    raise BodyError(root, Frame(frame.module, frame.call, (), (), tuple(frame.body))) from error
 
 
 def _hidden(state: Capture, names: Sequence[str]) -> Iterator[tuple[int, str]]:
