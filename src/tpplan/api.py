@@ -22,7 +22,7 @@ from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.communicator import ProcessGroupCommunicator
-from tpplan.runtime.distribute import MeshDistributor
+from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lower import lower
 from tpplan.suggest import search, write_plan
 
@@ -133,7 +133,7 @@ def parallelize(
     if loaded is not None:
         try:
             call = example_call(model, axis_mesh.size(), inputs)
-            program = compile_program(model, loaded, axis_mesh.size(), *call)
+            program = compile_program(model, loaded, axis_mesh.size(), *call, device=device_of_mesh(axis_mesh))
         except Exception as raised:
             error = raised
     draws = program is not None and any(module.random for module in program.modules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -262,9 +261,9 @@ def test_a_capture_leaves_the_model_alone() -> None:
     assert before == {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
 
 
-@dataclass
 class Opaque:
-    hidden: Tensor
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
 
 
 def test_a_tensor_in_an_object_that_nobody_can_open_is_read_across_the_boundary() -> None:

@@ -6,7 +6,6 @@ out equal, as it runs by its own code or since it is the same after all, or the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 

@@ -27,6 +27,7 @@ from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import with_tensors
+from tpplan.compiler.pipeline import compile_program
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree
@@ -83,6 +84,7 @@ class CallGuard:
         self._example = with_tensors(*without_opaque(arguments, keywords), self._names, on_meta)
         self._described = described(arguments, keywords, self._names)
         self._axis = axis
+        self._device = torch.device(program.device)
         self._proofs = Proofs(Proof(plan, program))
         self._whole: Proof | None = None
         self._sequence_dims = sequence_dims(program)
@@ -168,7 +170,9 @@ class CallGuard:
         size, training = self.main.program.size, call.training
         try:
             program = self._compiled(
-                lambda: compile_program(self._stock, base.plan, size, *example, training, partly=True, parts=parts)
+                lambda: compile_program(
+                    self._stock, base.plan, size, *example, training, partly=True, parts=parts, device=self._device
+                )
             )
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
@@ -225,7 +229,9 @@ class CallGuard:
         plan = self.main.plan.with_whole_sequences()
         try:
             program = self._compiled(
-                lambda: compile_program(self._stock, plan, main.size, *self._example, main.training)
+                lambda: compile_program(
+                    self._stock, plan, main.size, *self._example, main.training, device=self._device
+                )
             )
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error

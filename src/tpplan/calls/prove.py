@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from tpplan.calls.rehearse import rehearse
@@ -25,6 +26,7 @@ def prove(
     partly: bool = False,
     parts: Mapping[Path, Layout] | None = None,
     taken: frozenset[Location] | None = None,
+    device: torch.device | None = None,
 ) -> Compiled:
     """A program that passed the check and a rehearsal; see `compile_call` for the arguments.
 
@@ -32,7 +34,7 @@ def prove(
         CompileError: plan and model don't fit together.
         InternalError: what was compiled can't run, or communicates otherwise than predicted.
     """
-    compiled = compile_call(model, plan, size, arguments, keywords, training, partly, parts, taken)
+    compiled = compile_call(model, plan, size, arguments, keywords, training, partly, parts, taken, device)
     rehearse(model, compiled, arguments, keywords, parts or {})
     return compiled
 

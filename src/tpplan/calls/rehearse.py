@@ -104,7 +104,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...],
     lower(skeleton, program, distributor)
     standing = _stand_in(skeleton, compiled.streams[rank])
     try:
-        with on_shapes(taken):
+        with on_shapes(taken, torch.device(program.device)):
             result = skeleton(*call[0], **call[1])
             outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
             torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tpplan.compat import named_modules
@@ -51,7 +52,7 @@ from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, without_collection
-from tpplan.compiler.trace.effects import effect_findings, left_findings
+from tpplan.compiler.trace.effects import effect_findings, hidden_findings, left_findings
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.work import Work
 from tpplan.cost.communication import NVLINK
@@ -84,9 +85,10 @@ def compile_program(
     training: bool | None = None,
     partly: bool = False,
     parts: Mapping[Path, Layout] | None = None,
+    device: torch.device | None = None,
 ) -> Program:
     """The program alone of `compile_call`."""
-    return compile_call(model, plan, size, arguments, keywords, training, partly, parts).program
+    return compile_call(model, plan, size, arguments, keywords, training, partly, parts, None, device).program
 
 
 def compile_call(
@@ -99,6 +101,7 @@ def compile_call(
     partly: bool = False,
     parts: Mapping[Path, Layout] | None = None,
     taken: frozenset[Location] | None = None,
+    device: torch.device | None = None,
 ) -> Compiled:
     """Compile `plan` for `model` on an axis of `size` ranks.
 
@@ -112,6 +115,7 @@ def compile_call(
         partly: whether the call may do without modules that the plan shards, as another call was proved with them.
         parts: how tensors of the call lie of which a rank gets its part only; the example has them whole.
         taken: the branches on data to take on their true side; None for those without which modules stay uncalled.
+        device: where the model will run; None for where its parameters lie.
 
     Raises:
         CompileError: with every finding, if plan and model don't fit together.
@@ -120,7 +124,7 @@ def compile_call(
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {}, taken)
+        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {}, taken, device)
 
 
 def _compile(
@@ -133,6 +137,7 @@ def _compile(
     partly: bool,
     parts: Mapping[Path, Layout],
     taken: frozenset[Location] | None,
+    device: torch.device | None,
 ) -> Compiled:
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
@@ -140,7 +145,7 @@ def _compile(
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
     modes = (True, False) if training is None else (training,)
-    trace, results = _capture(model, arguments, keywords, diagnostics, modes, taken)
+    trace, results = _capture(model, arguments, keywords, diagnostics, modes, taken, device)
     dump.trace(trace)
     flow = DataFlow(trace)
     unpacked = pack(model, flow, binding, size, partly)
@@ -230,12 +235,13 @@ def _capture(
     diagnostics: list[Diagnostic],
     modes: tuple[bool, ...],
     taken: frozenset[Location] | None,
+    device: torch.device | None,
 ) -> tuple[Trace, dict[tuple[str, int], Any]]:
     """Record the model in the first of `modes` (training or not) in which it runs."""
     errors: list[BaseException] = []
     for training in modes:
         try:
-            trace, state = record_model(model, arguments, keywords, training, taken)
+            trace, state = record_model(model, arguments, keywords, training, taken, device)
             return trace, state.results
         except BodyError as error:
             errors.append(error)
@@ -265,6 +271,7 @@ def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
         mismatch = local_run.check(given, work.attributes, work.excused, work.recorded, work.streams)
         if mismatch is None:
             work.findings += effect_findings(work.trace.kept, assignment.layouts)
+            work.findings += hidden_findings(work.trace.hidden, assignment.layouts)
             work.findings += left_findings(work.trace, assignment.layouts)
             return instance, assignment
         learn(work, given, mismatch)

@@ -68,7 +68,7 @@ def verify(
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     arguments, keywords = example_call(model, tp, inputs)
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")
-    program = compile_program(model, loaded, tp, arguments, keywords)
+    program = compile_program(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))
     return verify_program(
         model, program, (arguments, keywords),
         processes=processes, dtype=dtype, seed=seed, timeout=timeout, progress=progress,

@@ -1,34 +1,24 @@
-"""The tensors in nested results: tuples, lists, mappings (transformers' ModelOutput is one) and dataclasses.
+"""The tensors in nested results and arguments, named for people; see `compiler/ir/pytree.py`.
 
 Other objects, such as key-value caches, are opaque: their contents are local, and nobody but the model reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from tpplan.compat import is_registered_container, rebuild_container
+from tpplan.compiler.ir import pytree
 
 Path = tuple[str | int, ...]
 
 
 def tensors_in(held: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor inside `held` with its path, in order."""
-    if isinstance(held, Tensor):
-        yield path, held
-    elif isinstance(held, Mapping):
-        for key, item in cast("Mapping[object, object]", held).items():
-            yield from tensors_in(item, (*path, str(key)))
-    elif isinstance(held, (list, tuple)):
-        for index, item in enumerate(cast("list[object]", held)):
-            yield from tensors_in(item, (*path, index))
-    elif is_dataclass(held) and not isinstance(held, type):
-        for field in fields(held):
-            yield from tensors_in(getattr(held, field.name), (*path, field.name))
+    """Every tensor inside `held` with its path, in order; keys of mappings as text."""
+    named: Iterator[tuple[Path, Tensor]] = pytree.tensors_in(held, path)
+    return ((tuple(k if isinstance(k, int) else str(k) for k in at), tensor) for at, tensor in named)
 
 
 def path_name(path: Path) -> str:
@@ -37,21 +27,14 @@ def path_name(path: Path) -> str:
 
 
 def map_tensors(held: Any, transform: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
-    """The arguments `held` with each tensor replaced; `transform` gets the name of the innermost key as well."""
-    if isinstance(held, Tensor):
-        return transform(name, held)
-    if isinstance(held, tuple):
-        items = [map_tensors(item, transform, name) for item in cast("tuple[Any, ...]", held)]
-        kind: Any = type(cast("object", held))
-        return kind(*items) if hasattr(kind, "_fields") else tuple(items)
-    if isinstance(held, list):
-        return [map_tensors(item, transform, name) for item in cast("list[Any]", held)]
-    if isinstance(held, dict) and is_registered_container(cast("object", held)):
-        keys = iter(cast("dict[Any, Any]", held))
-        return rebuild_container(held, lambda item: map_tensors(item, transform, str(next(keys))))
-    if isinstance(held, dict):
-        return {key: map_tensors(item, transform, str(key)) for key, item in cast("dict[Any, Any]", held).items()}
-    return held
+    """A copy of `held` with each tensor replaced; `transform` gets the innermost key that is a name as well."""
+
+    def change(path: Path, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        return transform(next((str(key) for key in reversed(path) if not isinstance(key, int)), name), item)
+
+    return pytree.Walk(change, once=True)(held)
 
 
 def modules_in(model: nn.Module) -> dict[str, nn.Module]:

@@ -26,7 +26,7 @@ class MeshDistributor:
         """
         self.mesh = mesh
         self.axis = axis
-        self.device = _device_of(mesh)
+        self.device = device_of_mesh(mesh)
         self._source = source
 
     def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
@@ -65,7 +65,8 @@ class MeshDistributor:
         return buffer if buffer.is_meta else self._agreed(buffer)
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of a mesh."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     module = getattr(torch, mesh.device_type)

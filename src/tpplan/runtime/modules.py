@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import Randomness
@@ -102,17 +103,17 @@ class ModuleRuntime:
             if entry.position is not None and entry.position < len(args):
                 if moved is None:
                     moved = list(args)
-                moved[entry.position] = _apply(moved[entry.position], entry.inner, entry.step)
+                moved[entry.position] = replaced_at(moved[entry.position], entry.inner, entry.step)
             elif entry.name in kwargs:
                 if not copied:
                     kwargs, copied = dict(kwargs), True
-                kwargs[entry.name] = _apply(kwargs[entry.name], entry.inner, entry.step)
+                kwargs[entry.name] = replaced_at(kwargs[entry.name], entry.inner, entry.step)
         return (args if moved is None else tuple(moved)), kwargs
 
     def leave(self, result: Any) -> Any:
         """Reshard the results of a call."""
         for exit_step in self.exits if not self.shared else _once_each(self.exits):
-            result = _apply(result, exit_step.path, exit_step.step)
+            result = replaced_at(result, exit_step.path, exit_step.step)
         return result
 
 
@@ -133,20 +134,6 @@ def _once_each(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         return move
 
     return tuple(replace(step, step=once(step.step)) for step in steps)
-
-
-def _apply(held: Any, path: tuple[str | int, ...], step: Move) -> Any:
-    """`held` with the tensor at `path` resharded; containers on the way are copied, other objects are written to."""
-    if not path:
-        return step(held) if isinstance(held, Tensor) else held
-    key, *rest = path
-    if isinstance(held, tuple):
-        assert isinstance(key, int)
-        items = list(held)  # pyright: ignore
-        items[key] = _apply(items[key], tuple(rest), step)
-        return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
-    held[key] = _apply(held[key], tuple(rest), step)
-    return held
 
 
 def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

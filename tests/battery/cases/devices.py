@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.battery.case import ATTENTION, MLP, Attention, D, Mlp, call, case, t
 

@@ -29,7 +29,13 @@ def attributes_read(given: CheckInput, module: str) -> frozenset[str]:
     try:
         skeleton = make_skeleton(given.model)
         _watch(dict(named_modules(skeleton.model))[module], known, found.add)
-        record(skeleton, given.arguments, given.keywords, given.trace.training, Capture(Recorder(given.trace.taken)))
+        record(
+            skeleton,
+            given.arguments,
+            given.keywords,
+            given.trace.training,
+            Capture(Recorder(given.trace.taken, given.trace.device)),
+        )
     except Exception:  # a class that can't be derived from, or a body that looks at classes: nothing is known then
         return known
     return frozenset(found)

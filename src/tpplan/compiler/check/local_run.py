@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import is_registered_container, named_modules, rebuild_container
+from tpplan.compat import named_modules
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.check.backward import backward_fault
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, Mismatch, compare, promised_shape
@@ -27,7 +27,7 @@ from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Pack, reshard_between
 from tpplan.compiler.ir.program import LocalAttribute
-from tpplan.compiler.ir.pytree import with_tensors
+from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Frame, Path, Value
@@ -38,6 +38,9 @@ from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, re
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import Style
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+_COUNTS = _PLAIN - {type(None)}
 
 
 def check(
@@ -103,7 +106,7 @@ def _check_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes)
-    state = Capture(Recorder(given.trace.taken), boundary)
+    state = Capture(Recorder(given.trace.taken, given.trace.device), boundary)
     state.recorder.listening = True
     failed: Frame | None = None
     reason = ""
@@ -131,6 +134,8 @@ def _check_rank(
         if differs is not None:
             found.append(replace(differs, when=(*place, differs.position)))
     assert found or failed is None, failed.module
+    if failed is None:
+        found += _compare_numbers(given, state.results["", 0])
     stream = None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen)
     return min(found, key=_when, default=None), stream
 
@@ -157,6 +162,21 @@ def _backward(given: CheckInput, whole: Frame, local: Frame) -> Mismatch | None:
         if fault is not None:
             return Mismatch(whole, fault.operation, len(whole.body), None, None, fault.reason, backward=mine)
     return None
+
+
+def _compare_numbers(given: CheckInput, result: Any) -> list[Mismatch]:
+    """Numbers and texts among the model's results must be those of the unsharded model: a size may be a rank's own."""
+    whole = dict(leaves(given.results["", 0]))
+    place = len(given.trace.recorded.body)
+    for path, held in leaves(result):
+        expected = whole.get(path)
+        if type(held) not in _PLAIN or type(expected) not in _PLAIN or held == expected:
+            continue
+        numbers = ((expected,), (held,)) if type(held) is type(expected) is int else (None, None)
+        at = ".".join(map(str, path)) or "the result"
+        reason = f"it returns {held!r} instead of {expected!r} (`{at}`)"
+        return [Mismatch(given.trace.recorded, None, place, *numbers, reason, when=(place,))]
+    return []
 
 
 def _in_order(frame: Frame, place: tuple[int, ...] = ()) -> Iterator[tuple[Frame, tuple[int, ...]]]:
@@ -269,6 +289,9 @@ class _LocalBoundary:
 
     def _repeats(self, module: str, instance: Instance) -> bool:
         region = instance.region
+        result = self.given.results[module, instance.frame.call]
+        if not isinstance(result, Tensor) and any(type(held) in _COUNTS for _, held in leaves(result)):
+            return False  # its caller may count with a number that it returns
         if len(region.inputs) > len({b.source for b in region.entries}) or len(region.outputs) > len(region.exits):
             return False  # it reads or leaves values past its boundary: run it
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
@@ -287,26 +310,14 @@ class _LocalBoundary:
     def _promised(self, result: Any, frame: Frame) -> Any:
         targets = {c.path: c.target for c in frame.exits}
 
-        def local(held: Any, path: Path) -> Any:
-            if isinstance(held, Tensor):
-                value = self.given.trace.values[targets[path]] if path in targets else None
-                if value is None:
-                    return held
-                shape = promised_shape(self.given, value)
-                return _like(shape, held.dtype, value.differentiable, _strides(value, shape))
-            if isinstance(held, tuple):
-                items = [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
-                return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
-            if type(held) is list:
-                return [local(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
-            if type(held) is dict:
-                return {key: local(item, (*path, key)) for key, item in held.items()}  # pyright: ignore
-            if is_registered_container(held):
-                keys = iter(list(held) if isinstance(held, dict) else range(1 << 30))  # pyright: ignore
-                return rebuild_container(held, lambda item: local(item, (*path, next(keys))))  # pyright: ignore
-            return held
+        def local(path: Path, held: Any) -> Any:
+            value = self.given.trace.values[targets[path]] if path in targets else None
+            if value is None or not isinstance(held, Tensor):
+                return held
+            shape = promised_shape(self.given, value)
+            return _like(shape, held.dtype, value.differentiable, _strides(value, shape))
 
-        return local(result, ())
+        return Walk(local)(result)
 
 
 def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInput) -> tuple[int, ...]:

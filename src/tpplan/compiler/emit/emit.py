@@ -72,6 +72,7 @@ def emit(
         left=_left(trace, assignment),
         diagnostics=diagnostics,
         boundaries=_boundaries(trace, assignment),
+        device=str(trace.device),
     )
 
 

@@ -329,6 +329,7 @@ class Program:
         left: what calls leave of a rank's own in lists and dicts among their arguments, such as keys and values.
         diagnostics: warnings and notes; not part of the digest.
         boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
+        device: where the model runs, as its bodies were told; nor is this.
     """
 
     plan: str
@@ -348,6 +349,7 @@ class Program:
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(
         default_factory=dict[str, tuple[Boundary, ...]], compare=False
     )
+    device: str = field(default="cpu", compare=False)
     version: int = PROGRAM_VERSION
 
     # -- what it costs --------------------------------------------------------------------------------------------
@@ -426,9 +428,9 @@ class Program:
 
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain data; `from_dict` reads it back (diagnostics and boundaries apart)."""
+        """Nested plain data; `from_dict` reads it back (diagnostics, boundaries and device apart)."""
         plain = asdict(replace(self, diagnostics=(), boundaries={}))
-        del plain["diagnostics"], plain["boundaries"]
+        del plain["diagnostics"], plain["boundaries"], plain["device"]
         for name in ("picked", "left", "buffers"):
             if not plain[name]:
                 del plain[name]

@@ -1,32 +1,201 @@
-"""Containers: the tensors of a call's arguments, in tuples, lists, dicts and dataclasses, each by its path.
+"""Containers: the one walker of nested arguments and results, each item by its path.
 
-in:  the arguments of a call
-out: their tensors by path; copies of the arguments with other tensors in them
+in:  the arguments of a call, or its results
+out: what they hold, by path; copies with something else in its place
 
     forward(ids, caches=[[k, v]])   ->   ("ids",), ("caches", 0, 0), ("caches", 0, 1)
 
-What a body writes into a list, a dict or a dataclass of its caller's is there after the call, such as keys and values
+Containers are tuples, lists, mappings, records (dataclasses, namespaces, attrs classes), all their subclasses, and
+what is registered with torch's pytree, such as transformers' ModelOutput. Other objects are leaves.
+
+What a body writes into a list, a mapping or a record of its caller's is there after the call, such as keys and values
 that the next call reads.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, rebuild_container
 from tpplan.compiler.ir.trace import Path
 
 Change = Callable[[Path, Tensor], Tensor]
+Visit = Callable[[Path, Any], Any]
+_LEAVES = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
 
 
 def is_record(held: object) -> bool:
-    """Whether it is an instance of a dataclass."""
-    return is_dataclass(held) and not isinstance(held, type)
+    """Whether it is an instance of a dataclass, of an attrs class, or a namespace."""
+    return not isinstance(held, type) and _kind_of(type(held)) == "record"
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(kind: type[Any]) -> str | None:
+    """Which kind of container instances of a class are; None if they are leaves."""
+    if issubclass(kind, (Tensor, nn.Module)):
+        return None
+    if issubclass(kind, (tuple, list)):
+        return "tuple" if issubclass(kind, tuple) else "list"
+    if issubclass(kind, MutableMapping):
+        return "mapping"
+    if is_dataclass(kind) or issubclass(kind, SimpleNamespace) or hasattr(kind, "__attrs_attrs__"):
+        return "record"
+    return None
+
+
+def children(held: Any, immutable: bool = False) -> list[tuple[str | int, Any]] | None:
+    """What a container holds, by key or place, in order; None of what is no container.
+
+    Args:
+        held: anything.
+        immutable: whether only those are looked into that nobody can write to: tuples.
+    """
+    if type(held) in _LEAVES:
+        return None
+    kind = _kind_of(type(held))
+    if immutable and kind != "tuple":
+        return None
+    if kind == "tuple":
+        return [*enumerate(held)]
+    if kind == "list":
+        return [*enumerate(held), *_attributes(held).items()]
+    if kind == "mapping":
+        return [*held.items(), *((k, item) for k, item in _attributes(held).items() if k not in held)]
+    if kind == "record":
+        return [*_attributes(held).items()]
+    if is_registered_container(held):
+        items: list[Any] = []
+        rebuild_container(held, items.append)
+        return [*enumerate(items)]
+    return None
+
+
+def rebuilt(held: Any, items: Sequence[Any]) -> Any:
+    """A container like `held` with other items in it, in the order of `children`."""
+    kind, own = _kind_of(type(held)), type(held)
+    if own is tuple or own is list:
+        return own(items)
+    if kind == "tuple":
+        return _rebuilt_tuple(held, items)
+    if own is dict:
+        return dict(zip(held, items, strict=True))
+    if kind is None or (kind == "mapping" and is_registered_container(held)):
+        rest = iter(items)
+        return rebuild_container(held, lambda _: next(rest))
+    made = copy.copy(held)
+    for (key, before), item in zip(children(held) or (), items, strict=True):
+        if item is before:
+            continue
+        if kind == "record" or (kind == "list" and isinstance(key, str)):
+            object.__setattr__(made, key, item)  # frozen ones as well
+        elif kind == "mapping" and key not in held:
+            object.__setattr__(made, key, item)
+        else:
+            made[key] = item
+            shown: dict[Any, Any] = getattr(made, "__dict__", {})
+            if kind == "mapping" and shown.get(key) is before:
+                shown[key] = item  # some show their items as attributes too
+    return made
+
+
+def _rebuilt_tuple(held: Any, items: Sequence[Any]) -> Any:
+    kind: Any = type(held)
+    if hasattr(kind, "_make"):
+        return kind._make(items)
+    if hasattr(kind, "n_sequence_fields") or kind.__new__ is not tuple.__new__:  # torch's own, as of `topk`
+        return kind(items)
+    made = tuple.__new__(kind, items)
+    if hasattr(held, "__dict__"):
+        vars(made).update(vars(held))
+    return made
+
+
+def _attributes(held: Any) -> dict[str, Any]:
+    """A record's fields, and what else is set on it."""
+    found: dict[str, Any] = {}
+    names = [field.name for field in fields(held)] if is_dataclass(held) else []
+    names += [field.name for field in getattr(held, "__attrs_attrs__", ())]
+    for name in names:
+        if hasattr(held, name):
+            found[name] = getattr(held, name)
+    own: dict[Any, Any] = getattr(held, "__dict__", {})
+    return found | ({} if own is held else own)
+
+
+class Walk:
+    """Visits what containers hold; `visit` gets each leaf with its path, and tells what takes its place.
+
+    A container that holds itself counts as a leaf where it comes again.
+    """
+
+    def __init__(self, visit: Visit, immutable: bool = False, once: bool = False) -> None:
+        """Walk.
+
+        Args:
+            visit: called for each leaf.
+            immutable: whether only tuples are looked into.
+            once: whether what sits in several places is visited in the first of them only, and stays one.
+        """
+        self._visit = visit
+        self._immutable = immutable
+        self._memo: dict[int, tuple[Any, Any]] | None = {} if once else None
+        self._open: set[int] = set()
+
+    def __call__(self, held: Any, path: Path = ()) -> Any:
+        """A copy of `held` with what `visit` made of its leaves."""
+        memo = self._memo
+        if memo is not None and id(held) in memo:
+            return memo[id(held)][1]
+        made = self._copied(held, path)
+        if memo is not None:
+            memo[id(held)] = (held, made)
+        return made
+
+    def _copied(self, held: Any, path: Path) -> Any:
+        items = None if id(held) in self._open else children(held, self._immutable)
+        if items is None:
+            return self._visit(path, held)
+        self._open.add(id(held))
+        try:
+            return rebuilt(held, [self(item, (*path, key)) for key, item in items])
+        finally:
+            self._open.discard(id(held))
+
+
+def leaves(held: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What nested containers hold, in order, with its path."""
+    found: list[tuple[Path, Any]] = []
+    waiting: list[tuple[Path, Any, frozenset[int]]] = [(path, held, frozenset())]
+    while waiting:
+        at, item, outer = waiting.pop()
+        inner = None if id(item) in outer else children(item)
+        if inner is None:
+            found.append((at, item))
+        else:
+            waiting += [((*at, key), child, outer | {id(item)}) for key, child in reversed(inner)]
+    return iter(found)
+
+
+def replaced_at(held: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
+    """`held` with the tensor at `path` changed; the containers on the way are copied.
+
+    Raises:
+        LookupError: there is nothing at `path`.
+    """
+    if not path:
+        return change(held) if isinstance(held, Tensor) else held
+    key, rest = path[0], path[1:]
+    items = children(held)
+    if items is None or all(other != key for other, _ in items):
+        raise LookupError(f"a `{type(held).__name__}` has nothing at {key!r}")
+    return rebuilt(held, [replaced_at(item, rest, change) if other == key else item for other, item in items])
 
 
 def tensors_of(
@@ -38,8 +207,13 @@ def tensors_of(
         arguments, keywords: the call.
         names: of the positional arguments; `*0` and so on stand for those that have none.
     """
-    held = [(_name(names, i), argument) for i, argument in enumerate(arguments)]
-    return [found for name, item in (*held, *keywords.items()) for found in _tensors_in(item, (name,))]
+    named = [(_name(names, i), argument) for i, argument in enumerate(arguments)]
+    return [found for name, item in (*named, *keywords.items()) for found in tensors_in(item, (name,))]
+
+
+def tensors_in(held: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in nested containers with its path, in order."""
+    return ((at, item) for at, item in leaves(held, path) if isinstance(item, Tensor))
 
 
 def with_tensors(
@@ -56,64 +230,29 @@ def with_tensors(
         change: gets a tensor and the first of its paths, and returns the one that takes its place.
         other: the same for what is neither a tensor nor a container.
     """
-    copied = _Copier(lambda path, held: change(path, held) if isinstance(held, Tensor) else other(held))
+    copied = Walk(lambda path, held: change(path, held) if isinstance(held, Tensor) else other(held), once=True)
     positional = tuple(copied(argument, (_name(names, i),)) for i, argument in enumerate(arguments))
     return positional, {name: copied(argument, (name,)) for name, argument in keywords.items()}
 
 
 def with_items(held: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested containers with `change` applied to all that they hold."""
-    return _Copier(lambda _, item: change(item))(held, ())
+    return Walk(lambda _, item: change(item), once=True)(held)
 
 
 def _name(names: Sequence[str], position: int) -> str:
     return names[position] if position < len(names) else f"*{position}"
 
 
-def _tensors_in(held: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
-    if isinstance(held, Tensor):
-        yield path, held
-    elif isinstance(held, (tuple, list)):
-        for i, item in enumerate(held):  # pyright: ignore
-            yield from _tensors_in(item, (*path, i))
-    elif isinstance(held, dict):
-        for key, item in held.items():  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors_in(item, (*path, key))  # pyright: ignore[reportUnknownArgumentType]
-    elif is_record(held):
-        for field in fields(held):
-            yield from _tensors_in(getattr(held, field.name, None), (*path, field.name))
-
-
-class _Copier:
-    """Copies containers, and has something else in place of what they hold."""
-
-    def __init__(self, change: Callable[[Path, Any], Any]) -> None:
-        self._change = change
-        self._memo: dict[int, Any] = {}
-
-    def __call__(self, held: Any, path: Path) -> Any:
-        if id(held) not in self._memo:
-            self._memo[id(held)] = self._copy(held, path)
-        return self._memo[id(held)]
-
-    def _copy(self, held: Any, path: Path) -> Any:
-        if isinstance(held, tuple):
-            items = [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
-            return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
-        if isinstance(held, list):
-            return [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
-        if isinstance(held, dict) and is_registered_container(held):  # pyright: ignore[reportUnknownArgumentType]
-            keys: Iterator[str] = iter(list(held))  # pyright: ignore
-            return rebuild_container(held, lambda item: self(item, (*path, next(keys))))
-        if isinstance(held, dict):
-            return {key: self(item, (*path, key)) for key, item in held.items()}  # pyright: ignore
-        if not is_record(held):
-            return self._change(path, held)
-        made = copy.copy(held)
-        for field in fields(held):
-            if hasattr(held, field.name):
-                object.__setattr__(made, field.name, self(getattr(held, field.name), (*path, field.name)))
-        return made
-
-
-__all__ = ["is_record", "tensors_of", "with_items", "with_tensors"]
+__all__ = [
+    "Walk",
+    "children",
+    "is_record",
+    "leaves",
+    "rebuilt",
+    "replaced_at",
+    "tensors_in",
+    "tensors_of",
+    "with_items",
+    "with_tensors",
+]

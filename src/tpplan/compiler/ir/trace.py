@@ -211,6 +211,8 @@ class Trace:
         chosen: frames, as (module, call), whose bodies look for the entries of a tensor that aren't zero.
         arguments: the inputs by where they sit in the call's arguments.
         left: values that the run leaves in lists and dicts among the call's arguments, by their place there.
+        hidden: values in objects among the results that nobody can look into, with the objects' classes.
+        device: where the bodies were told that their tensors lie.
     """
 
     root: Frame
@@ -225,6 +227,8 @@ class Trace:
     arguments: dict[Path, int] = field(default_factory=dict[Path, int])
     left: dict[Path, int] = field(default_factory=dict[Path, int])
     buffers: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    hidden: dict[int, str] = field(default_factory=dict[int, str])
+    device: torch.device = field(default=torch.device("cpu"))
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

@@ -24,6 +24,7 @@ from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import RecordedBody
+from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode
 from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
@@ -101,7 +102,8 @@ class Replay:
 
         given = tuple(whole(a, (names[i] if i < len(names) else f"*{i}",)) for i, a in enumerate(args))
         named = {name: whole(a, (name,)) for name, a in kwargs.items()}
-        state = Capture(Recorder(), arguments={})
+        first = next((tensor for _, tensor in tensors_in((args, kwargs)) if not tensor.is_meta), None)
+        state = Capture(Recorder(device=None if first is None else first.device), arguments={})
         skeleton = make_skeleton(self._stock)
         try:
             trace = record(skeleton, given, named, training, state)

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.ir.trace import Location, Trace
 from tpplan.compiler.trace.capture import Capture, record
+from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 
@@ -31,18 +33,20 @@ def record_model(
     keywords: Mapping[str, Any],
     training: bool,
     taken: frozenset[Location] | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Trace, Capture]:
     """Record a call of `model`; branches on data take their false side, unless modules would then stay uncalled.
 
     Args:
-        model, arguments, keywords: the model and its call.
-        training: the mode to run in.
+        model, arguments, keywords, training: see `capture`.
         taken: the branches that take their true side; None to choose them as said.
+        device: where bodies are told that their tensors lie; None for where the model's parameters do.
 
     Raises:
         BodyError: a module raised on these inputs.
     """
-    state = Capture(Recorder(taken or frozenset()))
+    device = device or device_of(model)
+    state = Capture(Recorder(taken or frozenset(), device))
     trace = record(make_skeleton(model), arguments, keywords, training, state)
     if taken is not None:
         return trace, state
@@ -51,7 +55,7 @@ def record_model(
         taken = trace.taken | set(_above(uncalled, trace))
         if taken == trace.taken:
             break
-        other = Capture(Recorder(taken))
+        other = Capture(Recorder(taken, device))
         try:
             found = record(make_skeleton(model), arguments, keywords, training, other)
         except Exception:  # that side can't be captured: the first stands

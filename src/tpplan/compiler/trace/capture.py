@@ -16,14 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import Unwatched, is_registered_container, named_modules, rebuild_container, without_packing
+from tpplan.compat import Unwatched, named_modules, without_packing
+from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
 from tpplan.compiler.ir.objects import fresh_object
-from tpplan.compiler.ir.pytree import tensors_of, with_tensors
+from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace
 from tpplan.compiler.trace.backward import note_module_hooks, record_backwards
@@ -121,13 +122,14 @@ def without_collection() -> Generator[None]:
 
 
 @contextmanager
-def on_shapes(taken: frozenset[Location]) -> Generator[Recorder]:
+def on_shapes(taken: frozenset[Location], device: torch.device) -> Generator[Recorder]:
     """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
 
     Args:
         taken: the branches on data to take on their true side.
+        device: where bodies are told that their tensors lie.
     """
-    recorder = Recorder(taken)
+    recorder = Recorder(taken, device)
     recorder.frames.append(OpenFrame("", 0, []))
     with recorder, ConstantWatcher(recorder):
         yield recorder
@@ -171,6 +173,8 @@ def record(
             raise
         (root,) = (node for node in outer.body if isinstance(node, Frame))
         raise BodyError(root, state.failed) from error
+    if recorder.unreadable:
+        _refuse_swallowed(recorder, outer)
     (root,) = (node for node in outer.body if isinstance(node, Frame))
     state.heard = next((step for step in outer.steps if isinstance(step, Heard)), None)
     root = _with_backwards(root, backwards) if backwards else root
@@ -188,8 +192,9 @@ def record(
         if (value := recorder.held_value(tensor)) is not None and value != inputs.get(path)
     }
     foreign = {v for held in backwards.values() for b in held for v in (*b.inputs, *b.outputs, *b.saved)} - {None}
+    hidden = dict(_hidden(state, called))
     return Trace(
-        _without_dead_operations(root, recorder.effects.union(kept, left.values(), foreign)),
+        _without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign)),
         root,
         complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
@@ -201,7 +206,27 @@ def record(
         inputs,
         left,
         buffers,
+        hidden,
+        recorder.device or torch.device("cpu"),
     )
+
+
+def _refuse_swallowed(recorder: Recorder, outer: OpenFrame) -> NoReturn:
+    """A body that goes on after a value couldn't be read takes a path of which nothing is known."""
+    error, frame = recorder.unreadable[0]
+    (root,) = (node for node in outer.body if isinstance(node, Frame))
+    raise BodyError(root, Frame(frame.module, frame.call, (), (), tuple(frame.body))) from error
+
+
+def _hidden(state: Capture, names: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Values in objects among the model's results; one that goes by an argument's name, a cache, is for a later call."""
+    for path, held in leaves(state.results["", 0]):
+        if isinstance(held, Tensor) or is_plain(held) or path[:1] in {(name,) for name in names}:
+            continue
+        for _, tensor in hidden_tensors(held):
+            value = state.recorder.held_value(tensor)
+            if value is not None:
+                yield value, type(held).__name__
 
 
 def _alike(modules: Iterable[nn.Module]) -> Iterator[int]:
@@ -284,40 +309,30 @@ def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 class _Crosser:
     """Replaces every tensor in a call's arguments or results by an alias with its own value.
 
-    Lists and dicts passed *in* are left alone: a body may write to them. Their tensors are then read across the
-    boundary, and no reshard can be put there.
+    Lists, mappings and records passed *in* are left alone: a body may write to them. Their tensors are then read across
+    the boundary, and no reshard can be put there.
     """
 
     def __init__(self, recorder: Recorder, outward: bool, transform: Callable[[Path, Tensor], Tensor] | None) -> None:
         self.recorder = recorder
-        self.outward = outward
         self.transform = transform
         self.crossings: list[Crossing] = []
         self._memo: dict[int, tuple[Tensor, int]] = {}
+        self._walk = Walk(self._leaf, immutable=not outward)
 
     def __call__(self, held: Any, path: Path) -> Any:
-        if isinstance(held, Tensor):
-            known = self._memo.get(id(held))
-            if known is None:
-                known = self._memo[id(held)] = (self._cross(held, path), len(self.crossings) - 1)
-            else:
-                crossing = self.crossings[known[1]]
-                self.crossings[known[1]] = replace(crossing, aliases=(*crossing.aliases, path))
-            return known[0]
-        if isinstance(held, tuple):
-            items = [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
-            return type(held)(*items) if hasattr(held, "_fields") else tuple(items)  # pyright: ignore
-        if not self.outward:
+        return self._leaf(path, held) if isinstance(held, Tensor) else self._walk(held, path)
+
+    def _leaf(self, path: Path, held: Any) -> Any:
+        if not isinstance(held, Tensor):
             return held
-        if type(held) is list:
-            return [self(item, (*path, i)) for i, item in enumerate(held)]  # pyright: ignore
-        if type(held) is dict:
-            return {key: self(item, (*path, key)) for key, item in held.items()}  # pyright: ignore
-        if is_registered_container(held):
-            # transformers' ModelOutput is a dict: name the path by its keys
-            keys = iter(list(held) if isinstance(held, dict) else range(1 << 30))  # pyright: ignore
-            return rebuild_container(held, lambda item: self(item, (*path, next(keys))))  # pyright: ignore
-        return held
+        known = self._memo.get(id(held))
+        if known is None:
+            known = self._memo[id(held)] = (self._cross(held, path), len(self.crossings) - 1)
+        else:
+            crossing = self.crossings[known[1]]
+            self.crossings[known[1]] = replace(crossing, aliases=(*crossing.aliases, path))
+        return known[0]
 
     def _cross(self, tensor: Tensor, path: Path) -> Tensor:
         if self.transform is not None:

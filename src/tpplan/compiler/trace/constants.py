@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.backward import note_tensor_hook
+from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.recorder import Recorder
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+_VALUE_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
@@ -41,16 +43,25 @@ class ConstantWatcher(TorchFunctionMode):
         """Tell `recorder`."""
         super().__init__()
         self._recorder = recorder
+        self._device = DeviceView(torch.device("cpu") if recorder.device is None else recorder.device)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
-        if func in _INDEXING:
+        if func in _VALUE_READS and args[0].is_meta:
+            raise self._recorder.refuse_value()
+        if func in self._device.answers:
+            found = self._device.answer(func, args)
+            if found is not NOTHING:
+                return found
+        elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
         if func in _HOOKS:
             note_tensor_hook(self._recorder, *args, **keywords)
+        if func is Tensor.to or (keywords and keywords.get("device") is not None):
+            args, keywords = self._device.moved(func, args, keywords)
         result = func(*args, **keywords)
         if self._recorder.listening and func.__name__ != "__get__":
             step = step_of(func, result if func in BRANCHES else None)

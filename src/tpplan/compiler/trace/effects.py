@@ -57,6 +57,21 @@ def effect_findings(kept: Mapping[int, str], layouts: Mapping[int, Layout]) -> l
     ]
 
 
+def hidden_findings(hidden: Mapping[int, str], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
+    """Report objects among the results that would take a rank's part with them, as nobody can look into them."""
+    parts = {kind: layouts[value] for value, kind in hidden.items() if layouts.get(value, REPLICATED) != REPLICATED}
+    return [
+        Diagnostic(
+            code="TP107",
+            message=f"the model returns a `{kind}` with a tensor that lies {layout}: it can't be made whole there, as "
+            "tpplan doesn't know how such an object is made",
+            help="return a tuple, a dict or a dataclass instead; or pin `output: replicate` for the module that the tensor "
+            "comes from",
+        )
+        for kind, layout in parts.items()
+    ]
+
+
 def left_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnostic]:
     """Say of which tensors the caller's lists and dicts will hold a part; report those that no later call could take.
 
@@ -98,4 +113,4 @@ def path_name(path: Path) -> str:
     return f"{first}{''.join(f'[{part!r}]' for part in rest)}"
 
 
-__all__ = ["effect_findings", "held_tensors", "left_findings", "path_name"]
+__all__ = ["effect_findings", "held_tensors", "hidden_findings", "left_findings", "path_name"]

@@ -88,9 +88,16 @@ class Recorder(RecordingMode):
     Python are slower than everything else in a capture.
     """
 
-    def __init__(self, taken: frozenset[Location] = frozenset()) -> None:
-        """Start a record; branches on data go to their true side at `taken`, elsewhere to their false one."""
+    def __init__(self, taken: frozenset[Location] = frozenset(), device: torch.device | None = None) -> None:
+        """Start a record.
+
+        Args:
+            taken: where branches on data go to their true side; elsewhere they go to their false one.
+            device: where bodies are told that their tensors lie; None for the CPU.
+        """
         super().__init__()
+        self.device = device
+        self.unreadable: list[tuple[DataDependentError, OpenFrame]] = []  # values that bodies wanted to read
         self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
         self.chosen: set[tuple[str, int]] = set()  # frames that look for entries that aren't zero
         self.functions: dict[int, NotedFunction] = {}  # whose backward is written in Python
@@ -312,10 +319,16 @@ class Recorder(RecordingMode):
     def _assume(self, tensor: Tensor) -> bool:
         location = self.location()
         if tensor.dtype is not torch.bool:
-            raise DataDependentError(f"reads the value of a tensor at {location}")
+            raise self.refuse_value()
         taken = location in self._taken
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken))
         return taken
+
+    def refuse_value(self) -> DataDependentError:
+        """Note that a body reads a value, as it may swallow the error; returns the error to raise."""
+        error = DataDependentError(f"reads the value of a tensor at {self.location()}")
+        self.unreadable.append((error, self.frames[-1]))
+        return error
 
     def _find(self, func: OpOverload, args: tuple[Any, ...], operands: list[Tensor]) -> Tensor:
         """Where a tensor isn't zero: all of it, in numbers, if that may pick modules; else so many places."""

@@ -1,0 +1,86 @@
+"""Objects that are no containers: the tensors that they hold nevertheless.
+
+in:  any object
+out: the tensors in its attributes, its slots, its closure, and in what these hold in turn
+
+    class Output: ...        Output().logits   ->   ("logits", tensor)
+
+Nothing can be put in their place, as nobody knows how such an object is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.ir.pytree import children
+
+_PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+_CLOSED = (type, ModuleType, nn.Module, torch.Generator)
+
+
+def is_plain(held: object) -> bool:
+    """Whether it's a number, a text or the like, which holds nothing."""
+    return type(held) in _PLAIN
+
+
+def members(held: object) -> Iterator[tuple[str, Any]]:
+    """What an object holds that is no tensor: items, attributes, slots, or what a function closes over."""
+    if type(held) in _PLAIN or isinstance(held, (Tensor, *_CLOSED)):
+        return
+    items = children(held)
+    if items is not None:
+        yield from ((str(key), item) for key, item in items)
+    elif isinstance(held, (set, frozenset)):
+        yield from (("", item) for item in held)  # pyright: ignore[reportUnknownVariableType]
+    elif isinstance(held, FunctionType):
+        yield from _closed_over(held)
+    elif isinstance(held, MethodType):
+        yield "self", held.__self__
+        yield "function", held.__func__
+    elif isinstance(held, functools.partial):
+        yield from (("", item) for item in (held.func, *held.args, *held.keywords.values()))  # pyright: ignore
+    else:
+        yield from _attributes(held)
+
+
+def _closed_over(held: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from (("", item) for item in held.__defaults__ or ())
+    yield from (held.__kwdefaults__ or {}).items()
+
+
+def _attributes(held: object) -> Iterator[tuple[str, Any]]:
+    yield from getattr(held, "__dict__", {}).items()
+    for kind in type(held).__mro__:
+        slots: Any = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(held, name):
+                yield name, getattr(held, name)
+
+
+def hidden_tensors(held: object, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors behind an object, with the names that lead to them; modules aren't looked into."""
+    seen = set[int]() if seen is None else seen
+    waiting: list[tuple[str, Any]] = [("", held)]
+    while waiting:
+        name, item = waiting.pop()
+        if type(item) in _PLAIN or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield name, item
+        else:
+            waiting += [(f"{name}.{leaf}" if name else leaf, inner) for leaf, inner in members(item)]
+
+
+__all__ = ["hidden_tensors", "is_plain", "members"]
