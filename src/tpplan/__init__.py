@@ -15,6 +15,18 @@ if TYPE_CHECKING:
         suggest_plan,
         verify,
     )
+    from tpplan.calls.errors import UnprovedCallError
+    from tpplan.checkpoint.files import CheckpointError
+    from tpplan.compiler.ir.script import ReplayError
+    from tpplan.kernels.errors import KernelArgumentError
+    from tpplan.parity.errors import (
+        RankError,
+        RanksDisagreeError,
+        RankTimeoutError,
+        TooLargeError,
+        UnshardedError,
+        VerifyError,
+    )
     from tpplan.plan import (
         CompileError,
         Diagnostic,
@@ -25,17 +37,33 @@ if TYPE_CHECKING:
         check_plan,
         load_plan,
     )
+    from tpplan.runtime.draws import RandomnessError
+    from tpplan.runtime.reshard import UnevenShardError
+    from tpplan.runtime.standalone import AloneError
 
     __version__: str
 
 __all__ = [
+    "AloneError",
+    "CheckpointError",
     "CompileError",
     "Diagnostic",
     "InternalError",
+    "KernelArgumentError",
     "Plan",
     "PlanError",
     "Program",
+    "RandomnessError",
+    "RankError",
+    "RankTimeoutError",
+    "RanksDisagreeError",
+    "ReplayError",
+    "TooLargeError",
     "TpplanError",
+    "UnevenShardError",
+    "UnprovedCallError",
+    "UnshardedError",
+    "VerifyError",
     "__version__",
     "check_plan",
     "compile_plan",
@@ -49,6 +77,23 @@ __all__ = [
 
 _API = frozenset({"Program", "compile_plan", "load_weights", "parallelize", "save_weights", "suggest_plan", "verify"})
 
+# Where the errors stand that a user may catch, beside those of `tpplan.plan`.
+_ERRORS = {
+    "AloneError": "tpplan.runtime.standalone",
+    "CheckpointError": "tpplan.checkpoint.files",
+    "KernelArgumentError": "tpplan.kernels.errors",
+    "RandomnessError": "tpplan.runtime.draws",
+    "RankError": "tpplan.parity.errors",
+    "RankTimeoutError": "tpplan.parity.errors",
+    "RanksDisagreeError": "tpplan.parity.errors",
+    "ReplayError": "tpplan.compiler.ir.script",
+    "TooLargeError": "tpplan.parity.errors",
+    "UnevenShardError": "tpplan.runtime.reshard",
+    "UnprovedCallError": "tpplan.calls.errors",
+    "UnshardedError": "tpplan.parity.errors",
+    "VerifyError": "tpplan.parity.errors",
+}
+
 
 def __getattr__(name: str) -> object:
     """Import what's asked for only then: torch takes over a second, and reading a plan needs none of it."""
@@ -57,7 +102,7 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         value: object = _installed_version()
     else:
-        value = getattr(import_module("tpplan.api" if name in _API else "tpplan.plan"), name)
+        value = getattr(import_module("tpplan.api" if name in _API else _ERRORS.get(name, "tpplan.plan")), name)
     globals()[name] = value
     return value
 

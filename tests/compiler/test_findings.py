@@ -54,6 +54,7 @@ ELSEWHERE = {
     "TP124": "compiler/test_replay.py",
     "TP125": "runtime/test_caller_containers.py",
     "TP126": "compiler/test_findings.py",
+    "TP130": "runtime/test_changes.py",
     "TP199": "cli/test_main.py",
 }
 

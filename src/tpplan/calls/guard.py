@@ -12,6 +12,7 @@ that can be proved only so, and modules that are called by themselves.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.calls.arguments import Left, on_meta, sequence_dims, shows_odd_sequence, without_opaque
+from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.key import CallKey, KeyReader
@@ -89,6 +91,8 @@ class CallGuard:
         self._whole: Proof | None = None
         self._sequence_dims = sequence_dims(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
+        self._changes: Changes | None = None
+        self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._left = Left(program, 0 if axis is None else axis.rank)
         self._proofs.cover(self._key(_Call(program.training, tuple(arguments), dict(keywords), {})).kind, self.main)
 
@@ -98,7 +102,12 @@ class CallGuard:
         return self._proofs.main
 
     def watch(self, model: nn.Module) -> None:
-        """Refuse calls once a parameter of the sharded model wants a gradient that it didn't want in the proof."""
+        """Follow the changes of the sharded model, after `lower`, from its state now.
+
+        Under `TPPLAN_DEBUG=1` the whole model is compared at each call.
+        """
+        always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
+        self._changes = Changes(model, self._stock, always)
         for placement in self.main.program.parameters:
             if not placement.trainable:
                 owner, _, leaf = placement.name.rpartition(".")
@@ -117,10 +126,16 @@ class CallGuard:
         """
         if self._frozen and torch.is_grad_enabled():
             self._refuse_thawed()
+        if self._changes is not None:
+            if self._changes.look():
+                self._proofs.forget()
+            self._modes = self._changes.modes
         call = _Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         key = self._key(call)
         proof = self._proofs.of(key.kind)
         if proof is None:
+            if self._changes is not None and self._changes.compare():
+                self._proofs.forget()
             proof = self._prove(call)
             self._proofs.cover(key.kind, proof)
         return Decision(proof, key)
@@ -132,6 +147,8 @@ class CallGuard:
     def _key(self, call: _Call) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
         more: tuple[object, ...] = tuple(call.parts.items())
+        if self._modes:
+            more = (*more, self._modes)
         if self._sequence_dims:
             more = (*more, self._is_odd(call), _is_single(call))
         return self._read(call.training, call.arguments, call.keywords, more)

@@ -26,6 +26,7 @@ from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, swapped_class
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.state import from_stock_order, to_stock_order
+from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
 
 
 class Guard(Protocol):
@@ -132,8 +133,34 @@ def _module_changes(
         changes.append(_swap_class(held.module, replacement))
         if any(layout.is_in_rank_order(axis.size) for layout in held.runtime.packs.values()):
             changes.append(_keep_stock_order(held.module, held.runtime.packs, axis))
-    variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared)
-    return [*changes, _Change(lambda: variants.put_in(prepared), variants.take_out)]
+    writes = None if guard is None else Writes()
+    variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
+    changes.append(_Change(lambda: variants.put_in(prepared), variants.take_out))
+    if writes is not None:
+        changes += [_watch(module, writes) for module in modules.values()]
+    return changes
+
+
+def _watch(module: nn.Module, writes: Writes) -> _Change:
+    """Let a module tell what is written to it; one whose class can't be derived from is left alone."""
+    swapped: list[type[nn.Module]] = []
+
+    def apply() -> None:
+        stock = type(module)
+        if not issubclass(stock, Watched):
+            try:
+                module.__class__ = watched_class(stock)
+            except TypeError:
+                return
+            swapped.append(stock)
+        module.__dict__[WRITES] = writes
+
+    def undo() -> None:
+        module.__dict__.pop(WRITES, None)
+        if swapped:
+            module.__class__ = swapped[0]
+
+    return _Change(apply, undo)
 
 
 def _swap_class(module: nn.Module, replacement: type[nn.Module]) -> _Change:
@@ -165,8 +192,10 @@ class Variants:
         guard: Guard | None,
         program: Program,
         prepared: tuple[Prepared, ...],
+        writes: Writes | None = None,
     ) -> None:
-        """Start with one program; see `lower` for `guard`, and `prepare` for the others."""
+        """Start with one program; see `lower` for `guard`, `prepare` for the others; `writes` is what users write."""
+        self._writes = Writes() if writes is None else writes
         self._modules = modules
         self._skeletons = stock
         self._axis = axis
@@ -216,13 +245,17 @@ class Variants:
             for attribute, value in held.attributes:
                 name, local = replaced_attribute(held.module, attribute, value)
                 self._stock.append((held.module, name, getattr(held.module, name)))
-                setattr(held.module, name, local)
+                self._writes.local[held.module, name] = local
+                with self._writes.paused():
+                    setattr(held.module, name, local)
 
     def take_out(self) -> None:
         """Set the attributes back to what they were in the stock model."""
         while self._stock:
             module, name, held = self._stock.pop()
-            setattr(module, name, held)
+            self._writes.local.pop((module, name), None)
+            with self._writes.paused():
+                setattr(module, name, held)
 
 
 def _keep_stock_order(module: nn.Module, packs: Mapping[str, Layout], axis: Communicator) -> _Change:

@@ -26,6 +26,7 @@ from tpplan.runtime.outside import serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move
 from tpplan.runtime.standalone import starts_alone
+from tpplan.runtime.writes import WRITES, Watched, Writes
 
 Reader = Callable[[Tensor], Tensor]
 RUNTIME = MARK
@@ -153,7 +154,7 @@ def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         runtime.handed_out.within = False
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(Watched):
     """The part that all swapped classes share: reshard arguments, show the body local parameters, reshard results."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,9 +219,14 @@ class ShardedRoot(ShardedModule):
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
         runtime.handed_out.open([owner._parameters[name] for owner, name in runtime.opened])  # pyright: ignore
+        writes: Writes | None = self.__dict__.get(WRITES)
+        if writes is not None:
+            writes.forwards += 1
         try:
             return super().forward(*args, **kwargs)
         finally:
+            if writes is not None:
+                writes.forwards -= 1
             runtime.handed_out.close()
 
 
@@ -293,7 +299,7 @@ def _own(module: nn.Module, runtime: ModuleRuntime, name: str) -> Tensor | None:
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user wrote, of a module that was swapped or wasn't."""
     kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
-    return next(kind for kind in kinds if not issubclass(kind, ShardedModule))
+    return next(kind for kind in kinds if not issubclass(kind, Watched))
 
 
 _PREFIX: dict[str | None, str] = {

@@ -140,7 +140,8 @@ def record(
 ) -> Trace:
     """As `capture`, with a state that the caller looks into afterwards."""
     recorder = state.recorder
-    skeleton.model.train(training)
+    if skeleton.model.training != training:  # in its own mode, some of its modules may be in the other
+        skeleton.model.train(training)
     parameters: dict[int, tuple[str, ...]] = {}
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names

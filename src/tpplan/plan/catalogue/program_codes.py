@@ -118,8 +118,10 @@ torch, of transformers and of tpplan.
         severity=Severity.ERROR,
         summary="A call differs from the one that the program was proved for.",
         explanation="""
-A program is proved for a kind of call: which arguments are given, their dtypes and their number of dims; sizes may
-vary. This call takes a path through the model that nobody has checked. Compile with example inputs of this kind.
+A program is proved for a kind of call: which arguments are given, their dtypes, their number of dims and the values
+of flags; sizes may vary. A call of another kind is proved when it first comes, and runs by the same program or by one of
+its own. This call can't be proved, or parameters or caches would have to lie otherwise for it; the message says how it
+differs from the example. Compile with example inputs of this kind.
 """,
         bad="""
 model = tpplan.parallelize(model, plan, inputs={"input_ids": ids})
@@ -297,6 +299,26 @@ def forward(self, x):
         good="""
 def forward(self, x):
     return self.down(torch.relu(Normalized.apply(self.up(x))))   # what leaves `up` can be gathered
+""",
+    ),
+    Entry(
+        code="TP130",
+        name="changed-model",
+        severity=Severity.ERROR,
+        summary="A module or parameter of a sharded model was replaced after `parallelize`.",
+        explanation="""
+What was proved isn't what would run: a module or a parameter was added, removed or replaced after `parallelize`, as
+adapter libraries do, or an attribute was set that counts what a rank holds (a number of heads). Change the stock model
+first, and parallelize the result. Flags and functions that modules hold may be set at any time; calls are then proved
+anew. So may modules without parameters that only wrap a sharded one, such as activation checkpoints.
+""",
+        bad="""
+model = tpplan.parallelize(model, plan)
+model = peft.get_peft_model(model, adapter)
+""",
+        good="""
+model = peft.get_peft_model(model, adapter)
+model = tpplan.parallelize(model, plan_for_the_adapted_model)
 """,
     ),
     Entry(

@@ -1,0 +1,120 @@
+"""Writes: which attributes of a sharded model's modules were set since the last call, outside of its forwards.
+
+    model.layers[0].mlp.act = nn.ReLU()        noted; the next call looks at it
+    model.eval()                               noted as one change of modes
+
+Every module of the model tells one `Writes`. Those that the program makes nothing of have a class of the stock's name
+for that; copies are of that class too, pickles of the stock one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+WRITES = "_tpplan_writes"
+_PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
+
+
+class Writes:
+    """What was written to the modules of one model.
+
+    Attributes:
+        noted: modules with the names that were set in them outside of forwards.
+        modes: whether a module's `training` was.
+        inside: the same of forwards: what a body writes is a matter of its proof.
+        local: the attributes that hold what this rank counts, with that.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was written."""
+        self.noted: set[tuple[nn.Module, str]] = set()
+        self.modes = False
+        self.inside: set[tuple[nn.Module, str]] = set()
+        self.local: dict[tuple[nn.Module, str], Any] = {}
+        self.forwards = 0
+        self._paused = False
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Remember that `name` was set in, added to or deleted from `module`."""
+        if self._paused:
+            return
+        if self.forwards:
+            self.inside.add((module, name))
+        elif name == "training":
+            self.modes = True
+        else:
+            self.noted.add((module, name))
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """A block in which tpplan itself writes."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+class Watched(nn.Module):
+    """A module that tells what is written to it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        _note(self, name)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _note(self, name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a child, as by an assignment."""
+        super().add_module(name, module)
+        _note(self, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as by an assignment."""
+        super().register_parameter(name, param)
+        _note(self, name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer."""
+        super().register_buffer(name, tensor, persistent)
+        _note(self, name)
+
+
+def _note(module: nn.Module, name: str) -> None:
+    writes: Writes | None = module.__dict__.get(WRITES)
+    if writes is not None:
+        writes.note(module, name)
+
+
+@functools.cache
+def watched_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """A class like `stock`, of its name, whose modules tell what is written to them."""
+    own: dict[str, Any] = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    if all(getattr(stock, name, None) is getattr(object, name, None) for name in _PROTOCOL):
+        own |= {"__deepcopy__": _copied, "__reduce_ex__": functools.partialmethod(_as_stock, stock)}
+    return type(stock.__name__, (Watched, stock), own)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    made: nn.Module = type(module).__new__(type(module))
+    memo[id(module)] = made
+    made.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return made
+
+
+def _as_stock(module: nn.Module, stock: type[nn.Module], protocol: Any) -> tuple[Any, ...]:
+    """How to pickle a module: as one of the stock class."""
+    make, arguments, state, *rest = object.__reduce_ex__(module, max(2, protocol))
+    state = {name: held for name, held in state.items() if name != WRITES}
+    return (make, (stock, *arguments[1:]), state, *rest)  # pyright: ignore[reportIndexIssue]
+
+
+__all__ = ["WRITES", "Watched", "Writes", "watched_class"]

@@ -1,0 +1,112 @@
+"""Calls of a sharded model on simulated ranks, each compared with the stock model's: results and all gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.calls.guard import CallGuard
+from tpplan.compat import local_of
+from tpplan.compiler.ir.program import Program
+from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.parity.materialise import copy_structure
+from tpplan.parity.rank import SimulatedDistributor
+from tpplan.parity.threads import Rendezvous, ThreadCommunicator, run_ranks
+from tpplan.plan import Plan, load_plan
+from tpplan.runtime.lower import lower
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Change = Callable[[nn.Module], object]
+
+
+def plan_of(rules: dict[str, Any] | str) -> Plan:
+    return load_plan(rules if isinstance(rules, str) else {"version": 1, "modules": rules})
+
+
+def on_ranks(
+    stock: nn.Module, rules: dict[str, Any] | str, tp: int, example: Call, work: Callable[[nn.Module, CallGuard], Any]
+) -> list[Any]:
+    """`work` on each rank's sharded copy of `stock`, with its guard."""
+    plan = plan_of(rules)
+    program = compile_program(stock, plan, tp, *example)
+
+    def one(axis: ThreadCommunicator) -> Any:
+        guard = CallGuard(make_skeleton(stock).model, plan, program, *example)
+        own = lower(copy_structure(stock), program, SimulatedDistributor(axis), guard)
+        guard.watch(own)
+        return work(own, guard)
+
+    return run_ranks(tp, one)
+
+
+def first_tensor(result: Any) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
+    return next(held for held in (result.values() if isinstance(result, dict) else result) if isinstance(held, Tensor))
+
+
+def stepped(model: nn.Module, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
+    """The result of a call; the gradients of its parameters, and of tensors among its arguments that want one."""
+    arguments, keywords = copy.deepcopy(call)
+    for parameter in model.parameters():
+        parameter.grad = None
+    output = first_tensor(model(*arguments, **keywords))
+    found: dict[str, Tensor] = {}
+    if output.requires_grad:
+        output.square().sum().backward()
+        found = {n: local_of(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        named = {**{f"*{i}": held for i, held in enumerate(arguments)}, **keywords}
+        found |= {n: t.grad for n, t in named.items() if isinstance(t, Tensor) and t.grad is not None}
+    return output.detach(), found
+
+
+def worst(
+    stock: nn.Module,
+    rules: dict[str, Any] | str,
+    tp: int,
+    example: Call,
+    calls: Sequence[Call | Change],
+    proofs: list[int] | None = None,
+) -> list[float]:
+    """For each of `calls` the largest error on any rank, relative to the largest number of its kind.
+
+    A function among the calls is applied to the sharded and to the stock model.
+    """
+    program = compile_program(stock, plan_of(rules), tp, *example)
+
+    def work(own: nn.Module, guard: CallGuard) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        found = [stepped(own, call) for call in calls if isinstance(call, tuple) or call(own)]
+        if proofs is not None:
+            proofs.append(len(list(guard._proofs)))
+        return found
+
+    ranks = on_ranks(stock, rules, tp, example, work)
+    distributors = [SimulatedDistributor(ThreadCommunicator(Rendezvous(tp), rank)) for rank in range(tp)]
+    model = copy.deepcopy(stock)
+    expected = [stepped(model, call) for call in calls if isinstance(call, tuple) or call(model)]
+    return [
+        max(_errors(program, distributors[rank], ranks[rank][number], *whole) for rank in range(tp))
+        for number, whole in enumerate(expected)
+    ]
+
+
+def _errors(
+    program: Program, distributor: SimulatedDistributor, seen: Any, output: Tensor, gradients: dict[str, Tensor]
+) -> float:
+    ours, own = seen
+    assert own.keys() == gradients.keys()
+    errors = [float((ours - output).abs().max() / output.abs().max())]
+    scale = max((float(g.abs().max()) for g in gradients.values()), default=1.0)
+    placed = {p.name: p for p in program.parameters}
+    for name, gradient in gradients.items():
+        part = local_of(distributor.distribute(gradient, placed[name])) if name in placed else gradient
+        errors.append(float((own[name] - part).abs().max()) / scale)
+    return max(errors)
+
+
+__all__ = ["on_ranks", "worst"]

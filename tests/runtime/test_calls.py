@@ -1,0 +1,198 @@
+"""Calls of other kinds than the example: each is proved, runs by a program that covers it, and computes the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tpplan
+from tests.compiler.toys import HIDDEN, MLP, Mlp
+from tests.runtime.simulated import on_ranks, worst
+from tpplan.calls import guard as guards
+
+TOLERANCE = 1e-12
+EXAMPLE = ((torch.zeros(3, 12, HIDDEN, dtype=torch.float64),), {})
+
+
+def x(batch: int = 3, length: int = 12) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(batch, length, HIDDEN, dtype=torch.float64)
+
+
+def seeded(make: Any, *arguments: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make(*arguments).double()
+
+
+@dataclass(eq=False)
+class Wish:
+    """A flag in a record."""
+
+    wide: bool = False
+
+
+class Flags:
+    """A flag in an object."""
+
+    def __init__(self, wide: bool) -> None:
+        self.wide = wide
+
+
+class Steered(Mlp):
+    """Where `wide` is true, all features are needed at once."""
+
+    def forward(self, x: Tensor, wide: Any = False, act: Any = functional.gelu) -> Tensor:
+        y = act(self.up(x))
+        if getattr(wide, "wide", wide) is True:
+            y = torch.softmax(y, -1)
+        return self.down(y)
+
+
+@pytest.mark.parametrize("wide", [True, Wish(True), Flags(True)], ids=["flag", "record", "object"])
+def test_a_flag_is_seen_wherever_it_is_kept(wide: Any) -> None:
+    narrow = {True: 1}.get(wide) if wide is True else type(wide)(False)
+    calls = [((x(),), {"wide": narrow}), ((x(),), {"wide": wide}), ((x(),), {"wide": narrow})]
+    proofs: list[int] = []
+    assert max(worst(seeded(Steered), MLP, 2, EXAMPLE, calls, proofs)) < TOLERANCE
+    assert proofs == [2, 2], "a program is used again where it covers a call"
+
+
+def test_a_flag_in_the_same_object_is_seen_when_it_changes() -> None:
+    flags = Flags(False)
+
+    def widen(_: nn.Module) -> None:
+        flags.wide = True
+
+    def work(model: nn.Module, guard: guards.CallGuard) -> int:
+        model(x(), flags)
+        return len(list(guard._proofs))
+
+    assert on_ranks(seeded(Steered), MLP, 2, EXAMPLE, work) == [1, 1]
+    widen(nn.Module())
+    assert on_ranks(seeded(Steered), MLP, 2, EXAMPLE, work) == [2, 2]
+
+
+def test_a_function_is_run_in_the_proof() -> None:
+    calls = [((x(),), {"act": act}) for act in (torch.relu, lambda y: y.softmax(-1), lambda y: y.flip(-1))]
+    assert max(worst(seeded(Steered), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+class ByGradient(Mlp):
+    """What the caller wants a gradient of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.exp())
+
+
+def test_a_gradient_that_the_example_does_not_want() -> None:
+    calls = [((x().requires_grad_(),), {}), ((x(),), {}), ((x().requires_grad_(),), {})]
+    assert max(worst(seeded(ByGradient), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+class ByMode(Mlp):
+    """In evaluation all features are needed at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(functional.gelu(y) if self.training else y.softmax(-1))
+
+
+class Outer(nn.Module):
+    """A module of which a part may be in another mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ByMode(), ByMode()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+PAIR = {f"{half}.{name}": style for half in ("first", "second") for name, style in MLP.items()}
+
+
+def test_each_mode_has_a_program() -> None:
+    calls = [((x(),), {}), lambda m: m.eval() and None, ((x(),), {}), lambda m: m.train() and None, ((x(),), {})]
+    proofs: list[int] = []
+    assert max(worst(seeded(Outer), PAIR, 2, EXAMPLE, calls, proofs)) < TOLERANCE
+    assert proofs == [2, 2]
+
+
+def test_a_part_of_the_model_may_be_in_another_mode() -> None:
+    def freeze(model: Any) -> None:
+        model.second.eval()
+
+    def thaw(model: Any) -> None:
+        model.second.train()
+
+    calls = [((x(),), {}), freeze, ((x(),), {}), thaw, ((x(),), {})]
+    assert max(worst(seeded(Outer), PAIR, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+def test_a_part_may_be_in_another_mode_from_the_start() -> None:
+    stock = seeded(Outer)
+    stock.second.eval()  # pyright: ignore
+    thaw = lambda model: model.second.train() and None  # noqa: E731
+    assert max(worst(stock, PAIR, 2, EXAMPLE, [((x(),), {}), thaw, ((x(),), {})])) < TOLERANCE
+
+
+class Flattened(nn.Module):
+    """The sequence is flattened with its batch between the bodies, as in Bloom; a mask has a path of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = Mlp(), nn.LayerNorm(HIDDEN), Mlp()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        flat = self.norm(self.first(x).flatten(0, 1))
+        return self.second(flat if bias is None else flat + bias).view(x.shape)
+
+
+SEQUENCE = {"{first,second}.up": "colwise", "{first,second}.down": "rowwise", "norm": "sequence"}
+
+
+def test_a_sequence_flattened_with_its_batch_is_split_by_the_batch_of_the_call() -> None:
+    bias = torch.ones(HIDDEN, dtype=torch.float64)
+    calls = [((x(batch, 12),), more) for batch in (3, 2, 1, 4) for more in ({}, {"bias": bias})]
+    calls += [lambda m: m.eval() and None, ((x(2),), {}), ((x(1),), {})]  # pyright: ignore
+    proofs: list[int] = []
+    assert max(worst(seeded(Flattened), SEQUENCE, 2, EXAMPLE, calls, proofs)) < TOLERANCE
+    assert max(proofs) <= 3
+
+
+class Refuses(Steered):
+    """One flag asks for what no program gives."""
+
+    def forward(self, x: Tensor, wide: Any = False, act: Any = functional.gelu) -> Tensor:
+        if wide == "broken":
+            raise ValueError("no such width")
+        return super().forward(x, wide, act)
+
+
+def test_a_refusal_says_how_the_call_differs() -> None:
+    def work(model: nn.Module, _: guards.CallGuard) -> str:
+        with pytest.raises(tpplan.UnprovedCallError) as raised:
+            model(x(), wide="broken")
+        return str(raised.value)
+
+    for text in on_ranks(seeded(Refuses), MLP, 2, EXAMPLE, work):
+        assert text.startswith("TP117 unproved-call: this call differs from the example (`wide` is 'broken', which")
+        assert "can't be proved" in text and "no such width" in text
+
+
+def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "placement_difference", lambda *_: "`up.weight` would have to lie as R for it")
+
+    def work(model: nn.Module, _: guards.CallGuard) -> str:
+        with pytest.raises(tpplan.UnprovedCallError) as raised:
+            model(x(), wide=True)
+        return str(raised.value)
+
+    for text in on_ranks(seeded(Steered), MLP, 2, EXAMPLE, work):
+        assert "(`wide` is True, which the example leaves out)" in text
+        assert "needs other reshards, and `up.weight` would have to lie as R" in text and "help: pass `inputs=`" in text
