@@ -177,7 +177,9 @@ def _record(record: RecordedBody | None, batch: int) -> object:
 def _kernels(program: Program, called: set[str]) -> frozenset[KernelUse]:
     """The bodies that kernels replace; for which dtype doesn't matter, as others take the model's own."""
     return frozenset(
-        replace(use, dtype="", note="", refused="") for use in program.kernels if not use.refused and use.module in called
+        replace(use, dtype="", note="", refused="")
+        for use in program.kernels
+        if not use.refused and use.module in called
     )
 
 

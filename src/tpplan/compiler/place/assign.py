@@ -136,7 +136,7 @@ class _Reader:
             elif isinstance(choice, Entered):
                 self._cross(instance, region.entries, choice.layouts, decided.entries)
             else:
-                if region.style in (Style.ROWWISE, Style.VOCAB):
+                if region.style in (Style.ROWWISE, Style.VOCAB) and region.exits:
                     held[values[region.exits[0].source]] = PARTIAL
                 self._cross(instance, region.exits, choice.layouts, decided.exits)
                 self._note(choice.partial_parameters, self.assignment.partial, instance)

@@ -96,7 +96,7 @@ class Placer:
     def _solve(self, region: Region, inputs: Codes) -> _Solved:
         solved = self._solved.setdefault(id(region), {})
         if inputs not in solved:
-            reduced = region.style in (Style.ROWWISE, Style.VOCAB)
+            reduced = region.style in (Style.ROWWISE, Style.VOCAB) and bool(region.exits)
             finished = (self._solve_reduced if reduced else self._solve_body)(region, inputs)
             if isinstance(finished, Failure):
                 solved[inputs] = finished
