@@ -149,15 +149,14 @@ def test_a_count_that_is_left_global_is_named():
     assert report.first_divergence == "blocks.1.attention.o"
 
 
-def test_a_program_that_miscounts_its_collectives_is_not_ok():
+def test_a_program_that_miscounts_its_collectives_is_told():
     def plant(program):
         return with_module(program, "blocks.0.mlp.down", lambda module: replace(module, calls=module.calls + 1))
 
     report = verify_planted("torch_transformer", plant)
-    assert not report.ok
+    assert report.ok
     assert report.first_divergence is None
-    (problem,) = report.problems
-    assert "the program says" in problem
+    assert "the program says" in report.notes[0]
 
 
 def test_half_precision_is_coarse_but_still_tells_a_lost_reduction():

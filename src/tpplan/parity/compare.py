@@ -6,6 +6,7 @@ out: `ParityReport`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,13 +38,13 @@ class Setting:
 def compare(program: Program, reference: Reference, ranks: Sequence[RankResult], setting: Setting) -> ParityReport:
     """Hold what the ranks show against the unsharded run."""
     tolerance = tolerance_for(reference)
-    outputs = tuple(_outputs(reference, ranks, tolerance.outputs))
+    outputs = (*_outputs(reference, ranks, tolerance.outputs), *_buffers(reference, ranks, tolerance.outputs))
     parameters = tuple(_gradients(program, reference, ranks, tolerance.gradients))
     inputs = tuple(_input_gradients(reference, ranks, tolerance.gradients))
     calls = compare_calls(program, reference.seen.calls, [rank.seen.calls for rank in ranks], tolerance.outputs)
     predicted, least = dict(program.count_collectives()), dict(program.count_collectives(picked=False))
     wrong = [*_disagreements(outputs, "output"), *_disagreements((*parameters, *inputs), "gradient of")]
-    divergence = None
+    divergence, miscounts = None, tuple(_miscounts(program, reference, ranks, least, predicted))
     if wrong:
         owners = {p.name: p.name.rpartition(".")[0] for p in program.parameters}
         divergence = first_divergence(calls, parameters, tolerance.outputs, owners)
@@ -63,7 +64,8 @@ def compare(program: Program, reference: Reference, ranks: Sequence[RankResult],
         collectives=dict(ranks[0].counts),
         predicted=predicted,
         least=least,
-        problems=(*_undefined(reference), *wrong, *_miscounts(ranks, least, predicted)),
+        problems=(*_undefined(reference), *wrong, *(miscounts if wrong else ())),
+        notes=() if wrong else miscounts,
     )
 
 
@@ -71,6 +73,15 @@ def _outputs(reference: Reference, ranks: Sequence[RankResult], tolerance: float
     for name, whole in reference.seen.outputs.items():
         parts = [rank.seen.outputs[name] for rank in ranks if name in rank.seen.outputs]
         yield TensorParity(name, _output_error(whole, parts, len(ranks)), tolerance)
+
+
+def _buffers(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
+    """Buffers that a forward writes to are results as well: whole, and alike on every rank."""
+    for name in dict.fromkeys((*reference.seen.buffers, *(name for rank in ranks for name in rank.seen.buffers))):
+        whole = reference.seen.buffers.get(name)
+        parts = [rank.seen.buffers.get(name) for rank in ranks]
+        errors = [math.inf if whole is None or part is None else relative_error(whole, part) for part in parts]
+        yield TensorParity(f"buffers.{name}", max(errors), tolerance)
 
 
 def _output_error(whole: Tensor, parts: Sequence[Tensor], size: int) -> float:
@@ -117,9 +128,14 @@ def _scales(program: Program, gradients: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _input_gradients(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
-    for name, whole in reference.seen.input_gradients.items():
+    seen = reference.seen
+    least = _SMALL * max(
+        (magnitude(g) for g in (*seen.gradients.values(), *seen.input_gradients.values())), default=0.0
+    )
+    for name, whole in seen.input_gradients.items():
         parts = [rank.seen.input_gradients.get(name) for rank in ranks]
-        errors = [relative_error(whole, torch.zeros_like(whole) if part is None else part) for part in parts]
+        scale = max(magnitude(whole), least)
+        errors = [relative_error(whole, torch.zeros_like(whole) if part is None else part, scale) for part in parts]
         yield TensorParity(f"inputs.{name}", max(errors), tolerance)
 
 
@@ -146,13 +162,30 @@ def _located(divergence: Divergence | None) -> Iterable[str]:
         yield f"the first divergence is in the {divergence.what} of {where}: {divergence.error:.1e}"
 
 
-def _miscounts(ranks: Sequence[RankResult], least: dict[str, int], predicted: dict[str, int]) -> Iterable[str]:
+def _miscounts(
+    program: Program,
+    reference: Reference,
+    ranks: Sequence[RankResult],
+    least: dict[str, int],
+    predicted: dict[str, int],
+) -> Iterable[str]:
+    """Collectives that ran more or less often than predicted, and why."""
+    called = {call.name for call in reference.seen.calls}
+    uncalled = [m.name for m in program.modules if (m.entries or m.exits) and m.name not in called]
     for number, rank in enumerate(ranks):
         names = {*rank.counts, *predicted}
         if any(not least.get(n, 0) <= rank.counts.get(n, 0) <= predicted.get(n, 0) for n in names):
             counted = _listed(dict(rank.counts))
-            yield f"rank {number} ran {counted}; the program says {_listed(predicted)}"
+            yield f"rank {number} ran {counted}; the program says {_listed(predicted)}{_why_miscounted(uncalled)}"
             return
+
+
+def _why_miscounted(uncalled: Sequence[str]) -> str:
+    """What this run left out that the program was compiled with."""
+    if not uncalled:
+        return ""
+    more = f" and {len(uncalled) - 1} more" if len(uncalled) > 1 else ""
+    return f", but this call didn't run `{uncalled[0]}`{more}"
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -42,23 +42,26 @@ class Observation:
         gradients: of the parameters, by canonical name; one that got none is missing.
         input_gradients: of the inputs that want one, by name.
         calls: every module call, in the order in which they returned.
+        buffers: what the run left in the buffers that it wrote to, by canonical name.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     input_gradients: dict[str, Tensor]
     calls: tuple[ModuleCall, ...]
+    buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def observe(model: nn.Module, call: Call, cotangent: Cotangent) -> Observation:
     """Run `model` forward and backward.
 
     Args:
-        model: stock or lowered; its parameters' gradients are overwritten.
+        model: stock or lowered; its parameters' gradients are overwritten, and its buffers by a forward that does so.
         call: the call; its tensors are copied first.
         cotangent: the gradient to send into an output, by the output's name; None for none.
     """
     own = call.clone()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     calls: list[ModuleCall] = []
     handles = _watch(model, calls)
     try:
@@ -73,7 +76,14 @@ def observe(model: nn.Module, call: Call, cotangent: Cotangent) -> Observation:
     inputs = {name: _dense(tensor.grad) for name, tensor in own.differentiable().items() if tensor.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
-    return Observation({name: t.detach() for name, t in outputs.items()}, gradients, inputs, tuple(calls))
+    written = {name: b.detach().clone() for name, b in model.named_buffers() if _is_new(b, before.get(name))}
+    return Observation({name: t.detach() for name, t in outputs.items()}, gradients, inputs, tuple(calls), written)
+
+
+def _is_new(buffer: Tensor, before: Tensor | None) -> bool:
+    if before is None or before.shape != buffer.shape:
+        return True
+    return not bool(((buffer == before) | ((buffer != buffer) & (before != before))).all())
 
 
 def _run_backward(outputs: dict[str, Tensor], cotangent: Cotangent) -> None:

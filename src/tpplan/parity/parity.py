@@ -54,12 +54,14 @@ class ParityReport:
         ranks: `simulated` or `processes`.
         seed: of weights, inputs and cotangents, where these were made up.
         tolerance: what errors may be, and why.
-        outputs, gradients: every output and every gradient, in the model's order.
+        outputs, gradients: every output and every gradient, in the model's order; a buffer that a forward writes to is
+            an output called `buffers.NAME`.
         divergence: the first one; None if there is none, or if it can't be told.
         modules_compared: how many module calls were compared.
         collectives, predicted: how often each collective ran on a rank, and how often the program says it does.
         least: how often it says each does where no module is called that data may pick.
         problems: everything that is wrong, in words.
+        notes: what is worth knowing where the numbers agree, such as collectives that ran less often than predicted.
     """
 
     plan: str
@@ -77,6 +79,7 @@ class ParityReport:
     predicted: dict[str, int]
     least: dict[str, int]
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -103,14 +106,14 @@ class ParityReport:
             plain["divergence"]["error"] = _finite(plain["divergence"]["error"])
         plain |= {"outputs": list(plain["outputs"]), "gradients": list(plain["gradients"])}
         first = {"ok": self.ok, "max_error": _finite(self.max_error), "first_divergence": self.first_divergence}
-        return first | plain | {"problems": list(self.problems)}
+        return first | plain | {"problems": list(self.problems), "notes": list(self.notes)}
 
     def __str__(self) -> str:
         """The verdict in a line, and each problem in one."""
         subject = f"{self.plan} for {self.model} at tp={self.size}, {self.dtype}, {self.ranks} ranks"
         verdict = "computes the same" if self.ok else "diverges"
         lines = [f"{subject}: {verdict} (largest relative error {self.max_error:.1e})"]
-        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+        return "\n".join([*lines, *(f"  {line}" for line in (*self.problems, *self.notes))])
 
 
 def _finite(error: float) -> float | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tpplan.compat import OpOverload, TorchDispatchMode
 from tpplan.parity.call import Call
 from tpplan.parity.errors import UnshardedError, VerifyError, describe
+from tpplan.parity.materialise import copy_structure
 from tpplan.parity.observe import Observation, observe
 
 _PRODUCTS = frozenset(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.mv", "aten.addmv", "aten.dot"))
@@ -75,6 +76,8 @@ class Reference:
 def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
     """Run the stock model forward and backward, with a seeded normal cotangent for every differentiable output.
 
+    What runs is a copy, since a forward may write to its buffers, and the ranks begin where this run does.
+
     Raises:
         UnshardedError: the model raised.
         VerifyError: it returned nothing to compare.
@@ -90,7 +93,7 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
     meter = ArithmeticMeter()
     try:
         with meter:
-            seen = observe(model, call, cotangent)
+            seen = observe(copy_structure(model), call, cotangent)
     except Exception as error:  # the model's own, whatever it is
         raise UnshardedError(f"the unsharded `{type(model).__name__}` raised {describe(error)}") from error
     if not seen.outputs:

@@ -30,6 +30,8 @@ def _parts(report: ParityReport, width: int) -> Iterator[RenderableType]:
     yield _verdict(report)
     if report.problems:
         yield Text("\n").join(Text(f"  {problem}") for problem in report.problems)
+    if report.notes:
+        yield Text("\n").join(Text(f"  note: {note}") for note in report.notes)
     yield fitted(width, lambda _: _tensors("output", report.outputs))
     if report.gradients:
         yield fitted(width, lambda _: _tensors("gradient of", report.gradients))
@@ -68,7 +70,8 @@ def _collectives(report: ParityReport) -> Table:
     table = new_table("collective", "counted", "predicted", "", right=(1, 2))
     for name in sorted({*report.collectives, *report.predicted}):
         counted, least, most = (held.get(name, 0) for held in (report.collectives, report.least, report.predicted))
-        mark = Text("ok", style=_GOOD) if least <= counted <= most else Text("off", style=_BAD)
+        differs = Text("off", style=_BAD) if report.problems else Text("differs", style="yellow")
+        mark = Text("ok", style=_GOOD) if least <= counted <= most else differs
         table.add_row(name, str(counted), str(most) if least == most else f"{least} to {most}", mark)
     return table
 
