@@ -161,6 +161,12 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called with a module's arguments, results or gradients besides its forward."""
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(tables)
+
+
 def transient_buffers(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that aren't in its state_dict."""
     return module._non_persistent_buffers_set

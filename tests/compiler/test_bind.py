@@ -86,9 +86,9 @@ def test_the_same_mistake_on_many_modules_is_reported_once() -> None:
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_no_linear() -> None:
-    class Scaled(nn.Linear):
+    class Rectified(nn.Linear):
         def forward(self, input: object) -> object:  # pyright: ignore
-            return super().forward(input) * 2  # pyright: ignore
+            return super().forward(input).relu()  # pyright: ignore
 
-    _, findings = bind(nn.Sequential(Scaled(16, 16)), plan_of({"*": "colwise"}), 2)
+    _, findings = bind(nn.Sequential(Rectified(16, 16)), plan_of({"*": "colwise"}), 2)
     assert [finding.code for finding in findings] == ["TP101"]

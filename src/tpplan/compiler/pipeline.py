@@ -168,7 +168,7 @@ def _compile(
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
-    kernels = substitute(dict(named_modules(model)), plan, trace, binding, assignment, instance)
+    kernels = substitute(dict(named_modules(model)), plan, flow, binding, assignment, instance)
     work.findings += [*unpacked.notes, *_recorded_findings(work)]
     program = emit(
         model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded

@@ -38,12 +38,15 @@ def split_norm_body(norm: SplitNorm, module: nn.Module, reduce: Move, size: int)
         (x,) = (held for held in given.values() if isinstance(held, Tensor))
         if gate is None:
             return normalized(x)
-        wide = functional.silu(gate.float() if gate.dtype.itemsize < 4 else gate)
+        wide = functional.silu(widened(gate))
         return normalized(x, wide) if norm.gated_first else (normalized(x) * wide).to(x.dtype)
+
+    def widened(x: Tensor) -> Tensor:
+        return x.float() if x.dtype.itemsize < 4 or norm.narrows else x
 
     def normalized(x: Tensor, gate: Tensor | None = None) -> Tensor:
         weight, bias = (None if name is None else getattr(module, name) for name in (norm.weight, norm.bias))
-        wide = x.float() if x.dtype.itemsize < 4 else x
+        wide = widened(x)
         wide = wide if gate is None else wide * gate
         count = x.shape[-1] * size
         if norm.centred:

@@ -88,7 +88,7 @@ class _Builder:
         values = [self._local_value(identifier) for identifier in local.numbers]
         entry_pin, exit_pin = _entry_pin(bound), bound.rule.output if bound is not None else None
         style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
-        reduced = bound is not None and style in (Style.ROWWISE, Style.VOCAB) and not bound.walked
+        reduced = bool(exits) and bound is not None and style in (Style.ROWWISE, Style.VOCAB) and not bound.walked
         fixed = frame.module in self.fixed
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
@@ -117,7 +117,8 @@ class _Builder:
         buffer = self.binding.parameters.get(self.trace.buffers.get(identifier, ("",))[0])
         layout = buffer if buffer is not None and buffer.is_sharded else layout
         constant, picks = identifier in self.constants, picks_of(value.numbers)
-        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks)
+        gradless = identifier in self.trace.gradless
+        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks, gradless)
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = LocalValue(*key)

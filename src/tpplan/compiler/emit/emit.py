@@ -181,7 +181,8 @@ def _modules(
         bound = binding.modules.get(name)
         random = drawn.get(name)
         normed = next((decided for decided in calls if decided.normed is not None), None)
-        if not (own or entries or exits or bound or random or name in attributes or name in recorded or name == ""):
+        changed = own or entries or exits or bound or random or normed or name in attributes or name in recorded
+        if not changed and name:
             continue
         found.append(
             ModuleProgram(
@@ -278,7 +279,7 @@ def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
     own = (placed.weight, placed.bias)
     weight, bias = (None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in own)
     norm = placed.norm
-    found = SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, weight, bias)
+    found = SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, weight, bias, narrows=norm.narrows)
     if norm.gate is None:
         return found
     gate = str(decided.frame.entries[norm.gate.entry].path[0])

@@ -19,14 +19,15 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from tpplan.compat import has_hooks
 from tpplan.compiler.bind.bind import Binding
-from tpplan.compiler.bind.linear import linear_form
+from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import KernelUse, dtype_name
 from tpplan.compiler.ir.region import CallNode, Instance, Region
-from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rewrite.gated import Gated, gated_body
+from tpplan.compiler.rewrite.lemmas import exact_product
 from tpplan.compiler.rewrite.recognise import Activation, Norm, recognise
 from tpplan.plan import KernelChoice, KernelKind, Plan, Style
 
@@ -36,7 +37,7 @@ class _Given:
     """What the pass knows."""
 
     modules: dict[str, nn.Module]
-    trace: Trace
+    flow: DataFlow
     plan: Plan
     binding: Binding
     assignment: Assignment
@@ -53,13 +54,13 @@ class _Given:
 
 
 def substitute(
-    modules: dict[str, nn.Module], plan: Plan, trace: Trace, binding: Binding, assignment: Assignment, root: Instance
+    modules: dict[str, nn.Module], plan: Plan, flow: DataFlow, binding: Binding, assignment: Assignment, root: Instance
 ) -> tuple[KernelUse, ...]:
     """Every candidate of the model, in order of execution."""
-    calls = Counter(frame.module for frame in trace.root.walk())
+    calls = Counter(frame.module for frame in flow.trace.root.walk())
     resharded = frozenset(held.frame.module for held in assignment.frames if held.exits or held.entries)
     left = frozenset(held.frame.module for held in assignment.frames if held.exits)
-    given = _Given(modules, trace, plan, binding, assignment, calls, resharded, left)
+    given = _Given(modules, flow, plan, binding, assignment, calls, resharded, left)
     uses: dict[str, KernelUse] = {}
     for use in _uses(root, given):
         known = uses.setdefault(use.module, use)
@@ -116,7 +117,7 @@ def _norm(instance: Instance, norm: Norm, given: _Given) -> KernelUse:
     leaves: list[str | None] = []
     refused = ""
     for number in (norm.weight, norm.bias):
-        names = () if number is None else given.trace.parameters[instance.values[number]]
+        names = () if number is None else given.flow.trace.parameters[instance.values[number]]
         own = next((n for n in names if n.rpartition(".")[0] == name), None)
         if names and own is None:
             refused = f"`{names[0]}` is another module's"
@@ -134,7 +135,10 @@ def _norm(instance: Instance, norm: Norm, given: _Given) -> KernelUse:
 def _gated(instance: Instance, gated: Gated, given: _Given) -> KernelUse:
     kind = KernelKind.SWIGLU if gated.kind == "silu" else KernelKind.GEGLU
     approximate = None if gated.kind == "silu" else gated.kind
-    return _use(instance, given, kind, parts=gated.parts, approximate=approximate, halves=gated.halves)
+    silent = [c.frame.module for c in instance.children if given.body_of(c.region) is not None]
+    hooked = next((name for name in silent if has_hooks(given.modules[name])), None)
+    refused = f"`{hooked}` has hooks, which would not be called" if hooked is not None else ""
+    return _use(instance, given, kind, refused, gated.parts, approximate=approximate, halves=gated.halves)
 
 
 def _biased(instance: Instance, given: _Given) -> Iterator[tuple[str, KernelUse]]:
@@ -163,14 +167,16 @@ def _biased(instance: Instance, given: _Given) -> Iterator[tuple[str, KernelUse]
 def _without_bias(linear: Instance, activation: Instance, given: _Given) -> str | None:
     """None if the linear layer can leave its bias to the kernel; why not; or "" if it has none."""
     name = linear.frame.module
-    form = linear_form(given.modules[name])
-    if form is None or not any(n.endswith("bias") for n, _ in given.modules[name].named_parameters(recurse=False)):
+    product = exact_product(given.flow, linear.frame, given.modules[name])
+    if product is None or not product.bias:
         return ""
     bound = given.binding.modules.get(name)
     if bound is not None and bound.style is Style.ROWWISE:
         return "it is added after the ranks' sum"
     if max(given.calls[name], given.calls[activation.frame.module]) > 1:
         return "one of the two modules is called several times"
+    if has_hooks(given.modules[name]):
+        return "it has hooks, which would see no bias"
     if name in given.left or activation.frame.module in given.resharded:
         return "the result is resharded on its way"
     if given.plan.kernel_choice(KernelKind.BIAS_GELU, activation.frame.module) is KernelChoice.TORCH:

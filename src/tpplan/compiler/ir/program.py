@@ -143,6 +143,7 @@ class SplitNorm:
         weight, bias: the parameters by their names in the module, stored whole.
         gate: the argument whose silu gates it; None for a plain norm.
         gated_first: whether the input is gated, and not the result.
+        narrows: whether the statistics are taken in float32, of an input in float64.
     """
 
     layout: Layout
@@ -154,6 +155,7 @@ class SplitNorm:
     bias: str | None
     gate: str | None = None
     gated_first: bool = False
+    narrows: bool = False
 
 
 Draws = str | tuple[str, ...]

@@ -31,6 +31,7 @@ class LocalValue:
         parameter: of a parameter: its layout when sharded, REPLICATED otherwise; of a buffer its layout when sharded.
         constant: whether it is there before the call.
         picks: the numbers of a short row of integers that the model made of Python's.
+        gradless: see `Trace`.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class LocalValue:
     parameter: Layout | None = None
     constant: bool = False
     picks: tuple[int, ...] | None = None
+    gradless: bool = False
 
     @property
     def bytes(self) -> int:

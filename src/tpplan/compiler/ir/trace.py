@@ -213,6 +213,8 @@ class Trace:
         left: values that the run leaves in lists and dicts among the call's arguments, by their place there.
         hidden: values in objects among the results that nobody can look into, with the objects' classes.
         device: where the bodies were told that their tensors lie.
+        gradless: values made with gradients off, in calls that began with gradients on: under `no_grad`, or inside of a
+            function with a backward of its own.
     """
 
     root: Frame
@@ -229,6 +231,7 @@ class Trace:
     buffers: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     hidden: dict[int, str] = field(default_factory=dict[int, str])
     device: torch.device = field(default=torch.device("cpu"))
+    gradless: frozenset[int] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.region import Region
 from tpplan.compiler.place.boundaries import Boundaries
 from tpplan.compiler.place.solution import Constraints, Entered, Left, Normed, Solution, State, Steps
@@ -42,7 +42,7 @@ class SplitNorms:
             return None
         if held.dim is None or held.dim != len(value.shape) - 1 or held.interleave != 1 or held.within:
             return None
-        if not held.is_even(value.shape[-1], self.size):
+        if not held.is_even(value.shape[-1], self.size) or not self._counts_alike(held, value.shape[-1]):
             return None
         if id(region) not in self._norms:
             self._norms[id(region)] = recognise(region) if count == 1 else recognise_gated(region)
@@ -60,6 +60,13 @@ class SplitNorms:
         cost = self.topology.time(0, sent) + sum(self.boundaries.gradient_sum(region.values[i]) for i in partial)
         steps = Steps(Normed(norm, held), Steps(Entered((held,) * count), None))
         return Solution((held,), (cost, 0), Steps(Left((held,), partial), steps))
+
+    def _counts_alike(self, held: Layout, count: int) -> bool:
+        """Whether as many ranks hold each feature as any other: the sums over the ranks count all of them as often."""
+        parts = [part for rank in range(self.size) for part in held.intervals(count, self.size, rank)]
+        bounds = sorted({bound for start, length in parts for bound in (start, start + length)})
+        holders = {sum(start <= at < start + length for start, length in parts) for at in bounds[:-1]}
+        return len(holders) == 1
 
 
 def _statistic_bytes(norm: Norm, shape: tuple[int, ...]) -> int:

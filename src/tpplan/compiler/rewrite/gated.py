@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
-from tpplan.compiler.rewrite.recognise import Activation, Norm
+from tpplan.compiler.rewrite.recognise import Activation, Norm, is_plain_call
 
 Term = tuple[Any, ...]
 BodyOf = Callable[[Region], "Norm | Activation | None"]
@@ -40,7 +40,7 @@ class Gated:
 def gated_body(instance: Instance, body_of: BodyOf) -> Gated | None:
     """What `instance` is, if all that it does is to call modules and to gate."""
     region = instance.region
-    if len(region.entries) != 1 or len(region.exits) != 1 or not instance.children:
+    if len(region.entries) != 1 or len(region.exits) != 1 or not instance.children or not is_plain_call(region):
         return None
     terms = _terms(instance, body_of)
     result = terms.get(region.exits[0].source) if terms is not None else None
@@ -91,6 +91,9 @@ def _computed(node: OperationNode, region: Region, terms: dict[int, Term]) -> di
     outputs = [o for o in node.outputs if o is not None]
     if not operands or any(term is None for term in operands) or node.overwritten:
         return None
+    differentiable = any(region.values[i].differentiable for i in node.inputs)
+    if any(region.values[o].gradless or region.values[o].differentiable != differentiable for o in outputs):
+        return None  # it stands between its operands and their gradient
     if node.name in _ACTIVATIONS:
         kind = dict(node.keywords).get("approximate", _ACTIVATIONS[node.name])
         return {outputs[0]: ("act", kind, operands[0])}
@@ -98,7 +101,8 @@ def _computed(node: OperationNode, region: Region, terms: dict[int, Term]) -> di
         return {outputs[0]: ("product", *operands)}
     last = len(region.values[node.inputs[0]].shape) - 1
     along = node.arguments[2] if len(node.arguments) > 2 else 0
-    if node.name == "aten.split.Tensor" and len(outputs) == 2 and along in (-1, last):
+    halves = len({region.values[o].shape for o in outputs}) == 1
+    if node.name == "aten.split.Tensor" and len(outputs) == 2 and halves and along in (-1, last):
         return {output: ("half", i, operands[0]) for i, output in enumerate(outputs)}
     return None
 

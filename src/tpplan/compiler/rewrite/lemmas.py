@@ -27,7 +27,7 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.plan import Diagnostic, Style
 
-_ROWS = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "alias"))
+_ROWS = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "clone"))
 _TURNS = frozenset(("aten.t.default", "aten.transpose.int", "aten.permute.default"))
 
 _Kind = Literal["input", "weight", "bias", "product", "sum"]
@@ -117,7 +117,9 @@ def _stays(flow: DataFlow, frame: Frame, node: Operation) -> bool:
         held = trace.values[value]
         if held.dtype.is_floating_point and held.differentiable != differentiable:
             return False
-        if value in trace.kept or value in trace.left.values() or value in flow.written:
+        if value in trace.gradless or value in flow.written:
+            return False
+        if value in trace.kept or value in trace.left.values():
             return False
         if any(reader is not frame for reader, _ in flow.operations.get(value, ())):
             return False

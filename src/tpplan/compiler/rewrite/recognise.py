@@ -8,9 +8,10 @@ out: `Norm`, `Activation`, or None
     x * sigmoid(1.702 * x)                                             ->  None: that is no GeLU
     rms_norm(x * silu(gate))                                           ->  Norm(rms, eps=1e-6), gated before
 
-A body is run, operation by operation, on random numbers in float64, and its results are held against the formulas. Two
-functions of this kind that agree to ten digits on thousands of numbers, on several scales, are the same one; the
-closest that must be told apart, the two forms of GeLU, differ in the fourth digit.
+A body is run, operation by operation, on random numbers in float64, and its results are held against the formulas.
+That shows that the two are the same since no other operations may occur than those of `analytic`, with no other numbers
+than the formula's: two functions of this kind that agree to ten digits, on several scales, are one. The closest that
+must be told apart, the two forms of GeLU, differ in the fourth digit.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from torch.nn import functional
 
 from tpplan.compiler.ir.region import OperationNode, Region
 from tpplan.compiler.ir.trace import Reference
+from tpplan.compiler.rewrite.analytic import has_known_numbers, is_analytic, narrows, numbers_of, powers_are_plain
 
 _AGREE = 1e-9
 _LARGEST = 1 << 22
 _ROWS = 4
+_FAR = 1e6
 _HOST = torch.device("cpu")
-_RANDOM = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Norm:
         weight, bias: local numbers of the parameters; None for what it doesn't have.
         cast: whether the normalized input is rounded to the input's dtype "before" it meets the weight, or "after".
         gate: what it is gated by; None for a plain norm.
+        narrows: whether it takes its statistics in float32, of an input in float64.
     """
 
     centred: bool
@@ -69,6 +72,7 @@ class Norm:
     bias: int | None
     cast: Literal["before", "after"]
     gate: Gate | None = None
+    narrows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +100,16 @@ def _recognise(region: Region) -> Norm | Activation | None:
     entry, made = region.values[region.entries[0].target], region.values[region.exits[0].source]
     if not entry.dtype.is_floating_point or entry.shape != made.shape or math.prod(entry.shape) > _LARGEST:
         return None
-    if any(region.values[b.target].shape != entry.shape for b in region.entries):
+    if any(region.values[b.target].shape != entry.shape for b in region.entries) or not is_plain_call(region):
         return None
     inner = {*(b.target for b in region.entries), *(o for node in nodes for o in node.outputs if o is not None)}
     outside = {i for node in nodes for i in node.inputs} - inner
     parameters = [i for i in sorted(outside) if region.values[i].parameter is not None]
     if len(parameters) != len(outside) or len(parameters) > 2 or not entry.shape:
         return None
-    if any(_RANDOM in node.target.tags or node.overwritten for node in nodes):
-        return None
     find = _norm if _reduces(nodes) else _activation
+    if not is_analytic(region, nodes, find is _norm) or not powers_are_plain(nodes):
+        return None
     if find is _activation and len(region.entries) > 1:
         return None
     # A few rows tell as much as all, unless the body has the number of rows written into it.
@@ -117,6 +121,13 @@ def _recognise(region: Region) -> Norm | Activation | None:
     return None
 
 
+def is_plain_call(region: Region) -> bool:
+    """Whether it takes tensors as such, and leaves one, as such, to its caller."""
+    (leaving,) = region.exits
+    whole = not leaving.path and not leaving.aliases and region.outputs == (leaving.target,)
+    return whole and all(len(b.path) == 1 and not b.aliases and b.source in region.inputs for b in region.entries)
+
+
 def _reduces(nodes: list[OperationNode]) -> bool:
     names = ("aten.mean", "aten.var", "aten.sum", "aten.native_layer_norm", "aten._fused_rms_norm", "aten.linalg")
     return any(node.name.startswith(names) for node in nodes)
@@ -125,7 +136,7 @@ def _reduces(nodes: list[OperationNode]) -> bool:
 def _activation(
     region: Region, nodes: list[OperationNode], parameters: list[int], shape: tuple[int, ...]
 ) -> Activation | None:
-    if parameters:
+    if parameters or not has_known_numbers(nodes, 0, None):
         return None
     generator = _generator()
     x = torch.empty(shape, dtype=torch.float64).uniform_(-9, 9, generator=generator)
@@ -147,20 +158,24 @@ def _norm(region: Region, nodes: list[OperationNode], parameters: list[int], sha
     if len(shapes) > 1 or any(held != whole[len(whole) - dims :] for held in shapes):
         return None
     shape = (*shape[: len(shape) - dims], *whole[len(whole) - dims :])
+    features = math.prod(shape[len(shape) - dims :])
     for candidate in _norms(region, nodes, parameters, dims):
-        if all(_computes(region, nodes, shape, parameters, candidate, s) for s in (1.0, math.sqrt(candidate.eps))):
+        scales = (1.0, math.sqrt(candidate.eps), _FAR)
+        if has_known_numbers(nodes, features, candidate.eps) and all(
+            _computes(region, nodes, shape, parameters, candidate, scale) for scale in scales
+        ):
             return candidate
     return None
 
 
 def _norms(region: Region, nodes: list[OperationNode], parameters: list[int], dims: int) -> Iterator[Norm]:
-    numbers = {n for node in nodes for n in _numbers((*node.arguments, *(v for _, v in node.keywords)))}
-    order = [*parameters, None, None][:2]
+    numbers = {n for node in nodes for n in numbers_of(node)}
+    order, narrow = [*parameters, None, None][:2], narrows(region, nodes)
     for eps in sorted(n for n in numbers if 0 < n < 0.1):
         for weight, bias in {(order[0], order[1]), (order[1], order[0])} if parameters else {(None, None)}:
             for centred, offset in ((True, 0.0), (False, 0.0), (False, 1.0)):
                 for gate in _gates(region) if centred or bias is None else ():
-                    yield Norm(centred, dims, eps, offset, weight, bias, _cast(region, nodes, weight), gate)
+                    yield Norm(centred, dims, eps, offset, weight, bias, _cast(region, nodes, weight), gate, narrow)
 
 
 def _gates(region: Region) -> tuple[Gate | None, ...]:
@@ -169,19 +184,11 @@ def _gates(region: Region) -> tuple[Gate | None, ...]:
     return tuple(Gate(entry, first) for entry in (1, 0) for first in (True, False))
 
 
-def _numbers(arguments: tuple[Any, ...]) -> Iterator[float]:
-    for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from _numbers(argument)  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(argument, float):
-            yield argument
-
-
 def _cast(region: Region, nodes: list[OperationNode], weight: int | None) -> Literal["before", "after"]:
     """Whether the weight meets an input that was rounded already: its partner then has the input's dtype."""
     coarse = region.values[region.entries[0].target].dtype
     derived = {weight}
-    for node in nodes if coarse.itemsize < 4 else ():
+    for node in nodes if coarse.itemsize < 4 or narrows(region, nodes) else ():
         others = [i for i in node.inputs if i not in derived]
         if len(others) < len(node.inputs):
             if others:
@@ -249,4 +256,4 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-__all__ = ["Activation", "Gate", "Norm", "recognise", "recognise_gated"]
+__all__ = ["Activation", "Gate", "Norm", "is_plain_call", "recognise", "recognise_gated"]

@@ -209,6 +209,7 @@ def record(
         buffers,
         hidden,
         recorder.device or torch.device("cpu"),
+        frozenset(recorder.gradless),
     )
 
 

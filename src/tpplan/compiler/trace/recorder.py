@@ -35,12 +35,13 @@ class DataDependentError(Exception):
 
 @dataclass(slots=True)
 class OpenFrame:
-    """A frame that is being recorded."""
+    """A frame that is being recorded; `differentiates` tells whether gradients were on when it was opened."""
 
     module: str
     call: int
     body: list[Operation | Frame]
     steps: list[Step | Heard] = field(default_factory=list[Step | Heard])
+    differentiates: bool = field(default_factory=torch.is_grad_enabled)
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ class Recorder(RecordingMode):
         self.frames: list[OpenFrame] = []
         self.effects: set[int] = set()  # results of operations that write to what outlives the run
         self._outliving: set[int] = set()
+        self.gradless: set[int] = set()
         self.surprising: set[int] = set()  # they have a gradient that no operation gave them; see gradient_flow
         self._identity: dict[int, int] = {}
         self._alive: list[Tensor] = []  # ids are only unique while their objects live
@@ -254,6 +256,8 @@ class Recorder(RecordingMode):
             self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
         ):
             self.effects.update(output for output in outputs if output is not None)
+        if self.frames[-1].differentiates and not torch.is_grad_enabled():
+            self.gradless.update(output for output in outputs if output is not None)
         self.frames[-1].body.append(
             Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self.location())
         )
