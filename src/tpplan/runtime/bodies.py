@@ -37,7 +37,6 @@ class Prepared:
     Attributes:
         module: the module.
         style: the plan's style of it.
-        walked: whether its own code runs, whatever body the style has.
         runtime: what it needs at run time.
         attributes: the integer attributes that count what this rank holds, with their values.
     """
@@ -46,7 +45,6 @@ class Prepared:
     style: str | None
     runtime: ModuleRuntime
     attributes: tuple[tuple[str, int], ...] = ()
-    walked: bool = False
 
 
 def prepare(
@@ -95,6 +93,7 @@ def prepare(
             opened=opened if is_root else (),
             context=context if is_root and (program.flattens_batch or program.replays) else None,
             transposed=spec.transposed,
+            walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
             body=_replaced(spec, module, stock, placements, axis, context)
             or (body if use is None else body_of(use, module, modules)),
@@ -104,7 +103,7 @@ def prepare(
             packs=_packs(module, spec.name, placements),
         )
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
-        found.append(Prepared(module, spec.style, runtime, local, spec.walked))
+        found.append(Prepared(module, spec.style, runtime, local))
     return tuple(found)
 
 

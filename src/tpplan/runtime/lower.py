@@ -129,7 +129,7 @@ def _module_changes(
     prepared = prepare(modules, program, axis, distributor.device, stock)
     changes: list[_Change] = []
     for held in prepared:
-        replacement = swapped_class(type(held.module), held.style, held.module is modules[""], held.walked)
+        replacement = swapped_class(type(held.module), held.style, held.module is modules[""])
         changes.append(_swap_class(held.module, replacement))
         if any(layout.is_in_rank_order(axis.size) for layout in held.runtime.packs.values()):
             changes.append(_keep_stock_order(held.module, held.runtime.packs, axis))
@@ -231,7 +231,7 @@ class Variants:
             held.module.__dict__[RUNTIME] = idle
         for held in found:
             if not isinstance(held.module, ShardedModule):
-                held.module.__class__ = swapped_class(type(held.module), held.style, False, held.walked)
+                held.module.__class__ = swapped_class(type(held.module), held.style, False)
         self.put_in(found)
         self._current = program
 

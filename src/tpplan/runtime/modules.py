@@ -67,6 +67,7 @@ class ModuleRuntime:
             put the program in place that the call runs by.
         context: for the root, where a reshard needs the batch size: where to note it.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
+        walked: whether its own forward runs, whatever body its style has.
         body: what runs in place of the stock forward; None for that.
         packs: the layouts of its own parameters that pack several stretches, by their names in the module.
         bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
@@ -88,6 +89,7 @@ class ModuleRuntime:
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None
     context: CallContext | None = None
     transposed: bool = False
+    walked: bool = False
     shared: bool = False
     alone: ModuleRuntime | None = None
     body: Body | None = None
@@ -236,6 +238,8 @@ class ShardedLinear(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """X (…, in) to y (…, out / size)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.walked:
+            return super().forward(input)
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
         if runtime.entries:
@@ -250,8 +254,10 @@ class ReducedLinear(ShardedModule):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """X (…, in / size) to y (…, out)."""
-        (input,) = (*args, *kwargs.values())  # whatever its name is
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.walked:
+            return super().forward(*args, **kwargs)
+        (input,) = (*args, *kwargs.values())  # whatever its name is
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
         if runtime.entries:
@@ -270,6 +276,8 @@ class VocabularyEmbedding(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Ids (…) to rows (…, hidden)."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.walked:
+            return super().forward(input)
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
         table = runtime.own["weight"](self._parameters["weight"])  # pyright: ignore
@@ -313,16 +321,11 @@ _PREFIX: dict[str | None, str] = {
 
 
 @functools.cache
-def swapped_class(stock: type[nn.Module], style: str | None, root: bool, walked: bool = False) -> type[nn.Module]:
-    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination.
-
-    If it is `walked`, its own forward runs, whatever body the style has.
-    """
+def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type[nn.Module]:
+    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination."""
     base: type[ShardedModule] = ShardedModule
     if root:
         base = ShardedRoot
-    elif walked:
-        base = ShardedModule
     elif style == "colwise" and stock.forward is nn.Linear.forward:
         base = ShardedLinear
     elif style == "rowwise":

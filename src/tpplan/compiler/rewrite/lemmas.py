@@ -91,7 +91,7 @@ def exact_lookup(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
 
 def _is_plain_call(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
     """Whether a call takes one tensor, runs operations alone, and leaves one new tensor, and that to its caller."""
-    if len(frame.entries) != 1 or len(frame.exits) != 1 or not frame.body or frame.exits[0].path:
+    if len(frame.entries) != 1 or len(frame.exits) != 1 or not frame.body or frame.exits[0].path or frame.backwards:
         return False
     entry, leaving = frame.entries[0], frame.exits[0]
     if entry.path != _only_argument(module) or entry.aliases or leaving.aliases:
