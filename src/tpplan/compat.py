@@ -493,11 +493,11 @@ def takes_device(operator: OpOverload) -> bool:
 
 
 @contextmanager
-def fake_process_group(size: int) -> Generator[None]:
-    """A default process group of `size` ranks, seen from the first, whose collectives move nothing."""
+def fake_process_group(size: int, rank: int = 0) -> Generator[None]:
+    """A default process group of `size` ranks, seen from `rank`, whose collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:

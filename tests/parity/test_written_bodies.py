@@ -6,6 +6,7 @@ out equal, as it runs by its own code or since it is the same after all, or the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 

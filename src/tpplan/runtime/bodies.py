@@ -95,7 +95,7 @@ def prepare(
             transposed=spec.transposed,
             walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_replaced(spec, module, stock, placements, axis, context)
+            body=_replaced(spec, modules, stock, placements, axis, context)
             or (body if use is None else body_of(use, module, modules)),
             bias_elsewhere=left,
             own={name.rpartition(".")[2]: read for name, read in reads if _owner(modules, name)[0] is module},
@@ -122,7 +122,7 @@ def _reads(
 
 def _replaced(
     spec: ModuleProgram,
-    module: nn.Module,
+    modules: Mapping[str, nn.Module],
     stock: Mapping[str, nn.Module],
     placements: dict[str, ParameterPlacement],
     axis: Communicator,
@@ -130,7 +130,8 @@ def _replaced(
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
     if spec.split_norm is not None:
-        return split_norm_body(spec.split_norm, module, _step(spec.inner[-1], axis, False, context), axis.size)
+        module = modules[spec.name]
+        return split_norm_body(spec.split_norm, module, modules, _step(spec.inner[-1], axis, False, context), axis.size)
     if spec.recorded is None:
         return None
     prefix = f"{spec.name}." if spec.name else ""

@@ -11,6 +11,7 @@ their gradients are summed as well.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,13 +25,16 @@ from tpplan.runtime.modules import stock_class
 from tpplan.runtime.reshard import Move
 
 
-def split_norm_body(norm: SplitNorm, module: nn.Module, reduce: Move, size: int) -> Body:
+def split_norm_body(
+    norm: SplitNorm, module: nn.Module, modules: Mapping[str, nn.Module], reduce: Move, size: int
+) -> Body:
     """The body of `module`, whose statistics `reduce` sums over `size` ranks.
 
     Where several ranks hold the same features, all statistics count these as often, and the mean comes out right.
     """
     names = argument_names(stock_class(module).forward)
     own_eps = getattr(module, "eps", norm.eps) is None  # torch's norms then take that of the dtype they compute in
+    weight_at, bias_at = (_place(name, modules) for name in (norm.weight, norm.bias))
 
     def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -45,7 +49,7 @@ def split_norm_body(norm: SplitNorm, module: nn.Module, reduce: Move, size: int)
         return x.float() if x.dtype.itemsize < 4 or norm.narrows else x
 
     def normalized(x: Tensor, gate: Tensor | None = None) -> Tensor:
-        weight, bias = (None if name is None else getattr(module, name) for name in (norm.weight, norm.bias))
+        weight, bias = (None if at is None else getattr(*at) for at in (weight_at, bias_at))
         wide = widened(x)
         wide = wide if gate is None else wide * gate
         count = x.shape[-1] * size
@@ -62,6 +66,14 @@ def split_norm_body(norm: SplitNorm, module: nn.Module, reduce: Move, size: int)
         return result if norm.cast == "before" else result.to(x.dtype)
 
     return body
+
+
+def _place(name: str | None, modules: Mapping[str, nn.Module]) -> tuple[nn.Module, str] | None:
+    """A parameter's module and its name there."""
+    if name is None:
+        return None
+    owner, _, leaf = name.rpartition(".")
+    return modules[owner], leaf
 
 
 __all__ = ["split_norm_body"]

@@ -276,8 +276,13 @@ def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins
 def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
     placed = decided.normed
     assert placed is not None
-    own = (placed.weight, placed.bias)
-    weight, bias = (None if i is None else trace.parameters[i][0].rpartition(".")[2] for i in own)
+    module = decided.frame.module
+
+    def name(value: int | None) -> str | None:
+        names = () if value is None else trace.parameters[value]
+        return next((n for n in names if n.rpartition(".")[0] == module), next(iter(names), None))
+
+    weight, bias = name(placed.weight), name(placed.bias)
     norm = placed.norm
     found = SplitNorm(placed.layout, norm.centred, norm.eps, norm.offset, norm.cast, weight, bias, narrows=norm.narrows)
     if norm.gate is None:

@@ -140,7 +140,7 @@ class SplitNorm:
         layout: of the features, in the input as in the result.
         centred: LayerNorm, whose mean is a statistic too; otherwise RMSNorm.
         eps, offset, cast: see `KernelUse`.
-        weight, bias: the parameters by their names in the module, stored whole.
+        weight, bias: the parameters by their qualified names, stored whole.
         gate: the argument whose silu gates it; None for a plain norm.
         gated_first: whether the input is gated, and not the result.
         narrows: whether the statistics are taken in float32, of an input in float64.
