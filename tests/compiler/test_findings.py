@@ -55,6 +55,8 @@ ELSEWHERE = {
     "TP125": "runtime/test_caller_containers.py",
     "TP126": "compiler/test_findings.py",
     "TP130": "runtime/test_changes.py",
+    "TP128": "parity/test_backward.py",
+    "TP138": "parity/test_inner_gradients.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -168,7 +168,8 @@ def _compile(
     work.findings += [] if work.findings else uncovered_finding(model, binding)
     if any(d.severity is Severity.ERROR for d in work.findings):
         raise CompileError(work.findings)
-    kernels = substitute(dict(named_modules(model)), plan, flow, binding, assignment, instance)
+    modules = dict(named_modules(model))
+    kernels = () if trace.takes_gradients else substitute(modules, plan, flow, binding, assignment, instance)
     work.findings += [*unpacked.notes, *_recorded_findings(work)]
     program = emit(
         model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded

@@ -71,7 +71,7 @@ def prepare(
     context = CallContext()
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     random = _randomness(program, axis, device)
-    uses = active_uses(program, device)
+    uses, twice = active_uses(program, device), program.takes_gradients
     found: list[Prepared] = []
     for spec in _with_kernels(program, uses, modules):
         module = modules[spec.name]
@@ -83,8 +83,8 @@ def prepare(
         runtime = ModuleRuntime(
             label=_label(spec, placements, use),
             axis=axis,
-            entries=tuple(s for r in spec.entries for s in _entries(module, r, _step(r, axis, False, context))),
-            exits=tuple(s for r in spec.exits for s in _exits(r, _step(r, axis, fresh, context))),
+            entries=tuple(s for r in spec.entries for s in _entries(module, r, _step(r, axis, False, context, twice))),
+            exits=tuple(s for r in spec.exits for s in _exits(r, _step(r, axis, fresh, context, twice))),
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
@@ -95,7 +95,7 @@ def prepare(
             transposed=spec.transposed,
             walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_replaced(spec, modules, stock, placements, axis, context)
+            body=_replaced(spec, modules, stock, placements, axis, context, twice)
             or (body if use is None else body_of(use, module, modules)),
             bias_elsewhere=left,
             own={name.rpartition(".")[2]: read for name, read in reads if _owner(modules, name)[0] is module},
@@ -127,11 +127,12 @@ def _replaced(
     placements: dict[str, ParameterPlacement],
     axis: Communicator,
     context: CallContext,
+    twice: bool,
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
     if spec.split_norm is not None:
-        module = modules[spec.name]
-        return split_norm_body(spec.split_norm, module, modules, _step(spec.inner[-1], axis, False, context), axis.size)
+        module, statistics = modules[spec.name], _step(spec.inner[-1], axis, False, context, twice)
+        return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)
     if spec.recorded is None:
         return None
     prefix = f"{spec.name}." if spec.name else ""
@@ -257,9 +258,9 @@ def _alone(
     )
 
 
-def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext) -> Move:
+def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext, twice: bool) -> Move:
     ways = (reshard.forward, reshard.backward)
-    return make_reshard(reshard.source, reshard.target, *ways, axis, fresh, context, reshard.shape)
+    return make_reshard(reshard.source, reshard.target, *ways, axis, fresh, context, reshard.shape, twice)
 
 
 def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat import local_of, native_apply, new_gradient, own_parameters
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.reshard import SecondDerivativeError
 from tpplan.runtime.segments import taken
 
 
@@ -34,6 +35,8 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise SecondDerivativeError
         return tuple(
             [
                 None if gradient is None else new_gradient(gradient, parameter)
@@ -54,6 +57,8 @@ class _SummedShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise SecondDerivativeError
         summed = sum_coalesced(gradients, ctx.parameters, ctx.axis)
         wrapped = [
             None if gradient is None else new_gradient(gradient, parameter)

@@ -26,6 +26,18 @@ class UnevenShardError(TpplanError):
     """A call's tensor can't be split evenly over the axis."""
 
 
+class SecondDerivativeError(TpplanError):
+    """A backward of a sharded model is to be differentiated, by `create_graph=True` outside of its forward."""
+
+    def __str__(self) -> str:
+        """What to do instead."""
+        return (
+            "TP138 second-derivative: the backward of a sharded model was called with `create_graph=True`\n  help: take "
+            "the gradient with `torch.autograd.grad(…, create_graph=True)` in the model's forward, by one of its "
+            "inputs: it is then part of what is proved"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ReshardStep:
     """A change of layout, bound to an axis: a function on local tensors with its adjoint.
@@ -33,17 +45,27 @@ class ReshardStep:
     Attributes:
         forward, backward: the moves.
         context: where the moves look for the batch size; None if they need none.
+        twice: whether its backward may be differentiated: that of the backward is the forward once more.
     """
 
     forward: Move
     backward: Move
     context: CallContext | None = None
+    twice: bool = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _apply_reshard(tensor, self)
         return self.forward(tensor)
+
+    def adjoint(self, gradient: Tensor) -> Tensor:
+        """The gradient in the old layout; differentiable if the backward under way is to be differentiated."""
+        if not torch.is_grad_enabled():
+            return self.backward(gradient)
+        if not self.twice:
+            raise SecondDerivativeError
+        return ReshardStep(self.backward, self.forward, self.context, True)(gradient)
 
 
 class _Reshard(torch.autograd.Function):
@@ -59,11 +81,11 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         step: ReshardStep = ctx.step
         if step.context is None:
-            return step.backward(gradients[0]), None
+            return step.adjoint(gradients[0]), None
         latest = step.context.batch
         step.context.batch = ctx.batch  # other calls may have come between this one's forward and its backward
         try:
-            return step.backward(gradients[0]), None
+            return step.adjoint(gradients[0]), None
         finally:
             step.context.batch = latest
 
@@ -112,6 +134,7 @@ def make_reshard(
     fresh: bool,
     context: CallContext,
     shape: tuple[int, ...],
+    twice: bool = False,
 ) -> Move:
     """Bind a reshard to an axis: a function on local tensors, differentiable.
 
@@ -123,14 +146,15 @@ def make_reshard(
             write to it.
         context: tells the batch size of a call, for sequences flattened with their batch.
         shape: of the whole tensor in the example call: what the ranks can't share evenly has that size in every call.
+        twice: whether its backward may be differentiated.
     """
-    if fresh and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
+    if fresh and not twice and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
         return SumInPlace(axis)
     before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
     there, back = _move(forward, before, after, axis), _move(backward, after, before, axis)
     if source.interleave == 1 and target.interleave == 1:
-        return ReshardStep(there, back)
-    return ReshardStep(_flattened(there, context), _flattened(back, context), context)
+        return ReshardStep(there, back, twice=twice)
+    return ReshardStep(_flattened(there, context), _flattened(back, context), context, twice)
 
 
 def _flattened(move: Move, context: CallContext) -> Move:

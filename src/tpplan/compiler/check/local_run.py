@@ -30,9 +30,10 @@ from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.trace import Frame, Path, Value
+from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
+from tpplan.compiler.rules.gradient import GRADIENT
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.recorder import Recorder
@@ -108,6 +109,8 @@ def _check_rank(
     boundary = _LocalBoundary(given, excused, attributes)
     state = Capture(Recorder(given.trace.taken, given.trace.device), boundary)
     state.recorder.listening = True
+    state.recorder.whole = False
+    state.recorder.unused = dict(_unused_gradients(given.trace))
     failed: Frame | None = None
     reason = ""
     try:
@@ -138,6 +141,14 @@ def _check_rank(
         found += _compare_numbers(given, state.results["", 0])
     stream = None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen)
     return min(found, key=_when, default=None), stream
+
+
+def _unused_gradients(trace: Trace) -> Iterator[tuple[tuple[str, int, int], list[bool]]]:
+    """Of the gradients that a forward takes itself, which are None, by call and number."""
+    for frame in trace.recorded.walk():
+        taken = [n for n in frame.body if isinstance(n, Operation) and n.target is GRADIENT]
+        for number, node in enumerate(taken):
+            yield (frame.module, frame.call, number), [output is None for output in node.outputs]
 
 
 def _hidden_backward(instance: Instance, style: Style | None = None) -> Mismatch | None:

@@ -70,6 +70,7 @@ def emit(
         ),
         picked=tuple(sorted(called_with_found(trace))),
         left=_left(trace, assignment),
+        takes_gradients=trace.takes_gradients,
         diagnostics=diagnostics,
         boundaries=_boundaries(trace, assignment),
         device=str(trace.device),

@@ -329,6 +329,7 @@ class Program:
         picked: modules that are called with what is found in a tensor, as experts with the tokens routed to them: for
             some data they aren't.
         left: what calls leave of a rank's own in lists and dicts among their arguments, such as keys and values.
+        takes_gradients: whether the forward takes gradients itself: collectives of the backward then run there too.
         diagnostics: warnings and notes; not part of the digest.
         boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
         device: where the model runs, as its bodies were told; nor is this.
@@ -347,6 +348,7 @@ class Program:
     picked: tuple[str, ...] = ()
     left: tuple[LeftTensor, ...] = ()
     buffers: tuple[ParameterPlacement, ...] = ()
+    takes_gradients: bool = False
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(
         default_factory=dict[str, tuple[Boundary, ...]], compare=False
@@ -433,7 +435,7 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics, boundaries and device apart)."""
         plain = asdict(replace(self, diagnostics=(), boundaries={}))
         del plain["diagnostics"], plain["boundaries"], plain["device"]
-        for name in ("picked", "left", "buffers"):
+        for name in ("picked", "left", "buffers", "takes_gradients"):
             if not plain[name]:
                 del plain[name]
         for module in plain["modules"]:

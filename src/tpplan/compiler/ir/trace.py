@@ -215,6 +215,7 @@ class Trace:
         device: where the bodies were told that their tensors lie.
         gradless: values made with gradients off, in calls that began with gradients on: under `no_grad`, or inside of a
             function with a backward of its own.
+        takes_gradients: whether the forward takes gradients itself.
     """
 
     root: Frame
@@ -232,6 +233,7 @@ class Trace:
     hidden: dict[int, str] = field(default_factory=dict[int, str])
     device: torch.device = field(default=torch.device("cpu"))
     gradless: frozenset[int] = frozenset()
+    takes_gradients: bool = False
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

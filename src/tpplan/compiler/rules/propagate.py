@@ -26,6 +26,7 @@ from tpplan.compiler.ir.operators import Operator, lookup, with_dims_from_the_fr
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
+from tpplan.compiler.rules.gradient import GRADIENT, gradient_layouts
 
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
@@ -89,6 +90,9 @@ class Propagator:
         """The ways in which `node` can run, given its operands' layouts by local number."""
         node_inputs = _meaningful_inputs(node, values)
         operands = tuple((i, layout(i)) for i in dict.fromkeys((*node_inputs, *node.overwritten)))
+        if node.target is GRADIENT:
+            made = gradient_layouts(node, values, layout)
+            return Refusal("communication", made, operands) if isinstance(made, str) else [Outcome(made)]
         if node.name in NEW:
             return self._new(node, values, operands)
         if all(held.is_replicated for _, held in operands):

@@ -274,6 +274,8 @@ class _Writer:
         if aside.branches:
             raise _Unrecorded("it branches on the numbers of a tensor")
         body = [node for node in aside.body if isinstance(node, Operation)]
+        if recorder.twice:
+            raise _Unrecorded("the forward differentiates a gradient again, and of this one there is no derivative")
         saved, graph = self._graph(first, arriving, made, body)
         return ForeignBackward(name, noted.location, inputs, outputs, saved, graph)
 

@@ -210,6 +210,7 @@ def record(
         hidden,
         recorder.device or torch.device("cpu"),
         frozenset(recorder.gradless),
+        recorder.takes_gradients,
     )
 
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.backward import note_tensor_hook
 from tpplan.compiler.trace.device import NOTHING, DeviceView
+from tpplan.compiler.trace.inner_gradient import record_gradient
 from tpplan.compiler.trace.recorder import Recorder
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
@@ -58,6 +59,8 @@ class ConstantWatcher(TorchFunctionMode):
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
+        if func is torch.autograd.grad:
+            return record_gradient(self._recorder, args, keywords)
         if func in _HOOKS:
             note_tensor_hook(self._recorder, *args, **keywords)
         if func is Tensor.to or (keywords and keywords.get("device") is not None):

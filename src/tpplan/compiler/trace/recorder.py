@@ -104,6 +104,10 @@ class Recorder(RecordingMode):
         self.functions: dict[int, NotedFunction] = {}  # whose backward is written in Python
         self.hooks: list[NotedHook] = []
         self.beside: Aside | None = None
+        self.takes_gradients = False
+        self.twice = False  # whether a gradient is taken that is differentiated again
+        self.whole = True  # whether autograd's record reaches across modules, as no reshard cuts it
+        self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
         self._taken = taken
         self.listening = False  # whether the steps of bodies are wanted
         self.values: list[Value] = []

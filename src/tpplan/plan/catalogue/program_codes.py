@@ -322,6 +322,28 @@ model = tpplan.parallelize(model, plan_for_the_adapted_model)
 """,
     ),
     Entry(
+        code="TP138",
+        name="second-derivative",
+        severity=Severity.ERROR,
+        summary="The backward of a sharded model is to be differentiated again.",
+        explanation="""
+A gradient that a forward takes of its own values, `torch.autograd.grad(energy, positions, create_graph=True)`, is part
+of the program: it is proved, and so is its derivative. One that is taken of the whole model afterwards isn't, as its
+collectives have no derivative there. Rather than to leave terms out, the backward raises.
+""",
+        bad="""
+loss = model(x).sum()
+(gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+""",
+        good="""
+class Penalized(nn.Module):
+    def forward(self, x):
+        loss = self.model(x).sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.pow(2).sum()
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,
