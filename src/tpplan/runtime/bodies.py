@@ -130,8 +130,9 @@ def _replaced(
     twice: bool,
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
+    module = modules[spec.name]
     if spec.split_norm is not None:
-        module, statistics = modules[spec.name], _step(spec.inner[-1], axis, False, context, twice)
+        statistics = _step(spec.inner[-1], axis, False, context, twice)
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)
     if spec.recorded is None:
         return None
