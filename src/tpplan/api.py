@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan.calls.guard import CallGuard
+from tpplan.calls.prove import prove
 from tpplan.checkpoint import load_weights, save_weights
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.inputs import example_call
 from tpplan.parity import ParityReport, verify
@@ -61,7 +62,7 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
     arguments, keywords = example_call(model, tp, inputs)
-    return compile_program(model, loaded, tp, arguments, keywords)
+    return prove(model, loaded, tp, arguments, keywords).program
 
 
 def suggest_plan(model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None) -> Plan:
@@ -118,7 +119,7 @@ def parallelize(
         CompileError: plan, model and mesh don't fit together, on this or on another rank; the model is unchanged.
     """
     loaded: Plan | None = None
-    program: Program | None = None
+    compiled: Compiled | None = None
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     try:
@@ -133,14 +134,15 @@ def parallelize(
     if loaded is not None:
         try:
             call = example_call(model, axis_mesh.size(), inputs)
-            program = compile_program(model, loaded, axis_mesh.size(), *call, device=device_of_mesh(axis_mesh))
+            compiled = prove(model, loaded, axis_mesh.size(), *call, device=device_of_mesh(axis_mesh))
         except Exception as raised:
             error = raised
+    program = None if compiled is None else compiled.program
     draws = program is not None and any(module.random for module in program.modules)
     agree(group, None if program is None else program.digest, error, draws)
-    assert loaded is not None and program is not None
+    assert loaded is not None and compiled is not None and program is not None
     axis = ProcessGroupCommunicator(group)
-    guard = CallGuard(make_skeleton(model).model, loaded, program, *call, axis)
+    guard = CallGuard(make_skeleton(model).model, loaded, compiled, *call, axis)
     lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
     guard.watch(model)
     return model

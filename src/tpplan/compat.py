@@ -75,6 +75,7 @@ __all__ = [
     "takes_device",
     "transient_buffers",
     "without_dispatch_modes",
+    "without_function_modes",
     "without_packing",
 ]
 
@@ -189,9 +190,12 @@ class OperatorMeta:
 
 
 @functools.cache
-def fake_mesh(size: int, rank: int = 0) -> DeviceMesh:
-    """A one-axis mesh of `size` ranks, seen from `rank`, that needs no process group; it can't communicate."""
-    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("tp",), _init_backend=False, _rank=rank)
+def fake_mesh(size: int, rank: int = 0, device: str = "cpu") -> DeviceMesh:
+    """A one-axis mesh of `size` ranks, seen from `rank`, that needs no process group; it can't communicate.
+
+    DTensor remembers what it works out for a mesh by the mesh's content: on `meta`, a mesh is equal to no real one.
+    """
+    return DeviceMesh(device, torch.arange(size), mesh_dim_names=("tp",), _init_backend=False, _rank=rank)
 
 
 def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:
@@ -462,6 +466,11 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     from torch.utils import _python_dispatch
 
     return cast("AbstractContextManager[Any]", _python_dispatch._disable_current_modes())
+
+
+def without_function_modes() -> AbstractContextManager[Any]:
+    """A block whose calls no function mode sees."""
+    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunction())
 
 
 def innermost_mode() -> TorchDispatchMode | None:

@@ -13,6 +13,7 @@ import tpplan
 from tpplan import load_plan
 from tpplan.api import suggest_text
 from tpplan.calls.guard import CallGuard
+from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity import verify_program
 from tpplan.parity.materialise import copy_structure, copy_with_numbers
@@ -73,7 +74,7 @@ def test_calls_of_another_batch_size_are_right() -> None:
     calls = [torch.randn(batch, 4, WIDTH, dtype=torch.float64) for batch in (3, 2, 1, 5)]
 
     def work(axis: ThreadCommunicator) -> list[Tensor]:
-        guard = CallGuard(make_skeleton(model).model, plan, program, (STREAM,), {})
+        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (STREAM,), {})
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard).eval()
         with torch.no_grad():
             return [own(call) for call in calls]

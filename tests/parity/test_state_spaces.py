@@ -18,7 +18,7 @@ import tpplan
 from tpplan.api import suggest_text
 from tpplan.calls.guard import CallGuard
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import Compiled, compile_program
 from tpplan.compiler.place import split_norms
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity import verify_program
@@ -230,7 +230,7 @@ def test_a_compiled_model_takes_other_lengths_and_a_cache(
     assert sharded_share(program) > 0.98
 
     def work(axis: ThreadCommunicator) -> list[Tensor]:
-        guard = CallGuard(make_skeleton(model).model, plan, program, (), inputs)
+        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (), inputs)
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard).eval()
         with torch.no_grad():
             return calls(own)

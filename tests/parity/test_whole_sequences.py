@@ -20,7 +20,7 @@ from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import Compiled, compile_program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
@@ -64,7 +64,7 @@ def simulated(name: str, tp: int) -> list[list[Seen]]:
     model, plan, program, keywords = compiled(name, tp)
 
     def work(axis: ThreadCommunicator) -> list[Seen]:
-        guard = CallGuard(make_skeleton(model).model, plan, program, (), keywords)
+        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (), keywords)
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard)
         found: list[Seen] = []
         for length in LENGTHS:

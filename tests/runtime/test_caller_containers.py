@@ -21,7 +21,7 @@ from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import Compiled, compile_program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
@@ -151,7 +151,7 @@ def simulated(kind: str, shared: int, tp: int) -> tuple[Program, list[tuple[list
     program = compile_program(model, plan, tp, (ids,), {})
 
     def work(axis: ThreadCommunicator) -> tuple[list[Tensor], dict[str, Tensor]]:
-        guard = CallGuard(make_skeleton(model).model, plan, program, (ids,), {})
+        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (ids,), {})
         own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -12,52 +12,39 @@ that can be proved only so, and modules that are called by themselves.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.calls.arguments import Left, on_meta, sequence_dims, shows_odd_sequence, without_opaque
 from tpplan.calls.changes import Changes, modes_of
+from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.guarded import GuardedCall
 from tpplan.calls.key import CallKey, KeyReader
+from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
-from tpplan.compiler.ir.layout import Layout
+from tpplan.calls.prove import prove
+from tpplan.calls.watch import Departure
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import with_tensors
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.ir.steps import Step
+from tpplan.compiler.ir.trace import Location
+from tpplan.compiler.pipeline import Compiled
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
-from tpplan.runtime.agreement import agree
+from tpplan.runtime.agreement import agree, any_rank
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.reshard import UnevenShardError
+from tpplan.runtime.watched import WatchedCall
 
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
-
-
-class Decision(NamedTuple):
-    """What a call runs by.
-
-    Attributes:
-        proof: the proof that covers it.
-        key: its key.
-    """
-
-    proof: Proof
-    key: CallKey
-
-
-class _Call(NamedTuple):
-    """A call of the root, with how those of its tensors lie that an earlier call has left."""
-
-    training: bool
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    parts: Mapping[Path, Layout]
 
 
 class CallGuard:
@@ -67,7 +54,7 @@ class CallGuard:
         self,
         stock: nn.Module,
         plan: Plan,
-        program: Program,
+        compiled: Compiled,
         arguments: Sequence[Any],
         keywords: Mapping[str, Any],
         axis: ProcessGroupCommunicator | None = None,
@@ -76,10 +63,11 @@ class CallGuard:
 
         Args:
             stock: a skeleton of the stock model, on `meta`.
-            plan, program: what was compiled.
+            plan, compiled: what was compiled.
             arguments, keywords: the example call.
             axis: the ranks, which compare what they compile later; None if they needn't.
         """
+        program = compiled.program
         self._stock = stock
         self._read = KeyReader(type(stock).forward)
         self._names = self._read.names
@@ -94,7 +82,12 @@ class CallGuard:
         self._changes: Changes | None = None
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._left = Left(program, 0 if axis is None else axis.rank)
-        self._proofs.cover(self._key(_Call(program.training, tuple(arguments), dict(keywords), {})).kind, self.main)
+        always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
+        self._paths = Paths(0 if axis is None else axis.rank, always)
+        kind = self._key(Call(program.training, tuple(arguments), dict(keywords), {})).kind
+        self._proofs.cover(kind, self.main)
+        self._paths.note(kind, compiled)
+        self._model: nn.Module | None = None
 
     @property
     def main(self) -> Proof:
@@ -107,15 +100,25 @@ class CallGuard:
         Under `TPPLAN_DEBUG=1` the whole model is compared at each call.
         """
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
+        self._model = model
         self._changes = Changes(model, self._stock, always)
         for placement in self.main.program.parameters:
             if not placement.trainable:
                 owner, _, leaf = placement.name.rpartition(".")
                 self._frozen.append((model.get_submodule(owner), leaf, placement.name))
 
-    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Program:
-        """The program that the call runs by; see `decide`."""
-        return self.decide(training, arguments, keywords).proof.program
+    def __call__(
+        self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Program, Callable[[frozenset[str]], WatchedCall] | None]:
+        """The program that the call runs by, and a watch over it if it has to be watched; see `decide`."""
+        call, decision = self._decide(training, arguments, keywords)
+        proof, key = decision
+        path = self._paths.of(key.kind)
+        if path.sides and not path.both and proof.has_met(key):
+            self._prove_sides(call, decision)
+        if not self._paths.must_watch(key, proof) or _passes_objects(call):
+            return proof.program, None
+        return proof.program, functools.partial(GuardedCall, self, call, decision)
 
     def decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Decision:
         """The proof that covers a call; it is made now if there is none.
@@ -124,27 +127,83 @@ class CallGuard:
             UnprovedCallError: the call can't be proved.
             UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
         """
+        return self._decide(training, arguments, keywords)[1]
+
+    def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         if self._frozen and torch.is_grad_enabled():
             self._refuse_thawed()
         if self._changes is not None:
             if self._changes.look():
-                self._proofs.forget()
+                self._forget()
             self._modes = self._changes.modes
-        call = _Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
+        call = Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         key = self._key(call)
-        proof = self._proofs.of(key.kind)
+        proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
         if proof is None:
             if self._changes is not None and self._changes.compare():
-                self._proofs.forget()
-            proof = self._prove(call)
+                self._forget()
+            proof, compiled = self._prove(call)
             self._proofs.cover(key.kind, proof)
-        return Decision(proof, key)
+            self._paths.note(key.kind, compiled)
+        return call, Decision(proof, key)
+
+    def _forget(self) -> None:
+        self._proofs.forget()
+        self._paths.forget()
+
+    # -- watched calls --------------------------------------------------------------------------------------------
+    def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
+        """Where a call left the proved paths of its kind."""
+        return self._paths.departure(decision.key.kind, steps, replaced)
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether `flag` holds on any rank."""
+        return any_rank(None if self._axis is None else self._axis.group, flag)
+
+    def accept(self, decision: Decision) -> None:
+        """Take a call as proved: it kept to a proved path on every rank."""
+        decision.proof.meet(decision.key)
+
+    def prove_path(self, call: Call, decision: Decision, taken: frozenset[Location]) -> Proof:
+        """The proof of a call at its own sizes, with these branches on data taken on their true side.
+
+        Raises:
+            UnprovedCallError: there is none.
+        """
+        proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
+        self._paths.note(decision.key.kind, compiled)
+        if proof is not decision.proof:
+            self._paths.give_own(decision.key, proof)
+        return proof
+
+    def buffer_versions(self) -> list[int]:
+        """How often each buffer of the model was written to."""
+        if self._model is None:
+            return []
+        return [buffer._version for buffer in self._model.buffers()]  # pyright: ignore[reportPrivateUsage]
+
+    def _prove_sides(self, call: Call, decision: Decision) -> None:
+        """Prove the other side of each branch on data; calls of this kind are watched if one needs another program."""
+        path = self._paths.of(decision.key.kind)
+        path.both = True
+        sides = dict(path.sides)
+        for location, side in sides.items():
+            taken = frozenset(at for at, other in sides.items() if other) ^ {location}
+            try:
+                proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
+            except (UnprovedCallError, UnevenShardError):
+                path.watched = True
+                continue
+            if proof is decision.proof:
+                self._paths.note(decision.key.kind, compiled)
+            path.watched |= proof is not decision.proof
+            path.sides[location] = side
 
     def alone(self) -> Program | None:
         """The program for a module that is called by itself: the example's, with all sequences whole."""
         return (self._with_whole_sequences() if self._sequence_dims else self.main).program
 
-    def _key(self, call: _Call) -> CallKey:
+    def _key(self, call: Call) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
         more: tuple[object, ...] = tuple(call.parts.items())
         if self._modes:
@@ -153,12 +212,12 @@ class CallGuard:
             more = (*more, self._is_odd(call), _is_single(call))
         return self._read(call.training, call.arguments, call.keywords, more)
 
-    def _is_odd(self, call: _Call) -> bool:
+    def _is_odd(self, call: Call) -> bool:
         size = self.main.program.size
         return shows_odd_sequence(call.arguments, call.keywords, self._names, self._sequence_dims, size)
 
     # -- proofs ---------------------------------------------------------------------------------------------------
-    def _prove(self, call: _Call) -> Proof:
+    def _prove(self, call: Call) -> tuple[Proof, Compiled]:
         """The proof of a call of a new kind: one that is there, or with a program of its own."""
         if not self._sequence_dims:
             return self._proved(call, self.main)
@@ -176,8 +235,10 @@ class CallGuard:
             except TpplanError:
                 raise error from None
 
-    def _proved(self, call: _Call, base: Proof) -> Proof:
-        """A proof of a call by the plan of `base`."""
+    def _proved(
+        self, call: Call, base: Proof, first: Proof | None = None, taken: frozenset[Location] | None = None
+    ) -> tuple[Proof, Compiled]:
+        """A proof of a call by the plan of `base`, `first` if that covers it, and what was compiled for it."""
         parts = call.parts
 
         def whole(path: Path, tensor: Tensor) -> Tensor:
@@ -186,22 +247,32 @@ class CallGuard:
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training
         try:
-            program = self._compiled(
-                lambda: compile_program(
-                    self._stock, base.plan, size, *example, training, partly=True, parts=parts, device=self._device
-                )
+            compiled = self._compiled(
+                lambda: prove(
+                    self._stock,
+                    base.plan,
+                    size,
+                    *example,
+                    training,
+                    partly=True,
+                    parts=parts,
+                    taken=taken,
+                    device=self._device,
+                )  # fmt: skip
             )
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
-        known = next((p for p in (base, *self._proofs) if p.plan is base.plan and covers(p.program, program)), None)
+        program = compiled.program
+        there = (*(() if first is None else (first,)), base, *self._proofs)
+        known = next((p for p in there if p.plan is base.plan and covers(p.program, program)), None)
         if known is None:
             self._refuse_difference(program, call)
             known = Proof(base.plan, program)
             self._proofs.add(known)
         self._left.note(program, told=False)
-        return known
+        return known, compiled
 
-    def _refuse_difference(self, program: Program, call: _Call) -> None:
+    def _refuse_difference(self, program: Program, call: Call) -> None:
         """Raise if one model can't be run by the example's program and by this one."""
         difference = placement_difference(self.main.program, program) or left_difference(self._left.layouts, program)
         if not difference and _passes_objects(call):
@@ -212,26 +283,26 @@ class CallGuard:
                 "call to `parallelize`, so that the program is compiled for it"
             )
 
-    def _headline(self, call: _Call) -> str:
+    def _headline(self, call: Call) -> str:
         modes = (self.main.program.training, call.training)
         shown = call_difference(self._described, described(call.arguments, call.keywords, self._names), modes)
         return f"TP117 unproved-call: this call differs from the example ({shown})"
 
-    def _compiled(self, compile_it: Callable[[], Program]) -> Program:
+    def _compiled(self, compile_it: Callable[[], Compiled]) -> Compiled:
         """A program that all ranks have compiled alike; every rank raises if one of them can't."""
         error: Exception | None = None
-        program: Program | None = None
+        compiled: Compiled | None = None
         try:
             with torch.inference_mode(False):
-                program = compile_it()
+                compiled = compile_it()
         except Exception as raised:  # whatever a rank fails with, the others must not wait for it
             error = raised
         if self._axis is not None:
-            agree(self._axis.group, None if program is None else program.digest, error)
-        if program is None:
+            agree(self._axis.group, None if compiled is None else compiled.program.digest, error)
+        if compiled is None:
             assert error is not None
             raise error
-        return program
+        return compiled
 
     # -- whole sequences ------------------------------------------------------------------------------------------
     def _with_whole_sequences(self) -> Proof:
@@ -246,10 +317,8 @@ class CallGuard:
         plan = self.main.plan.with_whole_sequences()
         try:
             program = self._compiled(
-                lambda: compile_program(
-                    self._stock, plan, main.size, *self._example, main.training, device=self._device
-                )
-            )
+                lambda: prove(self._stock, plan, main.size, *self._example, main.training, device=self._device)
+            ).program
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
         other = placement_difference(main, program)
@@ -259,7 +328,7 @@ class CallGuard:
             )
         return Proof(plan, program)
 
-    def _refuse_foreign_caches(self, program: Program, call: _Call) -> None:
+    def _refuse_foreign_caches(self, program: Program, call: Call) -> None:
         """What a cache holds must be split alike by both programs, as each may read what the other has written."""
         if _passes_objects(call) and program.feature_reshards != self.main.program.feature_reshards:
             raise UnevenShardError(
@@ -277,12 +346,12 @@ class CallGuard:
                 )
 
 
-def _passes_objects(call: _Call) -> bool:
+def _passes_objects(call: Call) -> bool:
     """Whether the call passes an object that the proof leaves out, such as a cache."""
     return any(is_opaque(held) for held in (*call.arguments, *call.keywords.values()))
 
 
-def _is_single(call: _Call) -> bool:
+def _is_single(call: Call) -> bool:
     """Whether its batch is of one sequence, which is flattened with its batch to a sequence."""
     first = next((a for a in (*call.arguments, *call.keywords.values()) if isinstance(a, Tensor)), None)
     return first is not None and first.dim() > 0 and first.shape[0] == 1

@@ -99,8 +99,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...],
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     skeleton = make_skeleton(model).model.train(program.training)
     axis = ShapeCommunicator(program.size, rank)
-    distributor = MeshDistributor(fake_mesh(program.size, rank), axis, None)
-    distributor.device = torch.device("meta")
+    distributor = MeshDistributor(fake_mesh(program.size, rank, "meta"), axis, None)
     lower(skeleton, program, distributor)
     standing = _stand_in(skeleton, compiled.streams[rank])
     try:

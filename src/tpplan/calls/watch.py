@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import TracebackType
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -76,17 +75,12 @@ def sides(steps: Iterable[Step]) -> frozenset[Location]:
 
 
 class Watch(TorchFunctionMode):
-    """Notes the steps of a call of the root, and has them judged when it ends."""
+    """Notes the steps of what runs under it."""
 
-    def __init__(self, judge: Callable[[Sequence[Step], BaseException | None], None]) -> None:
-        """Watch one call.
-
-        Args:
-            judge: gets the steps, and what the call raised; raises if they aren't proved.
-        """
+    def __init__(self) -> None:
+        """Start without steps."""
         super().__init__()
-        self._judge = judge
-        self._steps: list[Step] = []
+        self.steps: list[Step] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,16 +90,8 @@ class Watch(TorchFunctionMode):
         if func.__name__ != "__get__":
             step = step_of(func, result if func in BRANCHES else None)
             if step is not None:
-                self._steps.append(step)
+                self.steps.append(step)
         return result
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Judge the call; what was raised inside goes on if the call kept to the proof."""
-        super().__exit__(kind, error, traceback)  # pyright: ignore[reportUnknownMemberType]
-        if error is None or isinstance(error, Exception):
-            self._judge(self._steps, error)
 
 
 __all__ = ["Departure", "Watch", "departure", "sides"]

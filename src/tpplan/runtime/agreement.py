@@ -55,6 +55,16 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None,
         )
 
 
+def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
+    """Whether `flag` holds on any rank of `group`; on this one alone where there is no group."""
+    if group is None or dist.get_backend(group) == "fake" or group.size() == 1:
+        return flag
+    flags = [False] * group.size()
+    with without_dispatch_modes():
+        dist.all_gather_object(flags, flag, group=group)
+    return any(flags)
+
+
 def _mismatch(message: str, note: str) -> CompileError:
     return CompileError(
         [

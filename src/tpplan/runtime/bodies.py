@@ -97,6 +97,7 @@ def prepare(
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
             body=_replaced(spec, modules, stock, placements, axis, context, twice)
             or (body if use is None else body_of(use, module, modules)),
+            replays=spec.recorded is not None,
             bias_elsewhere=left,
             own={name.rpartition(".")[2]: read for name, read in reads if _owner(modules, name)[0] is module},
             table=_table(spec, placements, axis),

@@ -67,8 +67,8 @@ class MeshDistributor:
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
     """This rank's device of a mesh."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
+    if mesh.device_type in ("cpu", "meta"):
+        return torch.device(mesh.device_type)
     module = getattr(torch, mesh.device_type)
     return torch.device(mesh.device_type, module.current_device())
 

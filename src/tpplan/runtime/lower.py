@@ -23,17 +23,23 @@ from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, swapped_class
+from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replaces_body, swapped_class
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.state import from_stock_order, to_stock_order
+from tpplan.runtime.watched import WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
 
 
 class Guard(Protocol):
     """Tells which program a call runs by; raises for calls that weren't proved."""
 
-    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Program:
-        """The program for a call of the root, by the mode and the arguments."""
+    def __call__(
+        self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any], /
+    ) -> tuple[Program, Callable[[frozenset[str]], WatchedCall] | None]:
+        """The program for a call of the root, by the mode and the arguments, and a watch over the call.
+
+        The watch is made with the names of modules whose bodies are replaced; None if the call needn't be watched.
+        """
         ...
 
     def alone(self) -> Program | None:
@@ -205,12 +211,21 @@ class Variants:
         self._held = [(program, prepared)]
         self._stock: list[tuple[nn.Module, str, Any]] = []
 
-    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Put the program in place that a call of the root runs by; raises if there is none."""
+    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> WatchedCall | None:
+        """Put the program in place that a call of the root runs by, and watch the call if it has to be.
+
+        Raises:
+            UnprovedCallError: there is no program.
+        """
         assert self._guard is not None
-        program = self._guard(training, arguments, keywords)
+        program, watch = self._guard(training, arguments, keywords)
         if program is not self._current:
             self._change_to(program)
+        return None if watch is None else watch(self._replaced())
+
+    def _replaced(self) -> frozenset[str]:
+        """The modules whose bodies the program in place replaces."""
+        return frozenset(name for name, module in self._modules.items() if replaces_body(module))
 
     def alone(self) -> None:
         """Put the program in place that modules run by which are called by themselves."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tpplan.compat import without_function_modes
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
@@ -26,6 +27,7 @@ from tpplan.runtime.outside import serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move
 from tpplan.runtime.standalone import starts_alone
+from tpplan.runtime.watched import AGAIN, WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes
 
 Reader = Callable[[Tensor], Tensor]
@@ -64,11 +66,12 @@ class ModuleRuntime:
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
-            put the program in place that the call runs by.
+            put the program in place that the call runs by; returns a watch over the call, if it has to be watched.
         context: for the root, where a reshard needs the batch size: where to note it.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
         walked: whether its own forward runs, whatever body its style has.
         body: what runs in place of the stock forward; None for that.
+        replays: whether that is the record of the stock forward, which calls the modules inside.
         packs: the layouts of its own parameters that pack several stretches, by their names in the module.
         bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
         own: how to read each parameter of the module itself, by its name there.
@@ -86,13 +89,14 @@ class ModuleRuntime:
     parts: tuple[tuple[nn.Module, str, Reader], ...] = ()
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
-    guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], None] | None = None
+    guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
     context: CallContext | None = None
     transposed: bool = False
     walked: bool = False
     shared: bool = False
     alone: ModuleRuntime | None = None
     body: Body | None = None
+    replays: bool = False
     bias_elsewhere: bool = False
     own: Mapping[str, Reader] = field(default_factory=dict[str, Reader])
     table: tuple[int, int] = (0, 0)
@@ -197,7 +201,10 @@ class ShardedModule(Watched):
 
     def _body(self, runtime: ModuleRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if runtime.body is not None:
-            return runtime.body(super().forward, args, kwargs)
+            if runtime.replays or not runtime.handed_out.watched:
+                return runtime.body(super().forward, args, kwargs)
+            with without_function_modes():  # what is proved of it, is proved of the stock body
+                return runtime.body(super().forward, args, kwargs)
         return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -213,10 +220,21 @@ class ShardedRoot(ShardedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on local tensors."""
         args, kwargs = whole_arguments(args, kwargs)
+        while True:
+            runtime: ModuleRuntime = self.__dict__[RUNTIME]
+            watch = None if runtime.guard is None else runtime.guard(self.training, args, kwargs)
+            if watch is None:
+                return self._run(args, kwargs)
+            self.__dict__[RUNTIME].handed_out.watched = True
+            try:
+                result = watch.run(lambda: self._run(args, kwargs))
+            finally:
+                self.__dict__[RUNTIME].handed_out.watched = False
+            if result is not AGAIN:
+                return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.guard is not None:
-            runtime.guard(self.training, args, kwargs)
-            runtime = self.__dict__[RUNTIME]
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
@@ -302,6 +320,14 @@ def _own(module: nn.Module, runtime: ModuleRuntime, name: str) -> Tensor | None:
     """A parameter of the module as its body reads it; None for one that it doesn't have, or never reads."""
     read = runtime.own.get(name)
     return None if read is None else read(module._parameters[name])  # pyright: ignore
+
+
+def replaces_body(module: nn.Module) -> bool:
+    """Whether a module runs a body of tpplan's in place of its own, and of all inside."""
+    runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
+    if runtime is None or runtime.walked or runtime.replays:
+        return False
+    return runtime.body is not None or isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding))
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

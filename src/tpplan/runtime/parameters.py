@@ -108,6 +108,7 @@ class HandedOut:
         shards: the tensors; None while no forward of the root is under way.
         alone: called before a module runs by itself, outside of any forward of the root.
         within: whether such a call is under way.
+        watched: whether the path of the forward under way is held against the proved one.
     """
 
     def __init__(self, axis: Communicator) -> None:
@@ -116,6 +117,7 @@ class HandedOut:
         self.shards: dict[int, Tensor] | None = None
         self.alone: Callable[[], None] | None = None
         self.within = False
+        self.watched = False
 
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""

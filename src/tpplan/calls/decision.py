@@ -1,0 +1,35 @@
+"""Decisions: a call of the root, and the proof that it runs by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tpplan.calls.key import CallKey
+from tpplan.calls.proofs import Proof
+from tpplan.compiler.ir.layout import Layout
+from tpplan.parity.tree import Path
+
+
+class Decision(NamedTuple):
+    """What a call runs by.
+
+    Attributes:
+        proof: the proof that covers it.
+        key: its key.
+    """
+
+    proof: Proof
+    key: CallKey
+
+
+class Call(NamedTuple):
+    """A call of the root, with how those of its tensors lie that an earlier call has left."""
+
+    training: bool
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    parts: Mapping[Path, Layout]
+
+
+__all__ = ["Call", "Decision"]

@@ -1,0 +1,138 @@
+"""A watched call: run it, and let its result go only if all ranks kept to a proved path.
+
+A call that left the proved paths is proved anew, at its own sizes and by the sides of branches that it took. If the
+program that it ran by covers that, its result is right. If it needs another program, it is run again by that one, where
+nothing was written that a second run would write again. Otherwise it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tpplan.calls.decision import Call, Decision
+from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.proofs import Proof
+from tpplan.calls.watch import Departure, Watch, sides
+from tpplan.compiler.ir.steps import Step
+from tpplan.compiler.ir.trace import Location
+from tpplan.plan import TpplanError
+from tpplan.runtime.watched import AGAIN
+
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+class Prover(Protocol):
+    """What a watched call asks of the guard; see `CallGuard`."""
+
+    def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
+        """Where a call left the proved paths of its kind."""
+        ...
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether `flag` holds on any rank."""
+        ...
+
+    def accept(self, decision: Decision) -> None:
+        """Take a call as proved."""
+        ...
+
+    def prove_path(self, call: Call, decision: Decision, taken: frozenset[Location]) -> Proof:
+        """The proof of a call at its own sizes, by these sides of branches on data."""
+        ...
+
+    def buffer_versions(self) -> list[int]:
+        """How often each buffer of the model was written to."""
+        ...
+
+
+class GuardedCall:
+    """One watched call of the root."""
+
+    def __init__(self, prover: Prover, call: Call, decision: Decision, replaced: frozenset[str]) -> None:
+        """Watch a call.
+
+        Args:
+            prover: the guard.
+            call, decision: the call, and the proof that it runs by.
+            replaced: modules whose bodies the program replaces.
+        """
+        self._prover = prover
+        self._call = call
+        self._decision = decision
+        self._replaced = replaced
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """See `WatchedCall`."""
+        versions = self._prover.buffer_versions()
+        generators = _generators() if self._call.training else []
+        watch = Watch()
+        try:
+            with watch:
+                result = forward()
+        except TpplanError:
+            raise
+        except Exception as error:
+            departed = self._departure(watch.steps)
+            if departed is None or departed.real is None:  # it raised on the proved path: that's the model's own doing
+                raise
+            raise _refused(departed, f"and then raised {type(error).__name__}: {error}") from error
+        departed = self._departure(watch.steps)
+        if not self._prover.on_any_rank(departed is not None):
+            self._prover.accept(self._decision)
+            return result
+        return self._settled(result, watch.steps, departed, versions, generators)
+
+    def _departure(self, steps: Sequence[Step]) -> Departure | None:
+        return self._prover.departure(self._decision, steps, self._replaced)
+
+    def _settled(
+        self,
+        result: Any,
+        steps: Sequence[Step],
+        departed: Departure | None,
+        versions: list[int],
+        generators: list[tuple[Callable[[Tensor], None], Tensor]],
+    ) -> Any:
+        """The result, if the path that was taken can be proved for the program that ran."""
+        try:
+            proof = self._prover.prove_path(self._call, self._decision, sides(steps))
+        except TpplanError as error:
+            raise _refused(departed, f"which can't be proved\n{error}") from error
+        if proof is self._decision.proof:
+            left = self._departure(steps)
+            if self._prover.on_any_rank(left is not None):
+                raise _refused(left, "which its proof doesn't take")
+            self._prover.accept(self._decision)
+            return result
+        if not self._repeats() or versions != self._prover.buffer_versions():
+            raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
+        for restore, state in generators:
+            restore(state)
+        return AGAIN
+
+    def _repeats(self) -> bool:
+        """Whether the call could leave nothing with its caller that a second run would leave again."""
+        return all(isinstance(item, _PLAIN) for item in (*self._call.arguments, *self._call.keywords.values()))
+
+
+def _refused(departed: Departure | None, way: str) -> UnprovedCallError:
+    where = "another rank of the axis left the proved path" if departed is None else str(departed)
+    return UnprovedCallError(
+        f"TP131 departed-call: the call left the path that was proved: {where}, {way}\n  help: pass `inputs=` like this "
+        "call to `parallelize`; what steers the model must show in its arguments, or in its modules' attributes"
+    )
+
+
+def _generators() -> list[tuple[Callable[[Tensor], None], Tensor]]:
+    """The random generators that a forward may draw from, as they are now."""
+    states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    return states
+
+
+__all__ = ["GuardedCall"]

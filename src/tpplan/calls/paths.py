@@ -1,0 +1,91 @@
+"""Paths: the ways through the model's code that are proved for each kind of call, and which calls are watched.
+
+The first real call of a kind is watched, as its device, backends and settings aren't the capture's, and so is the first
+of each new combination of sizes. So is every call, if a branch on a tensor's value has a side that isn't proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tpplan.calls.key import CallKey, Kind, Part
+from tpplan.calls.proofs import Proof
+from tpplan.calls.watch import Departure, departure
+from tpplan.compiler.ir.steps import Step, Stream
+from tpplan.compiler.ir.trace import Location
+from tpplan.compiler.pipeline import Compiled
+
+
+@dataclass(slots=True)
+class Path:
+    """What is known of one kind of call.
+
+    Attributes:
+        streams: the steps of its proofs, one for each combination of sides of branches, and of sizes that matter.
+        sides: branches on data that one side is proved of.
+        both: whether the other sides were looked at.
+        watched: whether each call is watched, as a side isn't proved.
+    """
+
+    streams: list[Stream] = field(default_factory=list[Stream])
+    sides: dict[Location, bool] = field(default_factory=dict[Location, bool])
+    both: bool = False
+    watched: bool = False
+
+
+class Paths:
+    """The paths of all kinds of calls of one model, as one rank takes them."""
+
+    def __init__(self, rank: int, always: bool = False) -> None:
+        """Be `rank`; watch each call if `always`."""
+        self._rank = rank
+        self._always = always
+        self._paths: dict[Part, Path] = {}
+        self._own: dict[CallKey, Proof] = {}
+
+    def forget(self) -> None:
+        """Know nothing of any call, as the model was changed."""
+        self._paths.clear()
+        self._own.clear()
+
+    def note(self, kind: Kind, compiled: Compiled) -> None:
+        """Take the steps of a proof for calls of a kind."""
+        path = self._paths.setdefault(kind.traced, Path())
+        stream = compiled.streams.get(self._rank)
+        if stream is not None:
+            path.streams.append(stream)
+            path.sides.update({a.location: a.taken for a in compiled.assumptions if a.location is not None})
+
+    def of(self, kind: Kind) -> Path:
+        """What is known of a kind of call."""
+        return self._paths.setdefault(kind.traced, Path())
+
+    def must_watch(self, key: CallKey, proof: Proof) -> bool:
+        """Whether a call is to be watched."""
+        path = self._paths.get(key.kind.traced)
+        if path is None or not path.streams:
+            return False
+        return self._always or path.watched or not proof.has_met(key)
+
+    def departure(self, kind: Kind, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
+        """Where a call left all proved paths; of several, where it left the latest."""
+        found: Departure | None = None
+        for stream in reversed(self.of(kind).streams):
+            differs = departure(stream, steps, replaced)
+            if differs is None:
+                return None
+            found = found or differs
+        return found
+
+    # -- programs for single combinations of sizes ----------------------------------------------------------------
+    def own_proof(self, key: CallKey) -> Proof | None:
+        """The proof of a call whose sizes need another program than others of its kind."""
+        return self._own.get(key) if self._own else None
+
+    def give_own(self, key: CallKey, proof: Proof) -> None:
+        """Let calls of one kind and these sizes run by a program of their own."""
+        self._own[key] = proof
+
+
+__all__ = ["Path", "Paths"]
