@@ -45,6 +45,7 @@ __all__ = [
     "derive_class",
     "fake_mesh",
     "fake_process_group",
+    "hook_counts",
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
@@ -56,6 +57,7 @@ __all__ = [
     "new_distributed_tensor",
     "new_gradient",
     "own_buffers",
+    "own_modules",
     "own_parameters",
     "propagate",
     "rebuild_container",
@@ -150,6 +152,16 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The table that holds a module's own buffers, by name."""
     return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table that holds a module's children, by name."""
+    return module._modules
+
+
+def hook_counts(module: nn.Module) -> tuple[int, int]:
+    """How many forward hooks and forward pre-hooks a module has."""
+    return len(module._forward_hooks), len(module._forward_pre_hooks)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def transient_buffers(module: nn.Module) -> set[str]:

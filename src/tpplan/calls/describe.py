@@ -1,6 +1,6 @@
 """Describe: how a call differs from the example, for people.
 
-    `wide` is True, which the example leaves out; `attention_mask` is left out; the call is in evaluation
+`wide` is True, which the example leaves out; `attention_mask` is left out; the call is in evaluation
 """
 
 from __future__ import annotations

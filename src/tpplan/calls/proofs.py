@@ -160,7 +160,7 @@ def _moves(module: ModuleProgram, batch: int) -> tuple[frozenset[object], ...]:
     def move(reshard: Reshard) -> object:
         return (reshard.path, _of_any_batch(reshard.source, batch), _of_any_batch(reshard.target, batch))
 
-    return tuple(frozenset(map(move, held)) for held in (module.entries, module.inner, module.exits))
+    return tuple(frozenset([move(held) for held in row]) for row in (module.entries, module.inner, module.exits))
 
 
 def _record(record: RecordedBody | None, batch: int) -> object:
@@ -177,7 +177,9 @@ def _record(record: RecordedBody | None, batch: int) -> object:
 def _kernels(program: Program, called: set[str]) -> frozenset[KernelUse]:
     """The bodies that kernels replace; for which dtype doesn't matter, as others take the model's own."""
     return frozenset(
-        replace(use, dtype="", note="", refused="") for use in program.kernels if not use.refused and use.module in called
+        replace(use, dtype="", note="", refused="")
+        for use in program.kernels
+        if not use.refused and use.module in called
     )
 
 
