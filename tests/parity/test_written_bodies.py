@@ -178,6 +178,20 @@ def test_a_layer_of_more_than_its_weight_is_refused(make: Callable[[], nn.Module
     assert outcome(Mlp(make()), MLP, 2) == "refused"
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+@pytest.mark.parametrize("make", [
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.weight_norm,
+    nn.utils.spectral_norm,
+    lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+])  # fmt: skip
+def test_a_weight_that_is_computed_is_named(make: Callable[[nn.Module], nn.Module], style: str) -> None:
+    with pytest.raises(CompileError, match=r"TP112 .*`down` computes its weight"):
+        tpplan.compile_plan(Mlp(make(nn.Linear(INNER, WIDTH))), {"version": 1, "modules": {"down": style}}, 2,
+                            (X[0].float(),))  # fmt: skip
+
+
 def test_a_hook_on_a_layer_sees_and_changes_whole_results() -> None:
     model = Mlp(nn.Linear(INNER, WIDTH))
     model.down.register_forward_hook(lambda module, args, result: result.clamp(max=0.1) + 1)
@@ -415,3 +429,73 @@ def test_ids_that_no_rank_holds_raise_as_the_stock_table_does(wrong: int, size: 
             sharded = tpplan.parallelize(copy, {"version": 1, "modules": {"table": "vocab"}}, mesh, IDS)
             with pytest.raises(IndexError, match="index out of range"):
                 sharded(ids)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+class Swiglu(nn.Module):
+    """A gated body, whose activation and split the test chooses."""
+
+    def __init__(self, act: nn.Module, gate: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.act, self.body = act, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.body(self, x))
+
+
+def _gate_without_gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = m.act(m.gate(x))
+    return gate * m.up(x)
+
+
+def _plain(m: Any, x: Tensor) -> Tensor:
+    return m.act(m.gate(x)) * m.up(x)
+
+
+def _times(scale: float) -> Callable[[Any, Tensor], Tensor]:
+    return lambda m, x: m.act(m.gate(x)) * m.up(x) * scale
+
+
+def _hooked() -> nn.Module:
+    act = nn.SiLU()
+    act.register_full_backward_hook(lambda module, inner, outer: None)
+    return act
+
+
+BODIES: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor], bool]] = {
+    "stock": (nn.SiLU(), _plain, True),
+    "half": (nn.SiLU(), _times(0.5), False),
+    "no gradient": (nn.SiLU(), _gate_without_gradient, False),
+    "detached": (nn.SiLU(), lambda m, x: m.act(m.gate(x)).detach() * m.up(x), False),
+    "clamped": (nn.SiLU(), lambda m, x: m.act(m.gate(x)).clamp(max=1e9) * m.up(x), False),
+    "clamped inside": (Written(lambda m, x: functional.silu(x).clamp(max=1e9), 0), _plain, False),
+    "a little more": (Written(lambda m, x: functional.silu(x) + 1e-12, 0), _plain, False),
+    "a hook": (_hooked(), _plain, False),
+    "GELU": (nn.GELU(), _plain, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_gated_bodies_are_replaced_where_nothing_else_is_computed(name: str) -> None:
+    act, gate, replaced = BODIES[name]
+    program = tpplan.compile_plan(Swiglu(act, gate), {"version": 1, "modules": {"{gate,up}": "colwise",
+                                  "down": "rowwise"}}, 2, (X[0].float(),))  # fmt: skip
+    assert any(use.kind in ("swiglu", "geglu") and not use.refused for use in program.kernels) == replaced
+
+
+@pytest.mark.parametrize(("name", "fused"), [("stock", True), ("addmm", True), ("bias twice", False),
+                                             ("half of the bias", False), ("addmm with beta", False),
+                                             ("no bias", False), ("scaled", False)])  # fmt: skip
+def test_a_bias_is_left_to_a_kernel_where_it_is_added_once(name: str, fused: bool) -> None:
+    class Gelu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = Spelled(WIDTH, INNER, LINEARS[name][0]), nn.GELU(), nn.Linear(INNER, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(self.up(x)))
+
+    program = tpplan.compile_plan(Gelu(), {"version": 1, "modules": MLP}, 2, (X[0].float(),))
+    assert [use.kind for use in program.kernels if not use.refused] == ["bias_gelu" if fused else "gelu"]
