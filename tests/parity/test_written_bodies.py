@@ -81,8 +81,9 @@ def outcome(model: nn.Module, rules: dict[str, Any], size: int, inputs: tuple[An
     return "equal"
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def _addmm(layer: nn.Linear, x: Tensor, **factors: float) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.addmm(layer.bias, rows, layer.weight.t(), **factors).view(*x.shape[:-1], -1)  # pyright: ignore
 
 
 LINEARS: dict[str, tuple[Body, str]] = {
@@ -93,10 +94,10 @@ LINEARS: dict[str, tuple[Body, str]] = {
     "bias twice": (lambda m, x: functional.linear(x, m.weight, m.bias) + m.bias, "equal"),
     "half of the bias": (lambda m, x: torch.add(functional.linear(x, m.weight), m.bias, alpha=0.5), "equal"),
     "twice the product": (lambda m, x: torch.add(m.bias, functional.linear(x, m.weight), alpha=2), "equal"),
-    "addmm": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t()).view(*x.shape[:2], -1), "equal"),
-    "addmm with beta": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t(), beta=0.5).view(*x.shape[:2], -1), "equal"),
-    "addmm with alpha": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t(), alpha=2).view(*x.shape[:2], -1), "equal"),
-    "addmm without bias": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t(), beta=0).view(*x.shape[:2], -1), "equal"),
+    "addmm": (lambda m, x: _addmm(m, x), "equal"),
+    "addmm with beta": (lambda m, x: _addmm(m, x, beta=0.5), "equal"),
+    "addmm with alpha": (lambda m, x: _addmm(m, x, alpha=2), "equal"),
+    "addmm without bias": (lambda m, x: _addmm(m, x, beta=0), "equal"),
     "no bias": (lambda m, x: functional.linear(x, m.weight), "equal"),
     "matmul": (lambda m, x: x @ m.weight.T + m.bias, "equal"),
     "bias first": (lambda m, x: m.bias + x @ m.weight.T, "equal"),
