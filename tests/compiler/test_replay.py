@@ -177,3 +177,62 @@ def test_what_a_body_writes_to_an_argument_is_not_lost_silently() -> None:
 def test_what_is_not_split_is_left_alone() -> None:
     program = tpplan.compile_plan(Block(), {"version": 1, "modules": {"norm": "replicate"}}, 2, ACTIVATIONS)
     assert not program.replays
+
+
+class Keeper(nn.Module):
+    """Derives the size of a head, so that it runs from its record, and scales by a tensor that it keeps."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.width, self.keep = WIDTH, keep
+        scale = torch.randn(()) if keep == "number" else torch.randn(WIDTH // HEADS)
+        if keep in ("buffer", "number"):
+            self.register_buffer("scale", scale)
+        else:
+            self.scale = {"attribute": scale, "list": [scale], "dict": {0: scale}}[keep]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x)
+        scale: Any = self.scale[0] if self.keep in ("list", "dict") else self.scale
+        heads = y.view(*y.shape[:2], HEADS, self.width // HEADS) * scale
+        return self.o(heads.transpose(1, 2).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize(("keep", "replays"), [("attribute", True), ("buffer", True), ("number", True),
+                                               ("list", False), ("dict", False)])  # fmt: skip
+def test_a_tensor_that_a_body_keeps_is_read_anew_or_the_body_is_not_replayed(keep: str, replays: bool) -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Keeper(keep))
+    program = tpplan.compile_plan(model, {"version": 1, "modules": {"1.q": "colwise", "1.o": "rowwise"}}, 2,
+                                  ACTIVATIONS)  # fmt: skip
+    assert program.replays == replays
+    assert verify_program(model, program, (ACTIVATIONS, {})).ok
+    if keep == "number":  # what is loaded after the proof counts
+        script = Scripts(model, program)
+        assert script.reads("scale")
+
+
+class Scripts:
+    """The script that a program's body is played from."""
+
+    def __init__(self, model: nn.Module, program: Program) -> None:
+        (spec,) = (module for module in program.modules if module.recorded is not None)
+        assert spec.recorded is not None
+        stock = replay.make_skeleton(model).model.get_submodule(spec.name)
+        layouts = {p.name.removeprefix(f"{spec.name}."): p.layout for p in program.parameters}
+        body = replay.Replay(stock, spec.recorded, layouts, 2, 0, lambda: 3)
+        self.script = body._write(True, ACTIVATIONS, {}, 3)
+
+    def reads(self, name: str) -> bool:
+        return name in dict(self.script.held).values()
+
+
+def test_a_record_is_made_anew_for_a_tensor_that_lies_otherwise() -> None:
+    def key(*tensors: Tensor) -> object:
+        return replay._geometry((tensors, {}), {})
+
+    x = torch.randn(3, 4, 5)
+    assert key(x) == key(torch.randn(3, 4, 5))
+    assert key(x) != key(torch.randn(4, 3, 5).transpose(0, 1))
+    assert key(x) != key(x.double()) and key(x, x) != key(x, x.clone())
+    assert replay._geometry(1, {}) != replay._geometry(True, {}) != replay._geometry(1.0, {})

@@ -81,8 +81,9 @@ def outcome(model: nn.Module, rules: dict[str, Any], size: int, inputs: tuple[An
     return "equal"
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def _addmm(layer: nn.Linear, x: Tensor, **factors: float) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.addmm(layer.bias, rows, layer.weight.t(), **factors).view(*x.shape[:-1], -1)  # pyright: ignore
 
 
 LINEARS: dict[str, tuple[Body, str]] = {
@@ -93,10 +94,10 @@ LINEARS: dict[str, tuple[Body, str]] = {
     "bias twice": (lambda m, x: functional.linear(x, m.weight, m.bias) + m.bias, "equal"),
     "half of the bias": (lambda m, x: torch.add(functional.linear(x, m.weight), m.bias, alpha=0.5), "equal"),
     "twice the product": (lambda m, x: torch.add(m.bias, functional.linear(x, m.weight), alpha=2), "equal"),
-    "addmm": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t()).view(*x.shape[:2], -1), "equal"),
-    "addmm with beta": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t(), beta=0.5).view(*x.shape[:2], -1), "equal"),
-    "addmm with alpha": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t(), alpha=2).view(*x.shape[:2], -1), "equal"),
-    "addmm without bias": (lambda m, x: torch.addmm(m.bias, _flat(x), m.weight.t(), beta=0).view(*x.shape[:2], -1), "equal"),
+    "addmm": (lambda m, x: _addmm(m, x), "equal"),
+    "addmm with beta": (lambda m, x: _addmm(m, x, beta=0.5), "equal"),
+    "addmm with alpha": (lambda m, x: _addmm(m, x, alpha=2), "equal"),
+    "addmm without bias": (lambda m, x: _addmm(m, x, beta=0), "equal"),
     "no bias": (lambda m, x: functional.linear(x, m.weight), "equal"),
     "matmul": (lambda m, x: x @ m.weight.T + m.bias, "equal"),
     "bias first": (lambda m, x: m.bias + x @ m.weight.T, "equal"),
@@ -176,6 +177,20 @@ class Lora(nn.Linear):
 ])  # fmt: skip
 def test_a_layer_of_more_than_its_weight_is_refused(make: Callable[[], nn.Module]) -> None:
     assert outcome(Mlp(make()), MLP, 2) == "refused"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+@pytest.mark.parametrize("make", [
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.weight_norm,
+    nn.utils.spectral_norm,
+    lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+])  # fmt: skip
+def test_a_weight_that_is_computed_is_named(make: Callable[[nn.Module], nn.Module], style: str) -> None:
+    with pytest.raises(CompileError, match=r"TP112 .*`down` computes its weight"):
+        tpplan.compile_plan(Mlp(make(nn.Linear(INNER, WIDTH))), {"version": 1, "modules": {"down": style}}, 2,
+                            (X[0].float(),))  # fmt: skip
 
 
 def test_a_hook_on_a_layer_sees_and_changes_whole_results() -> None:
@@ -415,3 +430,73 @@ def test_ids_that_no_rank_holds_raise_as_the_stock_table_does(wrong: int, size: 
             sharded = tpplan.parallelize(copy, {"version": 1, "modules": {"table": "vocab"}}, mesh, IDS)
             with pytest.raises(IndexError, match="index out of range"):
                 sharded(ids)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+class Swiglu(nn.Module):
+    """A gated body, whose activation and split the test chooses."""
+
+    def __init__(self, act: nn.Module, gate: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.act, self.body = act, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.body(self, x))
+
+
+def _gate_without_gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = m.act(m.gate(x))
+    return gate * m.up(x)
+
+
+def _plain(m: Any, x: Tensor) -> Tensor:
+    return m.act(m.gate(x)) * m.up(x)
+
+
+def _times(scale: float) -> Callable[[Any, Tensor], Tensor]:
+    return lambda m, x: m.act(m.gate(x)) * m.up(x) * scale
+
+
+def _hooked() -> nn.Module:
+    act = nn.SiLU()
+    act.register_full_backward_hook(lambda module, inner, outer: None)
+    return act
+
+
+BODIES: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor], bool]] = {
+    "stock": (nn.SiLU(), _plain, True),
+    "half": (nn.SiLU(), _times(0.5), False),
+    "no gradient": (nn.SiLU(), _gate_without_gradient, False),
+    "detached": (nn.SiLU(), lambda m, x: m.act(m.gate(x)).detach() * m.up(x), False),
+    "clamped": (nn.SiLU(), lambda m, x: m.act(m.gate(x)).clamp(max=1e9) * m.up(x), False),
+    "clamped inside": (Written(lambda m, x: functional.silu(x).clamp(max=1e9), 0), _plain, False),
+    "a little more": (Written(lambda m, x: functional.silu(x) + 1e-12, 0), _plain, False),
+    "a hook": (_hooked(), _plain, False),
+    "GELU": (nn.GELU(), _plain, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_gated_bodies_are_replaced_where_nothing_else_is_computed(name: str) -> None:
+    act, gate, replaced = BODIES[name]
+    program = tpplan.compile_plan(Swiglu(act, gate), {"version": 1, "modules": {"{gate,up}": "colwise",
+                                  "down": "rowwise"}}, 2, (X[0].float(),))  # fmt: skip
+    assert any(use.kind in ("swiglu", "geglu") and not use.refused for use in program.kernels) == replaced
+
+
+@pytest.mark.parametrize(("name", "fused"), [("stock", True), ("addmm", True), ("bias twice", False),
+                                             ("half of the bias", False), ("addmm with beta", False),
+                                             ("no bias", False), ("scaled", False)])  # fmt: skip
+def test_a_bias_is_left_to_a_kernel_where_it_is_added_once(name: str, fused: bool) -> None:
+    class Gelu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = Spelled(WIDTH, INNER, LINEARS[name][0]), nn.GELU(), nn.Linear(INNER, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(self.up(x)))
+
+    program = tpplan.compile_plan(Gelu(), {"version": 1, "modules": MLP}, 2, (X[0].float(),))
+    assert [use.kind for use in program.kernels if not use.refused] == ["bias_gelu" if fused else "gelu"]

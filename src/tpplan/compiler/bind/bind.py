@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_convolution, linear_form
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.plan import Diagnostic, Plan, Rule, Style
@@ -127,6 +127,15 @@ def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, B
 
 def _misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     """What keeps a rule from being carried out on this module, seen from the module alone."""
+    if rule.style in (Style.COLWISE, Style.ROWWISE, Style.VOCAB) and _computes_weight(module):
+        return Diagnostic(
+            code="TP112",
+            message=f"`{name}` computes its weight from other parameters, so that there is none that could be split",
+            span=rule.style_span,
+            help="make the weight a parameter first (torch.nn.utils.parametrize.remove_parametrizations, or "
+            "torch.nn.utils.remove_weight_norm), or remove the rule",
+            subject=name,
+        )
     if rule.style in (Style.COLWISE, Style.ROWWISE):
         form = linear_form(module)
         if form is None and not (rule.style is Style.COLWISE and is_grouped_convolution(module)):
@@ -145,6 +154,12 @@ def _misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
                 subject=name,
             )
     return None
+
+
+def _computes_weight(module: nn.Module) -> bool:
+    """Whether a linear layer, embedding or convolution has something else for a weight than a parameter."""
+    kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return isinstance(module, kinds) and own_parameters(module).get("weight") is None
 
 
 def _not_for_parameters(name: str, rule: Rule) -> Diagnostic:

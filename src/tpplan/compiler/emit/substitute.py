@@ -125,9 +125,10 @@ def _norm(instance: Instance, norm: Norm, given: _Given) -> KernelUse:
     layout = given.assignment.layouts.get(instance.values[entry], REPLICATED)
     if layout.dim is not None and layout.dim >= len(region.values[entry].shape) - norm.dims:
         refused = "it normalizes over the sharded dim"
+    cast = "after" if norm.narrows else norm.cast  # a kernel never rounds within float64
     kind = KernelKind.LAYER_NORM if norm.centred else KernelKind.RMS_NORM
     return _use(
-        instance, given, kind, refused, eps=norm.eps, offset=norm.offset, cast=norm.cast, dims=norm.dims,
+        instance, given, kind, refused, eps=norm.eps, offset=norm.offset, cast=cast, dims=norm.dims,
         weight=leaves[0], bias=leaves[1],
     )  # fmt: skip
 

@@ -82,7 +82,7 @@ def play(
     """
     known: dict[int, Any] = {value: _argument(path, names, args, kwargs) for path, value in script.entries}
     for value, path in script.held:
-        known[value] = _attribute(module, path)
+        known[value] = attribute_at(module, path)
     device = next((held.device for held in known.values() if isinstance(held, Tensor)), torch.device("cpu"))
     known |= {value: numbers.to(device) for value, numbers in script.constants}
     modules = dict(named_modules(module))
@@ -138,11 +138,12 @@ def _at(held: Any, path: Path) -> Any:
     return held
 
 
-def _attribute(module: nn.Module, path: str) -> Any:
+def attribute_at(module: nn.Module, path: str) -> Any:
+    """What stands at a path of attributes."""
     held: Any = module
     for part in path.split("."):
         held = getattr(held, part)
     return held
 
 
-__all__ = ["Call", "ReplayError", "Run", "Script", "play"]
+__all__ = ["Call", "ReplayError", "Run", "Script", "attribute_at", "play"]

@@ -33,15 +33,15 @@ _VIEWS = frozenset(
 _SUMS = frozenset(
     f"aten.{name}"
     for name in (
-        "mean.dim", "mean.default", "sum.dim_IntList", "var.correction", "var_mean.correction", "native_layer_norm.default",
-        "_fused_rms_norm.default", "linalg_vector_norm.default",
+        "mean.dim", "mean.default", "sum.dim_IntList", "var.correction", "var_mean.correction",
+        "native_layer_norm.default", "_fused_rms_norm.default", "linalg_vector_norm.default",
     )
 )  # fmt: skip
 _ENTRYWISE = frozenset(
     f"aten.{name}"
     for name in (
-        "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "rsub.Tensor", "mul.Tensor", "mul.Scalar",
-        "div.Tensor", "div.Scalar", "neg.default", "square.default", "sqrt.default", "rsqrt.default",
+        "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "rsub.Tensor", "mul.Tensor",
+        "mul.Scalar", "div.Tensor", "div.Scalar", "neg.default", "square.default", "sqrt.default", "rsqrt.default",
         "reciprocal.default", "pow.Tensor_Scalar", "silu.default", "sigmoid.default",
     )
 )  # fmt: skip

@@ -66,7 +66,7 @@ def _terms(instance: Instance, body_of: BodyOf) -> dict[int, Term] | None:
     for node in region.nodes:
         if isinstance(node, CallNode):
             child = next(children)
-            made = _called(node, child, child.frame.module.removeprefix(prefix), terms, body_of)
+            made = _called(node, region, child, child.frame.module.removeprefix(prefix), terms, body_of)
         else:
             made = _computed(node, region, terms)
         if made is None:
@@ -76,9 +76,11 @@ def _terms(instance: Instance, body_of: BodyOf) -> dict[int, Term] | None:
 
 
 def _called(
-    node: CallNode, child: Instance, leaf: str, terms: dict[int, Term], body_of: BodyOf
+    node: CallNode, region: Region, child: Instance, leaf: str, terms: dict[int, Term], body_of: BodyOf
 ) -> dict[int, Term] | None:
     if len(node.inputs) != 1 or len(node.outputs) != 1 or node.inputs[0] not in terms:
+        return None
+    if region.values[node.outputs[0]].gradless:
         return None
     body = body_of(child.region)
     if isinstance(body, Activation):

@@ -13,6 +13,7 @@ nothing that could be missed: one that isn't accounted for is the end of the lem
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -94,14 +95,15 @@ def _is_plain_call(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
     if len(frame.entries) != 1 or len(frame.exits) != 1 or not frame.body or frame.exits[0].path or frame.backwards:
         return False
     entry, leaving = frame.entries[0], frame.exits[0]
-    if entry.path != _only_argument(module) or entry.aliases or leaving.aliases:
+    if entry.path != _only_argument(type(module)) or entry.aliases or leaving.aliases:
         return False
     return all(isinstance(node, Operation) and _stays(flow, frame, node) for node in frame.body)
 
 
-def _only_argument(module: nn.Module) -> tuple[str] | None:
+@functools.cache
+def _only_argument(kind: type[nn.Module]) -> tuple[str] | None:
     """The path of the argument of a forward that takes no other."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None
     return (parameters[0].name,)

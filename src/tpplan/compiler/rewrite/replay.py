@@ -26,7 +26,7 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import RecordedBody
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode
-from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, play
+from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
@@ -124,7 +124,7 @@ class Replay:
             shape[layout.dim] = packs or shape[layout.dim] * self._size
             if layout.within:
                 shape[layout.dim + 1] = sum(pack.size for pack in layout.within)
-        made = torch.empty(shape, dtype=local.dtype, device="meta")
+        made = torch.empty_strided(shape, _strides(local, shape), dtype=local.dtype, device="meta")
         return made.requires_grad_(local.requires_grad and torch.is_grad_enabled())
 
     def _script(self, trace: Trace, state: Capture, model: nn.Module, layouts: Mapping[int, Layout]) -> Script:
@@ -133,17 +133,21 @@ class Replay:
             raise ReplayError("what the body runs depends on the numbers in its tensors")
         read = set(_read(trace))
         held = {value: names[0] for value, names in trace.parameters.items() if value in read}
+        attributes = {id(tensor): name for name, tensor in held_tensors(model)}
         for name, tensor in held_tensors(model):
             value = recorder.held_value(tensor)
             if value is not None and value in read:
-                held.setdefault(value, name)
+                held.setdefault(value, _readable(model, name, tensor))
         made = set(_made(trace)) | held.keys()
         constants: list[tuple[int, Tensor]] = []
         for value in sorted(read - made):
             numbers = trace.values[value].numbers
             if numbers is None:
                 raise ReplayError("the body reads a tensor that is neither a parameter, nor a buffer, nor an argument")
-            constants.append((value, numbers))
+            if id(numbers) in attributes:
+                held[value] = _readable(model, attributes[id(numbers)], numbers)
+            else:
+                constants.append((value, numbers))
         steps: list[Run | Call] = []
         for node in trace.root.body:
             if isinstance(node, Operation):
@@ -156,6 +160,13 @@ class Replay:
         sources = {c.target: c.source for c in trace.root.exits}
         result = _referred(state.results["", 0], recorder, sources)
         return Script(entries, tuple(held.items()), tuple(constants), tuple(steps), result)
+
+
+def _readable(model: nn.Module, name: str, tensor: Tensor) -> str:
+    """The path of attributes that leads to a tensor of the model, by which each call reads it anew."""
+    if attribute_at(model, name) is not tensor:
+        raise ReplayError(f"the body reads a tensor that `{name}` holds in a list or dict; make it a buffer")
+    return name
 
 
 class _Settler:
@@ -221,6 +232,15 @@ class _Settler:
         )
 
 
+def _strides(local: Tensor, shape: Sequence[int]) -> list[int]:
+    """The strides of a whole tensor that lies in memory as its part does: its dims in the same order."""
+    made, inner = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+        if local.stride(dim) or local.shape[dim] == 1 == shape[dim]:
+            made[dim], inner = inner, inner * max(shape[dim], 1)
+    return made
+
+
 def _kind(layout: Layout) -> tuple[str, str, int | None]:
     return layout.forward, layout.gradient, layout.dim
 
@@ -263,7 +283,8 @@ def _referred(held: Any, recorder: Recorder, instead: Mapping[int, int] | None =
 def _geometry(held: Any, seen: dict[int, int]) -> object:
     """What a record depends on; also which places hold one and the same tensor, as attention looks at that."""
     if isinstance(held, Tensor):
-        return (tuple(held.shape), held.dtype, held.requires_grad, seen.setdefault(id(held), len(seen)))
+        geometry = (tuple(held.shape), held.stride(), held.dtype, held.requires_grad)
+        return (*geometry, seen.setdefault(id(held), len(seen)))
     if type(held) is tuple:
         return tuple(_geometry(item, seen) for item in held)  # pyright: ignore
     if type(held) is dict:

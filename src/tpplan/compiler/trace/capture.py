@@ -289,6 +289,8 @@ def _record_call(
         result = stand_in[0]
     outward = _Crosser(recorder, True, None if boundary is None else functools.partial(boundary.leave, name, call))
     result = outward(result, ())
+    if recorder.frames[-1].differentiates and not torch.is_grad_enabled():
+        recorder.gradless.update(crossing.target for crossing in outward.crossings)
     state.results[name, call] = result
     recorder.frames[-1].body.append(
         Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body))
