@@ -17,7 +17,15 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-OPERATORS = {f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}": op for op in op_db}
+from tpplan.compiler.ir.operators import TABLE, lookup
+
+# Left out: transforms, of which torch's own crash on some samples, and what no operator of the table is used for.
+_OUTSIDE = ("fft.", "sparse.", "torch.ops.", "polygamma.", "mvlgamma.", "special.", "histogram", "jiterator")
+OPERATORS = {
+    f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}": op
+    for op in op_db
+    if not f"{op.name}.".startswith(_OUTSIDE) or op.name in ("special.log_ndtr", "special.entr", "special.i1")
+}
 _LARGEST = 2048
 
 
@@ -32,6 +40,16 @@ class Call:
     @property
     def name(self) -> str:
         return str(self.operator)
+
+    @property
+    def is_random(self) -> bool:
+        known = lookup(self.name)
+        return known is not None and known.random
+
+    @property
+    def without_numbers(self) -> bool:
+        """Whether two runs of it needn't make the same numbers: what it makes is random, or is never written."""
+        return self.is_random or self.name.startswith(("aten.empty", "aten.new_empty"))
 
     @property
     def key(self) -> str:
@@ -91,23 +109,83 @@ def _tensors(held: Any) -> list[Tensor]:
     return [t for item in held for t in _tensors(item)] if isinstance(held, (list, tuple)) else []
 
 
-def calls_of(name: str, samples: int, dtype: torch.dtype = torch.float64) -> Iterator[Call]:
-    """The calls that one entry of the database comes down to, each once."""
+def calls_of(name: str, samples: int) -> Iterator[Call]:
+    """The calls that an entry comes down to, each once: one of the database, or an operator of the table itself."""
+    if name in TABLE:
+        yield from made_up(name)
+        return
     entry, seen = OPERATORS[name], set[str]()
-    if not entry.supports_dtype(dtype, "cpu"):
+    dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if entry.supports_dtype(d, "cpu")), None)
+    if dtype is None:
         return
     torch.manual_seed(0)
     try:
-        given = list(itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=False), samples))
+        whole = list(itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=False), 40))
     except Exception:
         return
     variants = [entry.op, *([entry.inplace_variant] if entry.inplace_variant else [])]
-    for sample in given:
+    for sample in _spread([s for s in whole if any(t.dim() and t.numel() > 1 for t in _tensors(s.input))], samples):
         for function, meta in itertools.product(variants, (False, True)):
             for call in _run(function, (sample.input, *sample.args), sample.kwargs, meta):
                 if _fits(call) and call.key not in seen:
                     seen.add(call.key)
                     yield call
+
+
+def _spread(items: list[Any], count: int) -> list[Any]:
+    """Some of the items, from the first to the last."""
+    return items if len(items) <= count else [items[i * len(items) // count] for i in range(count)]
+
+
+def made_up(name: str) -> Iterator[Call]:
+    """Calls of an operator that works entry by entry, with arguments by their types."""
+    operator = _resolve(name)
+    for shapes in (((4, 6), (4, 6), (4, 6)), ((4, 6), (6,), (4, 1)), ((4, 1), (4, 6), (6,))):
+        for dtype in (torch.float64, torch.int64, torch.bool):
+            call = _with_arguments(operator, shapes, dtype)
+            try:
+                call.operator(*_copy(call.arguments), **_copy(call.keywords))
+            except (RuntimeError, NotImplementedError, ValueError):
+                continue
+            yield call
+            break
+
+
+def _resolve(name: str) -> Any:
+    _, base, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, base), overload)
+
+
+def _copy(held: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.detach().clone(), held)
+
+
+def _with_arguments(operator: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Call:
+    generator, given, keywords = torch.Generator().manual_seed(3), list[Any](), dict[str, Any]()
+    remaining = list(shapes)
+
+    def value(argument: Any) -> Any:
+        kind = str(argument.type)
+        if kind == "Tensor":
+            numbers = torch.rand(remaining.pop(0), dtype=torch.float64, generator=generator) * 0.9 + 0.05
+            if argument.name == "condition":
+                return numbers > 0.5
+            return numbers if dtype is torch.float64 else (numbers * (9 if dtype is torch.int64 else 1.5)).to(dtype)
+        if "number" in kind:
+            return 0.5 if dtype is torch.float64 else 3
+        if kind == "int":
+            return 1
+        return "floor" if argument.name == "rounding_mode" else None
+
+    for argument in operator._schema.arguments:
+        made = value(argument)
+        if made is None:
+            continue
+        if argument.kwarg_only:
+            keywords[argument.name] = made
+        else:
+            given.append(made)
+    return Call(operator, tuple(given), keywords)
 
 
 def _run(function: Any, args: Any, kwargs: Any, meta: bool) -> list[Call]:
@@ -142,7 +220,7 @@ def _fits(call: Call) -> bool:
         return False
     sizes = [t.numel() for t in tensors]
     return (
-        call.name.startswith("aten.")
+        lookup(call.name) is not None
         and bool(tensors)
         and len(tensors) <= 5
         and max(sizes) <= _LARGEST

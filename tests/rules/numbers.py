@@ -53,10 +53,12 @@ class Subject:
         """The operands, with gradients where the operator has them."""
         leaves = [_leaf(t, True) for t in self.operands]
         try:
-            made = self.run(leaves)
-            self.differentiable = any(t.requires_grad for t in made)
-        except RuntimeError:
-            self.differentiable = False
+            results = self.run(leaves)
+            pairs = [(r, torch.zeros_like(r)) for r in results if r.requires_grad]
+            if pairs:
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                torch.autograd.grad([r for r, _ in pairs], wanted, [z for _, z in pairs], allow_unused=True)
+        except (RuntimeError, NotImplementedError):  # no derivative: no gradient will ask for one
             leaves = [_leaf(t, False) for t in self.operands]
         return leaves
 
@@ -115,12 +117,16 @@ class Subject:
             except (RuntimeError, IndexError, ValueError) as error:
                 # The check that runs on local shapes refuses what torch itself refuses.
                 raise _Fails(str(error).splitlines()[0]) from error
+        if self.call.is_random and any(held.forward == "P" for held in known.values()):
+            raise Wrong("random numbers are drawn for a sum's terms")
         for index, (whole, held) in enumerate(zip(results, outcome.outputs, strict=True)):
             for rank in range(ranks):
                 if tuple(made[rank][index].shape) != held.local_shape(tuple(whole.shape), ranks, rank):
                     raise _Fails("another shape than promised")
+            if self.call.without_numbers:
+                continue
             _same([m[index].detach() for m in made], whole.detach(), held, held.forward == "P", f"result {index}")
-        if not any(p is not None for p in self.pulls):
+        if self.call.without_numbers or not any(p is not None for p in self.pulls):
             return
         shares = [
             None if pull is None else gradient_pieces(pull, held, ranks)
@@ -214,7 +220,9 @@ def _same(
         for rank, part in enumerate(pieces(whole, layout, len(parts))):
             _close(parts[rank], part, f"{what} on rank {rank}")
     elif partial:
-        _close(torch.stack(list(parts)).sum(0).to(whole.dtype), whole, what)
+        joined = torch.stack(list(parts)).sum(0)
+        # A sum of truths is a number: partial truths stay partial in whatever is made of them.
+        _close(*((joined, whole.to(joined.dtype)) if whole.dtype is torch.bool else (joined.to(whole.dtype), whole)), what)
     else:
         for rank, part in enumerate(parts):
             _close(part, whole, f"{what} on rank {rank}")

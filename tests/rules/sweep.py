@@ -21,7 +21,10 @@ from torch import Tensor
 from tests.rules.calls import OPERATORS, Call, calls_of
 from tests.rules.numbers import Fails, Subject, Wrong
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.ir.operators import TABLE
 from tpplan.compiler.rules.propagate import Propagator, Refusal
+
+ENTRYWISE = tuple(name for name, operator in TABLE.items() if operator.kind == "entrywise")
 
 
 @dataclass
@@ -58,8 +61,13 @@ def layouts_of(tensor: Tensor, ranks: int, batch: int, packs: bool) -> list[Layo
 def choices(subject: Subject, ranks: int, batch: int, packs: bool, limit: int) -> list[tuple[Layout, ...]]:
     """Layouts for the operands, not all of them replicated."""
     each = [layouts_of(t, ranks, batch, packs) for t in subject.operands]
-    found = [c for c in itertools.product(*each) if not all(held.is_replicated for held in c)]
-    return random.Random(0).sample(found, limit) if len(found) > limit else found
+    found = [c for c in itertools.islice(itertools.product(*each), 4000) if not all(held.is_replicated for held in c)]
+    if len(found) <= limit:
+        return found
+    # Operands that lie alike are what most rules are about.
+    found.sort(key=lambda layouts: len({held for held in layouts if not held.is_replicated}))
+    alike, others = found[:limit], found[limit:]
+    return [*alike[: limit * 2 // 3], *random.Random(0).sample(others, min(limit // 3, len(others)))]
 
 
 def spellings(call: Call) -> Iterator[Call]:
@@ -141,6 +149,8 @@ def try_call(call: Call, propagators: dict[int, Propagator], ranks: int, limit: 
                 made = ", ".join(map(str, outcome.outputs))
                 tally.wrong.append(f"{call.key} {shown} -> {made}: {error}")
                 tally.counts["wrong"] += 1
+                if os.environ.get("SWEEP_TRACE"):
+                    print("WRONG", tally.wrong[-1][:250], flush=True)
                 continue
             tally.counts["right"] += 1
             tally.partial += any(held.forward == "P" for held in layouts)
@@ -158,13 +168,14 @@ def main() -> None:
     parser.add_argument("--packs", action="store_true")
     given = parser.parse_args()
     began = time.time()
-    tallies = sweep(given.names or OPERATORS, given.samples, given.ranks, given.limit, given.packs, given.most)
+    tallies = sweep(given.names or (*OPERATORS, *ENTRYWISE), given.samples, given.ranks, given.limit, given.packs, given.most)
     for name, tally in sorted(tallies.items()):
         if tally.wrong:
             print(f"WRONG {name} {dict(tally.counts)}\n    " + "\n    ".join(t[:300] for t in tally.wrong[:3]))
     for name, tally in sorted(tallies.items()):
         if any(k.startswith("harness") for k in tally.counts):
             print(f"HARNESS {name} {dict(tally.counts)}")
+    print("MISSED", *sorted(set(TABLE) - set(tallies)))
     right = sorted(name for name, t in tallies.items() if t.counts["right"] and not t.wrong)
     print("RIGHT", *right)
     print("PARTIAL", *sorted(name for name, t in tallies.items() if t.partial))

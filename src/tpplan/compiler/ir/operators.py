@@ -103,6 +103,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "mse_loss.default prod.default prod.dim_int std.correction var.correction var_mean.correction median.dim "
      "nll_loss_forward.default nll_loss2d_forward.default"),
     (Operator("product", "one"), "mm.default bmm.default _grouped_mm.default dot.default mv.default"),
+    (Operator("product"), "linalg_solve_triangular.default"),
     (Operator("product", "mixed"), "addmm.default baddbmm.default convolution.default"),
     (Operator("view", "first"),
      "view.default _unsafe_view.default reshape.default _reshape_alias.default expand.default transpose.int "

@@ -128,6 +128,9 @@ class Propagator:
         for output, held in zip(node.outputs, forward, strict=True):
             if output is not None and held == REPLICATED and values[output].differentiable:
                 return Refusal("reduction", "makes a replicated value from a sharded one", operands)
+            if output is not None and held == PARTIAL and values[output].dtype is torch.bool:
+                # DTensor calls `any` a sum; two ranks that both say yes make 2 of it in another dtype.
+                return Refusal("reduction", "reduces over a sharded dim with something other than a sum", operands)
             outputs.append(held if output is None else self._in_one_form(held, values[output].shape))
         return [Outcome(tuple(outputs), frozenset(partial))]
 
