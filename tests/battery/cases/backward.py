@@ -251,11 +251,15 @@ class BackwardPreHookOnDown(Mlp):
         self.down.register_full_backward_pre_hook(lambda module, outer: (outer[0].clamp(-0.2, 0.2),))
 
 
+def _halve(module: nn.Module, inner: Any, outer: Any) -> Any:
+    return (None if inner[0] is None else inner[0] * 0.5,)
+
+
 @case("backward", MLP, *CALLS, expect="equal_or_refused")
 class BackwardHookOnRoot(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.register_full_backward_hook(lambda module, inner, outer: (None if inner[0] is None else inner[0] * 0.5,))
+        self.register_full_backward_hook(_halve)
 
 
 @case("backward", MLP, *CALLS, expect="equal_or_refused")
@@ -314,7 +318,7 @@ class VectorJacobian(Mlp):
     """torch.func inside of a body."""
 
     def middle(self, h: Tensor) -> Tensor:
-        value, slope = torch.func.jvp(torch.tanh, (h,), (torch.ones_like(h),))
+        value, slope = torch.func.jvp(torch.tanh, (h,), (torch.ones_like(h),))[:2]
         return value + slope
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,8 @@ class TensorCounter(Buffered):
 @case("state", MLP, *CALLS, expect="equal_or_refused")
 class NumberCounter(Mlp):
     """A step counter that is a plain number."""
+
+    count: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +238,7 @@ class CachedTableByDevice(Mlp):
 class CachesInGlobals(Mlp):
     """A dict of the module's file."""
 
-    TABLES: dict[int, Tensor] = {}
+    TABLES: ClassVar[dict[int, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
