@@ -129,7 +129,7 @@ class WarmupCounter(NumberCounter):
     """A branch that opens after some steps."""
 
     def middle(self, h: Tensor) -> Tensor:
-        return h.softmax(-1) if self.count > 2 else h.relu()
+        return h.softmax(-1) if self.count > 2 else h.relu()  # pyright: ignore
 
 
 @case("state", MLP, *CALLS, expect="equal_or_refused")
