@@ -51,7 +51,6 @@ class Case:
         expect: what must come of it.
         dtype: of the parameters.
         tolerance: of results and gradients, relative to the largest number of each.
-        seconds: how long it may take, before it counts as hanging.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Case:
     expect: Expectation
     dtype: torch.dtype
     tolerance: float
-    slow: bool
 
     def make(self) -> nn.Module:
         """A stock model, the same numbers each time."""
@@ -80,13 +78,12 @@ def case(
     expect: Expectation = "equal",
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-9,
-    slow: bool = False,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Register a class of modules that is made without arguments as a case."""
 
     def register(made: type[nn.Module]) -> type[nn.Module]:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", made.__name__).lower()
-        add(name, cause, made, rules, calls, expect, dtype, tolerance, slow)
+        add(name, cause, made, rules, calls, expect, dtype, tolerance)
         return made
 
     return register
@@ -101,11 +98,10 @@ def add(
     expect: Expectation = "equal",
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-9,
-    slow: bool = False,
 ) -> None:
     """Register a case."""
     assert name not in CASES, name
-    CASES[name] = Case(name, cause, build, rules, tuple(calls), expect, dtype, tolerance, slow)
+    CASES[name] = Case(name, cause, build, rules, tuple(calls), expect, dtype, tolerance)
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True, scale: float = 1.0) -> Tensor:

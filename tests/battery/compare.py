@@ -113,12 +113,10 @@ def _differ(name: str, ours: Any, theirs: Any, tolerance: float) -> str:
     if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor):
         if type(ours) is not type(theirs):
             return f"{name} is a {type(ours).__name__}, not a {type(theirs).__name__}"
-        if isinstance(theirs, float):
-            same = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance) or (
-                math.isnan(ours) and math.isnan(theirs)
-            )
-        else:
-            same = ours == theirs if isinstance(theirs, (int, str, bool, torch.Size)) else True
+        same = not isinstance(theirs, (int, str, bool, float)) or ours == theirs
+        if isinstance(theirs, float) and isinstance(ours, float):
+            near = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
+            same = near or (math.isnan(ours) and math.isnan(theirs))
         return "" if same else f"{name} is {ours}, not {theirs}"
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return f"{name} is {ours.dtype} {list(ours.shape)}, not {theirs.dtype} {list(theirs.shape)}"

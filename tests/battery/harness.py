@@ -68,5 +68,5 @@ def _ask(processes: World, name: str) -> list[list[Outcome] | None]:
                 ok, value = pipe.recv()  # pyright: ignore
             except EOFError:
                 ok, value = False, "the process died"
-            answers[rank] = value if ok else [Outcome("harness", "crashed", value.strip().splitlines()[-1])]
+            answers[rank] = value if ok else [Outcome("harness", "crashed", str(value).strip().splitlines()[-1])]  # pyright: ignore
     return answers

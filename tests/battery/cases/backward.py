@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.battery.case import ATTENTION, MLP, WIDE, Attention, D, Mlp, call, case, t
+from tests.battery.case import ATTENTION, MLP, WIDE, Attention, D, Mlp, add, call, case, t
 
 CALLS = (call(), call(lambda: (t(1, 9, D),)), call(lambda: (t(3, 6, D, grad=False),)))
 
@@ -251,11 +251,15 @@ class BackwardPreHookOnDown(Mlp):
         self.down.register_full_backward_pre_hook(lambda module, outer: (outer[0].clamp(-0.2, 0.2),))
 
 
+def _halve(module: nn.Module, inner: Any, outer: Any) -> Any:
+    return (None if inner[0] is None else inner[0] * 0.5,)
+
+
 @case("backward", MLP, *CALLS, expect="equal_or_refused")
 class BackwardHookOnRoot(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.register_full_backward_hook(lambda module, inner, outer: (None if inner[0] is None else inner[0] * 0.5,))
+        self.register_full_backward_hook(_halve)
 
 
 @case("backward", MLP, *CALLS, expect="equal_or_refused")
@@ -314,7 +318,7 @@ class VectorJacobian(Mlp):
     """torch.func inside of a body."""
 
     def middle(self, h: Tensor) -> Tensor:
-        value, slope = torch.func.jvp(torch.tanh, (h,), (torch.ones_like(h),))
+        value, slope = torch.func.jvp(torch.tanh, (h,), (torch.ones_like(h),))[:2]
         return value + slope
 
 
@@ -387,3 +391,274 @@ class SavedTensorsHooks(Mlp):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return h.tanh()
+
+
+class NewStyle(Function):
+    @staticmethod
+    def forward(h: Tensor, scale: float) -> Tensor:
+        return h * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.scale / gradient.abs().amax(-1, keepdim=True), None
+
+
+class OwnSoftmax(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        y = h.softmax(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
+
+
+class CountsZeros(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.where(gradient > gradient.mean(), gradient, torch.zeros_like(gradient))
+
+
+class ReadsGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / gradient.norm().item() if gradient.norm() > 1e-3 else gradient
+
+
+class NoisyGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * (torch.rand_like(gradient) > 0.5)
+
+
+class BySizeBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient if gradient.shape[-1] >= WIDE else gradient * 2
+
+
+class DropsGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None
+
+
+class LastTokensGradient(Function):
+    """A gradient that is changed in place, by tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.clone()
+        gradient[:, :-1] = 0
+        return gradient
+
+
+class LogitsLoss(Function):
+    """A loss whose gradient is made in the forward, as fused cross-entropies do."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y.softmax(-1) - 1 / y.shape[-1])
+        return y.logsumexp(-1) - y.mean(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.saved_tensors[0] * gradient[..., None]
+
+
+class AppliesNew(Mlp):
+    def middle(self, h: Tensor) -> Tensor:
+        return NewStyle.apply(h, 0.5)
+
+
+FUNCTIONS: dict[str, Any] = {
+    "own_softmax": OwnSoftmax,
+    "counts_zeros": CountsZeros,
+    "reads_gradient": ReadsGradient,
+    "noisy": NoisyGradient,
+    "by_size": BySizeBackward,
+    "drops": DropsGradient,
+    "last_tokens": LastTokensGradient,
+    "logits_loss": LogitsLoss,
+}
+case("backward", MLP, *CALLS, expect="equal_or_refused")(AppliesNew)
+for name, function in FUNCTIONS.items():
+    if name != "logits_loss":
+        kind = type(f"Split{function.__name__}", (Applied,), {"function": function})
+        add(f"split_function_{name}", "backward", kind, MLP, CALLS, "equal_or_refused")
+
+
+class WrapsEnds(Mlp):
+    """Applies a function in front of the block, where the gradient is partial, or behind it, where all is whole."""
+
+    def __init__(self, front: Any = None, back: Any = None) -> None:
+        super().__init__()
+        self.front, self.back = front, back
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x if self.front is None else self.front.apply(x))
+        return y if self.back is None else self.back.apply(y)
+
+
+for name, function in FUNCTIONS.items():
+    if name != "logits_loss":
+        add(f"front_function_{name}", "backward", lambda f=function: WrapsEnds(f), MLP, CALLS, "equal_or_refused")
+    add(f"back_function_{name}", "backward", lambda f=function: WrapsEnds(None, f), MLP, CALLS, "equal_or_refused")
+
+
+def _on_output(name: str, change: Any) -> Any:
+    """Forward hooks that hang a tensor hook on what a module gives."""
+
+    def hang(module: nn.Module, arguments: Any, result: Tensor) -> None:
+        if result.requires_grad:
+            result.register_hook(change)
+
+    def build() -> nn.Module:
+        model = Mlp()
+        model.get_submodule(name).register_forward_hook(hang)
+        return model
+
+    return build
+
+
+CHANGES: dict[str, Any] = {
+    "clamps": lambda gradient: gradient.clamp(-0.1, 0.1),
+    "centres": lambda gradient: gradient - gradient.mean(-1, keepdim=True),
+    "squares": lambda gradient: gradient * gradient.abs(),
+    "by_size": lambda gradient: gradient / gradient.shape[-1],
+}
+for name, change in CHANGES.items():
+    for module in ("up", "down", ""):
+        add(
+            f"output_hook_{name}_{module or 'root'}",
+            "backward",
+            _on_output(module, change),
+            MLP,
+            CALLS,
+            "equal_or_refused",
+        )
+
+
+class OnlyInTraining(Mlp):
+    """A function that is applied in training alone."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return NormalisedGradient.apply(h) if self.training and h.requires_grad else h.relu()
+
+
+case("backward", MLP, call(train=False), call(), call(under=torch.no_grad), call(), expect="equal_or_refused")(
+    OnlyInTraining
+)
+
+
+class LateHook(Mlp):
+    """A hook that a later forward hangs up, depending on a mode that isn't the module's."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and h.shape[1] > 8:
+            h.register_hook(lambda gradient: gradient / (1 + gradient.norm(dim=-1, keepdim=True)))
+        return h.tanh()
+
+
+case("backward", MLP, call(), call(lambda: (t(2, 12, D),)), expect="equal_or_refused")(LateHook)
+
+
+class HookOnce(Mlp):
+    """A hook that is taken away in its own call."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            handle = h.register_hook(lambda gradient: gradient * 2)
+            handle.remove()
+        return h.tanh()
+
+
+case("backward", MLP, *CALLS)(HookOnce)
+
+
+class LogsNorm(Mlp):
+    """A hook that writes down a norm of a split gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = 0.0
+
+    def middle(self, h: Tensor) -> Tensor:
+        def write(gradient: Tensor) -> None:
+            self.norm = float(gradient.norm())
+
+        if h.requires_grad:
+            h.register_hook(write)
+        return h.tanh()
+
+
+case("backward", MLP, *CALLS, expect="equal_or_refused")(LogsNorm)
+
+
+class ScalesAndDetaches(Mlp):
+    """Half of a gradient, by a detached difference."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h * 0.5 + (h * 0.5).detach()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + (x * 2 - x).detach())
+
+
+case("backward", MLP, *CALLS)(ScalesAndDetaches)
+
+
+class SecondRoot(Mlp):
+    """Two results, of which one is made of the other without its gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return {"y": y, "loss": (y.detach() - x).pow(2).mean(), "both": y.sum() * x.detach().sum()}
+
+
+case("backward", MLP, *CALLS)(SecondRoot)
+
+
+class GradientMultiplier(Mlp):
+    """A parameter without data dependence: its gradient is the sum of another one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(WIDE))
+
+    def middle(self, h: Tensor) -> Tensor:
+        return (h * self.scale + self.shift).tanh()
+
+
+case("backward", MLP, *CALLS)(GradientMultiplier)

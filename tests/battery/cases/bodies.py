@@ -142,7 +142,14 @@ for kind in LINEARS:
         "equal" if kind is LinearNoBias else "equal_or_refused",
     )
 for kind in (LinearPlusOne, LinearHalfBias, LinearBiasTwice, LinearNoBias, LinearClamped):
-    add(f"colwise_{kind.__name__[6:].lower()}", "bodies", lambda kind=kind: _mlp(kind, nn.Linear), MLP, CALLS, "equal")
+    add(
+        f"colwise_{kind.__name__[6:].lower()}",
+        "bodies",
+        lambda kind=kind: _mlp(kind, nn.Linear),
+        MLP,
+        CALLS,
+        "equal_or_refused" if kind is LinearClamped else "equal",
+    )
 
 
 class ClampedRms(nn.Module):

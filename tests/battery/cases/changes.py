@@ -19,7 +19,7 @@ Change = Callable[[nn.Module], Any]
 class Adapter(nn.Module):
     """What an adapter library puts in place of a linear layer."""
 
-    def __init__(self, base: nn.Module, rank: int = 2) -> None:
+    def __init__(self, base: Any, rank: int = 2) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.base = base
@@ -313,7 +313,7 @@ class CopiesItself(Mlp):
         return y if self.teacher is None else y - self.teacher[0](x).detach()
 
 
-def _teach(model: nn.Module) -> None:
+def _teach(model: Any) -> None:
     model.teacher = [copy.deepcopy(model)]
 
 

@@ -78,7 +78,7 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nested": lambda y, h: {"a": [(y, {"h": Output(y, h)})], "n": 3, "none": None},
     "int_keys": lambda y, h: {0: y, 1: h},
     "twice": lambda y, h: (y, h, h, y),
-    "generator_list": lambda y, h: list(part for part in h.split(8, -1)) + [y],
+    "generator_list": lambda y, h: [*h.split(8, -1), y],
     "set_of_sizes": lambda y, h: (y, {"width": h.shape[-1], "rows": h.shape[1]}),
     "deque": lambda y, h: collections.deque([y, h]),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from tests.battery.case import ATTENTION, MLP, Attention, D, Mlp, call, case, t
 
@@ -162,7 +163,7 @@ class LooksAtTracing(Mlp):
     """What a tracer is asked for."""
 
     def middle(self, h: Tensor) -> Tensor:
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
         return wide(h) if traced else h.relu()
 
 
@@ -183,7 +184,7 @@ class DispatchModes(Mlp):
     """Whether a dispatch mode is on."""
 
     def middle(self, h: Tensor) -> Tensor:
-        watched = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+        watched = _python_dispatch._get_current_dispatch_mode() is not None
         return h.relu() if watched else wide(h)
 
 

@@ -79,7 +79,7 @@ class ChunkedAttention(Attention):
     """Chunks of four tokens, one after another."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([super(ChunkedAttention, self).forward(part) for part in x.split(4, 1)], 1)
+        return torch.cat([Attention.forward(self, part) for part in x.split(4, 1)], 1)
 
 
 @case("key", MLP, call(lambda: (t(6, D),)), call(), call(lambda: (t(2, 3, 4, D),)), call(lambda: (t(D),)))

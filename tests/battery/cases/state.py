@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,8 @@ class TensorCounter(Buffered):
 class NumberCounter(Mlp):
     """A step counter that is a plain number."""
 
+    count: int
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -127,7 +129,7 @@ class WarmupCounter(NumberCounter):
     """A branch that opens after some steps."""
 
     def middle(self, h: Tensor) -> Tensor:
-        return h.softmax(-1) if self.count > 2 else h.relu()
+        return h.softmax(-1) if self.count > 2 else h.relu()  # pyright: ignore
 
 
 @case("state", MLP, *CALLS, expect="equal_or_refused")
@@ -236,7 +238,7 @@ class CachedTableByDevice(Mlp):
 class CachesInGlobals(Mlp):
     """A dict of the module's file."""
 
-    TABLES: dict[int, Tensor] = {}
+    TABLES: ClassVar[dict[int, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
