@@ -99,6 +99,7 @@ class Recorder(RecordingMode):
         super().__init__()
         self.device = device
         self.changing: set[int] = set()  # ids of real tensors that each call changes, and of what is made of them
+        self.blurred: set[int] = set()  # values whose numbers each call changes
         self.steering: list[Location | None] = []  # where their values are read
         self.unreadable: list[tuple[DataDependentError, OpenFrame]] = []  # values that bodies wanted to read
         self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
@@ -320,7 +321,9 @@ class Recorder(RecordingMode):
                         argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
                     )
                     self._alive.append(argument)
-                    self.new_value(copy, False, storage_of=self.value_of(argument), numbers=argument)
+                    made = self.new_value(copy, False, storage_of=self.value_of(argument), numbers=argument)
+                    if id(argument) in self.changing:
+                        self.blurred.add(made)
                 return copy
             if isinstance(argument, (list, tuple)):
                 return type(argument)(convert(item) for item in argument)  # pyright: ignore

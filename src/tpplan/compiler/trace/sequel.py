@@ -6,7 +6,7 @@ out: whether later calls run other operations; a `StateError` if that goes on ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,11 +64,17 @@ def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Su
     read: list[str] = []
     skeleton = make_skeleton(model)
     recorder = Recorder(trace.taken, trace.device)
-    recorder.changing = watch(skeleton.model, around, names, read.append)
+
+
+    def note(name: str) -> None:
+        if len(recorder.frames) > 1:  # a forward reads it, and not the capture
+            read.append(name)
+
+    recorder.changing = watch(skeleton.model, around, names, note)
     first = min(names)
     try:
         third, recorder = record(skeleton, recorder)
-        differs = shown(trace) != shown(third)
+        differs = shown(trace) != shown(third, recorder.blurred)
     except Exception as error:
         raise StateError(f"it reads `{(read or [first])[0]}`, which each call changes", (read or [first])[0]) from error
     if recorder.steering:
@@ -86,19 +92,31 @@ def without_records(model: nn.Module) -> nn.Module:
     return model
 
 
-def shown(trace: Trace) -> list[object]:
-    """What a trace computes, with its values numbered in order of appearance."""
+def shown(trace: Trace, blurred: Collection[int] = ()) -> list[object]:
+    """What a trace computes, with its values numbered in order of appearance; `blurred` ones may have any number."""
     numbers: dict[int, int] = {}
-    return [*_shown(trace.root, trace.values, numbers)]
+    return [*_shown(trace.root, trace.values, numbers, blurred)]
 
 
-def _shown(frame: Frame, values: tuple[Value, ...], numbers: dict[int, int]) -> Iterator[object]:
+class _Any:
+    """It equals everything."""
+
+    __hash__ = None  # pyright: ignore
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+
+def _shown(
+    frame: Frame, values: tuple[Value, ...], numbers: dict[int, int], blurred: Collection[int]
+) -> Iterator[object]:
     def number(value: int | None) -> object:
         if value is None or value in numbers:
             return None if value is None else numbers[value]
         numbers[value] = len(numbers)
         held = values[value]
-        return (numbers[value], held.shape, held.stride, held.dtype, held.differentiable, _numbers(held.numbers))
+        known = _Any() if value in blurred else _numbers(held.numbers)
+        return (numbers[value], held.shape, held.stride, held.dtype, held.differentiable, known)
 
     def plain(argument: Any) -> object:
         if isinstance(argument, Reference):
@@ -111,7 +129,7 @@ def _shown(frame: Frame, values: tuple[Value, ...], numbers: dict[int, int]) -> 
             yield (node.name, plain(node.arguments), [(n, plain(a)) for n, a in node.keywords.items()])
             yield ([number(o) for o in node.outputs], [number(o) for o in node.overwritten])
         else:
-            yield from _shown(node, values, numbers)
+            yield from _shown(node, values, numbers, blurred)
     yield [(c.path, number(c.source), number(c.target), c.aliases) for c in frame.exits]
 
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
-from tpplan.compiler.ir.objects import is_plain, members
+from tpplan.compiler.ir.hidden import is_plain, members
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TABLES = frozenset((dict, OrderedDict, set))
+_OWN = frozenset(("_parameters", "_buffers", "_modules"))
 _PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
 
 
@@ -139,14 +140,20 @@ def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[Fu
     """Note copies of what `copy.deepcopy` would keep: numbers of tensors, functions; returns those with closures."""
     seen = {id(module) for module in modules}
     functions: list[FunctionType] = []
-    waiting: list[Any] = [held for module in modules for held in vars(module).values() if type(held) not in _PLAIN]
+    waiting: list[Any] = [
+        held
+        for module in modules
+        for name, held in vars(module).items()
+        if name not in _OWN and type(held) not in _PLAIN and not (type(held) in _TABLES and not held)
+    ]
     while waiting:
         held = waiting.pop()
         if is_plain(held) or id(held) in seen:
             continue
         seen.add(id(held))
         if isinstance(held, Tensor):
-            memo.setdefault(id(held), _to_meta(held))
+            if id(held) not in memo:
+                memo[id(held)] = _to_meta(held)
             continue
         if isinstance(held, FunctionType) and held.__closure__:
             memo[id(held)] = _without_closure(held)

@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers
-from tpplan.compiler.ir.objects import is_plain, members
-from tpplan.compiler.trace.surroundings import Space, Surroundings
+from tpplan.compiler.ir.hidden import is_plain, members
+from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 _FEW = 1000  # items of a container that are told apart
@@ -85,6 +85,8 @@ def _collect(
         return
     if id(held) in seen or isinstance(held, nn.Module) or callable(held):
         return
+    if isinstance(held, (list, dict, set)) and type(held) not in CONTAINERS and type(held) is not WatchedList:
+        return  # its class may make anything of what it stores
     seen.add(id(held))
     if isinstance(held, (list, dict, set)):
         counted = held if type(held) is list else None  # pyright: ignore

@@ -15,7 +15,7 @@ import gc
 import random
 import sys
 import sysconfig
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler.ir.objects import hidden_tensors
+from tpplan.compiler.ir.hidden import hidden_tensors
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None), tuple))
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 _LARGEST = 1 << 16
 
 
@@ -80,7 +80,7 @@ class Surroundings:
         if isinstance(held, Tensor):
             if not held.is_meta and held.numel() <= _LARGEST:
                 self._contents[id(held)] = (held, (held._version, held.detach().clone()))
-        elif not isinstance(held, _CONTAINERS):
+        elif type(held) not in CONTAINERS:
             own: dict[str, Any] | None = getattr(held, "__dict__", None)
             if own is not None and type(held).__module__ in self._files:
                 self._note(own)
@@ -99,7 +99,8 @@ class Surroundings:
             if not name.startswith("__")
             and (
                 type(held) in _SCALARS
-                or isinstance(held, (*_CONTAINERS, Tensor))
+                or type(held) in CONTAINERS
+                or isinstance(held, Tensor)
                 or (type(held).__module__ in self._files and hasattr(held, "__dict__") and not callable(held))
             )
         }
@@ -226,4 +227,4 @@ def _random_state() -> list[Callable[[], object]]:
     return found
 
 
-__all__ = ["Space", "Surroundings", "cached_tensors"]
+__all__ = ["CONTAINERS", "Space", "Surroundings", "cached_tensors"]
