@@ -36,6 +36,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Assumption, Location, Operation, Path, Trace
+from tpplan.compiler.later import after_a_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment, assign
 from tpplan.compiler.place.conflicts import (
     conflicting_modules,
@@ -47,7 +48,6 @@ from tpplan.compiler.place.conflicts import (
 )
 from tpplan.compiler.place.place import Placer, root_solution
 from tpplan.compiler.place.solution import Constraints, Failure
-from tpplan.compiler.later import after_a_call, refuse_difference
 from tpplan.compiler.refine import learn
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator

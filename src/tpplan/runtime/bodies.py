@@ -75,7 +75,9 @@ def prepare(
     uses, twice = active_uses(program, device), program.takes_gradients
     found: list[Prepared] = []
     specs = _with_kernels(program, uses, modules)
-    readers_of = Counter((id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads})
+    readers_of = Counter(
+        (id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads}
+    )
     for spec in specs:
         module = modules[spec.name]
         reads = _reads(spec, placements, readers, handed_out)

@@ -48,7 +48,7 @@ def record_model(
         BodyError: a module raised on these inputs.
     """
     device = device or device_of(model)
-    around = Surroundings(model)
+    around, stale = Surroundings(model), list[Any]()
     try:
         try:
             return _recorded(model, arguments, keywords, training, taken, device, around)

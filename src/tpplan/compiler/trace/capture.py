@@ -258,7 +258,7 @@ def _refuse_swallowed(recorder: Recorder, outer: OpenFrame) -> NoReturn:
 
 
 def _hidden(state: Capture, names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Values in objects among the model's results; one that goes by an argument's name, a cache, is for a later call."""
+    """Values in objects among the results; one that goes by an argument's name, a cache, is for a later call."""
     for path, held in leaves(state.results["", 0]):
         if isinstance(held, Tensor) or is_plain(held) or path[:1] in {(name,) for name in names}:
             continue

@@ -344,7 +344,7 @@ class Recorder(RecordingMode):
         if self.changing.isdisjoint(map(id, operands)):
             return
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.steering.append(self._location())
+            self.steering.append(self.location())
         for made in _tensors(_results(result)):
             self.changing.add(id(made))
             self._alive.append(made)

@@ -51,7 +51,9 @@ def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, r
     try:
         second = record(skeleton, None)[0]
     except Exception as error:
-        raise StateError(f"a second call fails, as the first has changed `{changed[0]}`: {error}", changed[0]) from error
+        raise StateError(
+            f"a second call fails, as the first has changed `{changed[0]}`: {error}", changed[0]
+        ) from error
     same = shown(trace) == shown(second)
     again = set(changes(after, state_of(skeleton.model, around)))
     if again:
@@ -64,7 +66,6 @@ def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Su
     read: list[str] = []
     skeleton = make_skeleton(model)
     recorder = Recorder(trace.taken, trace.device)
-
 
     def note(name: str) -> None:
         if len(recorder.frames) > 1:  # a forward reads it, and not the capture

@@ -78,8 +78,9 @@ def _name(space: Space, leaf: str) -> Callable[[Any], None]:
 
 
 def _collect(
-    name: str, held: Any, put: Callable[[Any], None] | None, found: dict[str, Slot], seen: set[int]
+    name: str, item: object, put: Callable[[Any], None] | None, found: dict[str, Slot], seen: set[int]
 ) -> None:
+    held: Any = item
     if is_plain(held) or isinstance(held, (Tensor, Watched)):
         found[name] = Slot(held, put)
         return
@@ -89,22 +90,22 @@ def _collect(
         return  # its class may make anything of what it stores
     seen.add(id(held))
     if isinstance(held, (list, dict, set)):
-        counted = held if type(held) is list else None  # pyright: ignore
-        found[f"{name} (its length)"] = Slot(len(held), put, counted)  # pyright: ignore
-        if len(held) > _FEW:  # pyright: ignore
+        count = len(held)  # pyright: ignore[reportUnknownArgumentType]
+        found[f"{name} (its length)"] = Slot(count, put, held if type(held) is list else None)  # pyright: ignore
+        if count > _FEW:
             return
     if isinstance(held, list):
-        for i, item in enumerate(held):  # pyright: ignore
-            _collect(f"{name}[{i}]", item, _item(held, i), found, seen)
+        for i, inner in enumerate(held):  # pyright: ignore
+            _collect(f"{name}[{i}]", inner, _item(held, i), found, seen)  # pyright: ignore[reportUnknownArgumentType]
     elif isinstance(held, dict):
-        for key, item in held.items():  # pyright: ignore
-            _collect(f"{name}[{key!r}]", item, _item(held, key), found, seen)
+        for key, inner in held.items():  # pyright: ignore
+            _collect(f"{name}[{key!r}]", inner, _item(held, key), found, seen)  # pyright: ignore
     elif isinstance(held, tuple):
-        for i, item in enumerate(held):  # pyright: ignore
-            _collect(f"{name}[{i}]", item, None, found, seen)
+        for i, inner in enumerate(held):  # pyright: ignore
+            _collect(f"{name}[{i}]", inner, None, found, seen)  # pyright: ignore[reportUnknownArgumentType]
     else:
-        for leaf, item in list(members(held)):
-            _collect(f"{name}.{leaf}", item, _attribute(held, leaf), found, seen)
+        for leaf, inner in list(members(held)):  # pyright: ignore[reportUnknownArgumentType]
+            _collect(f"{name}.{leaf}", inner, _attribute(held, leaf), found, seen)  # pyright: ignore
 
 
 def _attribute(held: object, leaf: str) -> Callable[[Any], None]:
@@ -120,7 +121,7 @@ def _described(held: Any) -> object:
     if isinstance(held, Watched):
         return held.number
     if not isinstance(held, Tensor):
-        return (type(held), held)
+        return (type(held).__name__, held)
     if held.is_meta or held.dim():
         return (tuple(held.shape), held.dtype)
     return held.item()
@@ -143,7 +144,8 @@ class Watched:
         """Stand for `number`."""
         self.number, self.name, self.note = number, name, note
 
-    def _read(self) -> Any:
+    def read(self) -> Any:
+        """Tell that the number is read, and return it."""
         self.note(self.name)
         return self.number
 
@@ -154,7 +156,7 @@ def _arithmetic(name: str, reflected: bool) -> Callable[[Watched, Any], Any]:
     def method(self: Watched, other: Any) -> Any:
         plain = other.number if isinstance(other, Watched) else other
         if type(plain) not in (int, float):
-            return compute(plain, self._read()) if reflected else compute(self._read(), plain)
+            return compute(plain, self.read()) if reflected else compute(self.read(), plain)
         result = compute(plain, self.number) if reflected else compute(self.number, plain)
         return Watched(result, self.name, self.note)
 
@@ -164,7 +166,7 @@ def _arithmetic(name: str, reflected: bool) -> Callable[[Watched, Any], Any]:
 def _reading(name: str) -> Callable[..., Any]:
     def method(self: Watched, *others: Any) -> Any:
         others = tuple(other.number if isinstance(other, Watched) else other for other in others)
-        return getattr(self._read(), name)(*others)
+        return getattr(self.read(), name)(*others)
 
     return method
 
@@ -172,7 +174,23 @@ def _reading(name: str) -> Callable[..., Any]:
 for _operation in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Watched, f"__{_operation}__", _arithmetic(_operation, False))
     setattr(Watched, f"__r{_operation}__", _arithmetic(_operation, True))
-for _read in ("bool", "int", "float", "index", "eq", "ne", "lt", "le", "gt", "ge", "str", "repr", "format", "neg", "abs"):
+for _read in (
+    "bool",
+    "int",
+    "float",
+    "index",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "str",
+    "repr",
+    "format",
+    "neg",
+    "abs",
+):
     setattr(Watched, f"__{_read}__", _reading(f"__{_read}__"))
 
 
@@ -190,8 +208,11 @@ def _reading_list(name: str) -> Callable[..., Any]:
     return method
 
 
-for _read in ("__len__", "__iter__", "__getitem__", "__contains__", "__eq__", "__add__", "__reversed__", "index", "count",
-              "copy", "pop"):  # fmt: skip
+_LIST_READS = (
+    "__len__", "__iter__", "__getitem__", "__contains__", "__eq__", "__add__", "__reversed__", "index", "count", "copy",
+    "pop",
+)  # fmt: skip
+for _read in _LIST_READS:
     setattr(WatchedList, _read, _reading_list(_read))
 
 

@@ -65,7 +65,9 @@ class Surroundings:
         self.spaces = [*_spaces(own, model)]
         self.caches = {id(cache): cache for _, space in self.spaces for cache in _caches(space)}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
-        self._files = frozenset(space.holder.__name__ for _, space in self.spaces if isinstance(space.holder, ModuleType))
+        self._files = frozenset(
+            space.holder.__name__ for _, space in self.spaces if isinstance(space.holder, ModuleType)
+        )
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
         self._contents: dict[int, tuple[Any, Any]] = {}
         for _, values in self._bound:
@@ -115,7 +117,9 @@ class Surroundings:
         return [
             cache
             for key, cache in self.caches.items()
-            if self._entries[key].currsize and cache.cache_info().hits > self._entries[key].hits and any(not tensor.is_meta for tensor in cached_tensors(cache))
+            if self._entries[key].currsize
+            and cache.cache_info().hits > self._entries[key].hits
+            and any(not tensor.is_meta for tensor in cached_tensors(cache))
         ]
 
     def touched(self) -> list[Cache]:
