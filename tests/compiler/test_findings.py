@@ -54,6 +54,7 @@ ELSEWHERE = {
     "TP124": "compiler/test_replay.py",
     "TP125": "runtime/test_caller_containers.py",
     "TP126": "compiler/test_findings.py",
+    "TP129": "parity/test_state.py",
     "TP130": "runtime/test_changes.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",

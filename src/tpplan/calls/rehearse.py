@@ -27,6 +27,7 @@ from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes, without_collection
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.plan import InternalError
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
@@ -102,6 +103,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...],
     distributor = MeshDistributor(fake_mesh(program.size, rank, "meta"), axis, None)
     lower(skeleton, program, distributor)
     standing = _stand_in(skeleton, compiled.streams[rank])
+    around = Surroundings(skeleton)
     try:
         with on_shapes(taken, torch.device(program.device)):
             result = skeleton(*call[0], **call[1])
@@ -109,6 +111,8 @@ def _rehearse(model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...],
             torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
     except Exception as error:
         raise InternalError(f"the program can't run as rank {rank}: {type(error).__name__}: {error}") from error
+    finally:
+        around.restore()
     _compare_counts(program, axis.counts, standing, rank)
 
 

@@ -36,6 +36,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Assumption, Location, Operation, Path, Trace
+from tpplan.compiler.later import after_a_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment, assign
 from tpplan.compiler.place.conflicts import (
     conflicting_modules,
@@ -51,7 +52,7 @@ from tpplan.compiler.refine import learn
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.trace.branches import record_model
-from tpplan.compiler.trace.capture import BodyError, without_collection
+from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.effects import effect_findings, hidden_findings, left_findings
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.work import Work
@@ -124,7 +125,17 @@ def compile_call(
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        return _compile(model, plan, size, arguments, keywords, training, partly, parts or {}, taken, device)
+        compiled, trace, state = _compile(
+            model, plan, size, arguments, keywords, training, partly, parts or {}, taken, device
+        )
+        if not state.later:
+            return compiled
+        with after_a_call(model, trace, arguments, keywords) as later:
+            other, *_ = _compile(
+                later, plan, size, arguments, keywords, trace.training, True, parts or {}, trace.taken, trace.device
+            )
+        refuse_difference(compiled.program, other.program)
+        return compiled
 
 
 def _compile(
@@ -138,14 +149,14 @@ def _compile(
     parts: Mapping[Path, Layout],
     taken: frozenset[Location] | None,
     device: torch.device | None,
-) -> Compiled:
+) -> tuple[Compiled, Trace, Capture]:
     dump = Dump.from_environment()
     binding, diagnostics = bind(model, plan, size)
     dump.binding(binding)
     if any(d.severity is Severity.ERROR for d in diagnostics):
         raise CompileError(diagnostics)
     modes = (True, False) if training is None else (training,)
-    trace, results = _capture(model, arguments, keywords, diagnostics, modes, taken, device)
+    trace, state = _capture(model, arguments, keywords, diagnostics, modes, taken, device)
     dump.trace(trace)
     flow = DataFlow(trace)
     unpacked = pack(model, flow, binding, size, partly)
@@ -157,7 +168,7 @@ def _compile(
     constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
     propagator = Propagator(size, _batch(trace))
     work = Work(
-        model, plan, size, arguments, keywords, binding, trace, flow, results,
+        model, plan, size, arguments, keywords, binding, trace, flow, state.results,
         constraints, propagator, Placer(propagator, NVLINK, constraints), heads=unpacked.heads,
         features=_filled(trace, unpacked.features), findings=list(diagnostics), parts=parts,
     )  # fmt: skip
@@ -175,7 +186,7 @@ def _compile(
         model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
     )
     dump.program(program)
-    return Compiled(program, work.streams, trace.assumptions)
+    return Compiled(program, work.streams, trace.assumptions), trace, state
 
 
 def _warnings(work: Work, instance: Instance, assignment: Assignment) -> list[Diagnostic]:
@@ -237,13 +248,12 @@ def _capture(
     modes: tuple[bool, ...],
     taken: frozenset[Location] | None,
     device: torch.device | None,
-) -> tuple[Trace, dict[tuple[str, int], Any]]:
+) -> tuple[Trace, Capture]:
     """Record the model in the first of `modes` (training or not) in which it runs."""
     errors: list[BaseException] = []
     for training in modes:
         try:
-            trace, state = record_model(model, arguments, keywords, training, taken, device)
-            return trace, state.results
+            return record_model(model, arguments, keywords, training, taken, device)
         except BodyError as error:
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding

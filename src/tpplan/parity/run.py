@@ -10,6 +10,7 @@ from torch import nn
 
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.inputs import example_call
 from tpplan.parity.budget import choose_dtype, refuse_too_large
 from tpplan.parity.call import Call, call_with_numbers
@@ -99,19 +100,23 @@ def verify_program(
         progress: see `verify`.
     """
     chosen = dtype or choose_dtype(program)
+    around = Surroundings(model)
     try:
-        prepared = _prepare(model, program, example, chosen, seed, progress)
-    except UnshardedError:
-        if dtype is not None or chosen is not torch.float64:
-            raise
-        chosen = torch.float32  # some operators, such as the product of grouped rows, know no float64
-        prepared = _prepare(model, program, example, chosen, seed, progress)
-    whole, call, reference = prepared
-    kind = "processes" if processes else "simulated"
-    _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
-    run = run_in_processes if processes else run_simulated
-    ranks = run(whole, program, call, reference.cotangents, timeout)
-    return compare(program, reference, ranks, Setting(chosen, kind, seed))
+        try:
+            prepared = _prepare(model, program, example, chosen, seed, progress)
+        except UnshardedError:
+            if dtype is not None or chosen is not torch.float64:
+                raise
+            chosen = torch.float32  # some operators, such as the product of grouped rows, know no float64
+            prepared = _prepare(model, program, example, chosen, seed, progress)
+        whole, call, reference = prepared
+        kind = "processes" if processes else "simulated"
+        _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
+        run = run_in_processes if processes else run_simulated
+        ranks = run(whole, program, call, reference.cotangents, timeout)
+        return compare(program, reference, ranks, Setting(chosen, kind, seed))
+    finally:
+        around.restore()  # both runs are the model's own code
 
 
 def _prepare(

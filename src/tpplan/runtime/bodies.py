@@ -8,6 +8,7 @@ Nothing is changed here: `lower` puts it into the model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,9 +74,14 @@ def prepare(
     random = _randomness(program, axis, device)
     uses, twice = active_uses(program, device), program.takes_gradients
     found: list[Prepared] = []
-    for spec in _with_kernels(program, uses, modules):
+    specs = _with_kernels(program, uses, modules)
+    readers_of = Counter(
+        (id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads}
+    )
+    for spec in specs:
         module = modules[spec.name]
         reads = _reads(spec, placements, readers, handed_out)
+        own = [_owner(modules, n) for n, _ in reads]
         is_root, fresh = spec.name == "", spec.style in ("rowwise", "vocab") and not spec.walked
         use = uses.get(spec.name)
         left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
@@ -88,6 +94,7 @@ def prepare(
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
+            borrowed=tuple(held for held in own if readers_of[id(held[0]), held[1]] > 1),
             random=random.get(spec.name),
             handed_out=handed_out,
             opened=opened if is_root else (),

@@ -62,6 +62,7 @@ class ModuleRuntime:
         entries, exits: reshards at the boundary.
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
         parts: the same of split buffers.
+        borrowed: those of both that a body around this one reads as well.
         axis: the ranks.
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
@@ -87,6 +88,7 @@ class ModuleRuntime:
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
     parts: tuple[tuple[nn.Module, str, Reader], ...] = ()
+    borrowed: tuple[tuple[nn.Module, str], ...] = ()
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
@@ -170,6 +172,7 @@ class ShardedModule(Watched):
             return call_alone(self, args, kwargs)
         if runtime.entries:
             args, kwargs = runtime.enter(args, kwargs)
+        lent = [(o, n, o.__dict__[n]) for o, n in runtime.borrowed if n in o.__dict__] if runtime.borrowed else ()
         for owner, name, read in runtime.reads:
             # An instance attribute comes before nn.Module's own look-up of parameters.
             owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
@@ -184,6 +187,8 @@ class ShardedModule(Watched):
         finally:
             for owner, name, _ in (*runtime.reads, *runtime.parts) if runtime.parts else runtime.reads:
                 owner.__dict__.pop(name, None)
+            for owner, name, held in lent:
+                owner.__dict__[name] = held
         return runtime.leave(result) if runtime.exits else result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

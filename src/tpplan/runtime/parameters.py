@@ -149,7 +149,9 @@ class SummedReader:
             return local_of(parameter)
         shards = self._handed_out.shards
         found = None if shards is None else shards.get(id(parameter))
-        return _apply_summed_shards(self._handed_out.axis, parameter)[0] if found is None else found
+        if found is not None or not isinstance(parameter, DTensor):  # a functional call has its own in its place
+            return parameter if found is None else found
+        return _apply_summed_shards(self._handed_out.axis, parameter)[0]
 
 
 class PartReader:
@@ -167,6 +169,8 @@ class PartReader:
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """The part of `parameter`."""
+        if not isinstance(parameter, DTensor):
+            return parameter
         return taken(self._summed(parameter), self._dim, self._intervals)
 
 
@@ -201,6 +205,8 @@ class OnceReader:
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """The parameter on rank 0, zeros elsewhere."""
+        if not isinstance(parameter, DTensor):
+            return parameter
         return _apply_counted_once(self._read(parameter), self._rank)
 
 
@@ -217,9 +223,11 @@ class BlockReader:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return local_of(parameter)
         shards = self._handed_out.shards
+        found = None if shards is None else shards.get(id(parameter))
+        if found is None and not isinstance(parameter, DTensor):  # a functional call has its own in its place
+            return parameter
         if shards is None:
             return _apply_local_shards(parameter)[0]
-        found = shards.get(id(parameter))
         if found is None:
             self._handed_out.add(self._readable(parameter), _apply_local_shards)
             found = shards[id(parameter)]

@@ -210,12 +210,18 @@ def _modules(
 def _reads(trace: Trace, binding: Binding) -> dict[str, dict[tuple[str, ...], None]]:
     """The parameters, and split buffers, that each module's own body reads, by module; each with all its names.
 
-    Also by operations whose results nobody reads: they run all the same.
+    Also by operations whose results nobody reads: they run all the same. So do those of its own that the example leaves
+    aside: a call of other sizes may choose another, and a functional call has others in their places.
     """
     found: dict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
     split = {value: names for value, names in trace.buffers.items() if binding.parameters[names[0]].is_sharded}
     stored = trace.parameters | split
+    own: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for names in stored.values():
+        for name in names:
+            own[name.rpartition(".")[0]].append(names)
     for frame in trace.recorded.walk():
+        found[frame.module] |= dict.fromkeys(own[frame.module])
         for node in frame.body:
             inputs = node.inputs if isinstance(node, Operation) else tuple(c.source for c in node.entries)
             for value in inputs:

@@ -18,6 +18,7 @@ from tpplan.compiler.ir.trace import ForeignBackward, Location, Trace, quoted
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.rules.propagate import Refusal
 from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
+from tpplan.compiler.trace.state import StateError
 from tpplan.plan import Diagnostic, Style
 
 _SPLITS = frozenset(
@@ -40,6 +41,13 @@ def of_capture(error: BaseException) -> Diagnostic:
             message=f"the model puts another module in the place of `{cause}` while it runs on these inputs",
             help="call it once on such inputs before, if it keeps the new module; or pass other `inputs=`",
             subject=str(cause),
+        )
+    if isinstance(cause, StateError):
+        return Diagnostic(
+            code="TP129",
+            message=f"what the model computes depends on how often it was called before: {cause}",
+            help="keep such state in a buffer that the forward reads as a tensor, or count outside of the forward",
+            subject=cause.name.rpartition(".")[0] or None,
         )
     where = f"`{name}` raised" if name else "the model raised"
     text = str(cause).strip().splitlines()

@@ -33,6 +33,9 @@ def members(held: object) -> Iterator[tuple[str, Any]]:
     """What an object holds that is no tensor: items, attributes, slots, or what a function closes over."""
     if type(held) in _PLAIN or isinstance(held, (Tensor, *_CLOSED)):
         return
+    if isinstance(held, dict):  # as it is stored, whatever its class makes of it
+        yield from ((repr(key), item) for key, item in dict.items(held))  # pyright: ignore
+        return
     items = children(held)
     if items is not None:
         yield from ((str(key), item) for key, item in items)

@@ -22,7 +22,9 @@ from tpplan.compiler.ir.trace import Location, Trace
 from tpplan.compiler.trace.capture import Capture, record
 from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.recorder import Recorder
-from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.compiler.trace.sequel import sequel, state_of
+from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
+from tpplan.compiler.trace.surroundings import Surroundings
 
 _ROUNDS = 3  # branches within branches
 
@@ -46,25 +48,69 @@ def record_model(
         BodyError: a module raised on these inputs.
     """
     device = device or device_of(model)
-    state = Capture(Recorder(taken or frozenset(), device))
-    trace = record(make_skeleton(model), arguments, keywords, training, state)
-    if taken is not None:
-        return trace, state
-    uncalled = set(_uncalled(model, trace))
+    around, stale = Surroundings(model), list[Any]()
+    try:
+        try:
+            return _recorded(model, arguments, keywords, training, taken, device, around)
+        finally:
+            stale = around.stale()
+            around.restore()
+    except Exception:
+        if not stale:
+            raise
+    for cache in stale:
+        cache.cache_clear()
+    around = Surroundings(model)
+    try:
+        return _recorded(model, arguments, keywords, training, taken, device, around)
+    finally:
+        around.restore()
+
+
+def _recorded(
+    model: nn.Module,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    training: bool,
+    chosen: frozenset[Location] | None,
+    device: torch.device,
+    around: Surroundings,
+) -> tuple[Trace, Capture]:
+    def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
+        around.repeat_draws()
+        state = Capture(recorder)
+        return record(skeleton, arguments, keywords, training, state, around), state
+
+    def again(skeleton: Skeleton, recorder: Recorder | None) -> tuple[Trace, Recorder]:
+        trace_again, state_again = run(skeleton, recorder or Recorder(trace.taken, device))
+        return trace_again, state_again.recorder
+
+    skeleton = make_skeleton(model)
+    before = state_of(skeleton.model, around)
+    trace, state = run(skeleton, Recorder(chosen or frozenset(), device))
+    if around.stale():
+        raise StaleCacheError
+    uncalled = set(_uncalled(model, trace)) if chosen is None else set[str]()
     for _ in range(_ROUNDS if uncalled else 0):
         taken = trace.taken | set(_above(uncalled, trace))
         if taken == trace.taken:
             break
-        other = Capture(Recorder(taken, device))
+        around.restore()
+        other = make_skeleton(model)
         try:
-            found = record(make_skeleton(model), arguments, keywords, training, other)
+            found, reached = run(other, Recorder(taken, device))
         except Exception:  # that side can't be captured: the first stands
             break
         still = set(_uncalled(model, found))
         if len(still) >= len(uncalled):
             break
-        trace, state, uncalled = found, other, still
+        trace, state, uncalled, skeleton = found, reached, still, other
+    state.later = sequel(trace, skeleton.model, before, around, again)
     return trace, state
+
+
+class StaleCacheError(Exception):
+    """A cache gave the run tensors from before it."""
 
 
 def _uncalled(model: nn.Module, trace: Trace) -> Iterator[str]:

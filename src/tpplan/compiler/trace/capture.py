@@ -33,6 +33,7 @@ from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.skeleton import Skeleton
+from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 
 _LOOKUPS = frozenset(
     f"aten.{name}"
@@ -83,7 +84,8 @@ class Capture:
     """One recording under way.
 
     `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
-    what each was called with; `heard` is the steps of the run, if the recorder listens.
+    what each was called with; `heard` is the steps of the run, if the recorder listens;
+    `later` says whether later calls run other operations.
     """
 
     recorder: Recorder
@@ -93,6 +95,7 @@ class Capture:
     failed: Frame | None = None
     heard: Heard | None = None
     arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    later: bool = False
 
 
 def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool) -> Trace:
@@ -136,9 +139,37 @@ def on_shapes(taken: frozenset[Location], device: torch.device) -> Generator[Rec
 
 
 def record(
-    skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool, state: Capture
+    skeleton: Skeleton,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    training: bool,
+    state: Capture,
+    around: Surroundings | None = None,
 ) -> Trace:
-    """As `capture`, with a state that the caller looks into afterwards."""
+    """As `capture`, with a state that the caller looks into afterwards.
+
+    Args:
+        skeleton, arguments, keywords, training: see `capture`.
+        state: the recording.
+        around: the model's surroundings, which the caller puts back; None to have that done.
+    """
+    if around is not None:
+        return _record(skeleton, arguments, keywords, training, state, around)
+    around = Surroundings(skeleton.model)
+    try:
+        return _record(skeleton, arguments, keywords, training, state, around)
+    finally:
+        around.restore()
+
+
+def _record(
+    skeleton: Skeleton,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    training: bool,
+    state: Capture,
+    around: Surroundings,
+) -> Trace:
     recorder = state.recorder
     if skeleton.model.training != training:  # in its own mode, some of its modules may be in the other
         skeleton.model.train(training)
@@ -187,6 +218,11 @@ def record(
         for name, tensor in held_tensors(skeleton.model)
         if id(tensor) not in before and (value := recorder.held_value(tensor)) is not None
     }
+    for cache in around.touched():
+        for tensor in cached_tensors(cache):
+            value = recorder.held_value(tensor)
+            if value is not None:
+                kept[value] = f"the cache of {cache.__qualname__}"
     left = {
         path: value
         for path, tensor in tensors_of(*example, called)
@@ -222,7 +258,7 @@ def _refuse_swallowed(recorder: Recorder, outer: OpenFrame) -> NoReturn:
 
 
 def _hidden(state: Capture, names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Values in objects among the model's results; one that goes by an argument's name, a cache, is for a later call."""
+    """Values in objects among the results; one that goes by an argument's name, a cache, is for a later call."""
     for path, held in leaves(state.results["", 0]):
         if isinstance(held, Tensor) or is_plain(held) or path[:1] in {(name,) for name in names}:
             continue

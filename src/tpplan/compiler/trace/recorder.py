@@ -98,6 +98,9 @@ class Recorder(RecordingMode):
         """
         super().__init__()
         self.device = device
+        self.changing: set[int] = set()  # ids of real tensors that each call changes, and of what is made of them
+        self.blurred: set[int] = set()  # values whose numbers each call changes
+        self.steering: list[Location | None] = []  # where their values are read
         self.unreadable: list[tuple[DataDependentError, OpenFrame]] = []  # values that bodies wanted to read
         self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
         self.chosen: set[tuple[str, int]] = set()  # frames that look for entries that aren't zero
@@ -216,6 +219,8 @@ class Recorder(RecordingMode):
                 keywords = {**keywords, "device": _META}  # a number that each run draws anew is no constant
             elif operands or not _is_meta_device(keywords.get("device")):
                 result = func(*args, **keywords)  # real constants stay real: the model may read their values
+                if self.changing:
+                    self._follow(func, operands, result)
                 if operands and isinstance(result, Tensor) and result.is_meta:
                     self.new_value(result, False, numbers=operands[0].to(result.dtype))
                 return result
@@ -316,7 +321,9 @@ class Recorder(RecordingMode):
                         argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
                     )
                     self._alive.append(argument)
-                    self.new_value(copy, False, storage_of=self.value_of(argument), numbers=argument)
+                    made = self.new_value(copy, False, storage_of=self.value_of(argument), numbers=argument)
+                    if id(argument) in self.changing:
+                        self.blurred.add(made)
                 return copy
             if isinstance(argument, (list, tuple)):
                 return type(argument)(convert(item) for item in argument)  # pyright: ignore
@@ -331,6 +338,16 @@ class Recorder(RecordingMode):
         taken = location in self._taken
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken))
         return taken
+
+    def _follow(self, func: OpOverload, operands: list[Tensor], result: Any) -> None:
+        """Follow real tensors that each call changes, up to where their values are read."""
+        if self.changing.isdisjoint(map(id, operands)):
+            return
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.steering.append(self.location())
+        for made in _tensors(_results(result)):
+            self.changing.add(id(made))
+            self._alive.append(made)
 
     def refuse_value(self) -> DataDependentError:
         """Note that a body reads a value, as it may swallow the error; returns the error to raise."""

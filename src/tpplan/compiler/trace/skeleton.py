@@ -12,16 +12,18 @@ import functools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
+from tpplan.compiler.ir.hidden import is_plain, members
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TABLES = frozenset((dict, OrderedDict, set))
-_WITHOUT_TENSORS = _PLAIN | _TABLES
+_OWN = frozenset(("_parameters", "_buffers", "_modules"))
 _PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
 
 
@@ -63,11 +65,8 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
     memo.update(parameters)
     buffers = _buffers(model, shapes or {}, memo)
     modules = [module for _, module in named_modules(model)]
-    for module in modules:
-        for held in (*own_buffers(module).values(), *vars(module).values()):
-            if type(held) not in _WITHOUT_TENSORS:
-                _memoise_tensors(held, memo)
-    duplicate = _copied(modules, memo)
+    functions = _memoise_contents(modules, memo)
+    duplicate = _copied(modules, memo, functions)
     return Skeleton(duplicate, tuple((parameters[key], tuple(held)) for key, held in names.items()), buffers)
 
 
@@ -91,7 +90,7 @@ def _buffers(
     return tuple((memo[key], tuple(held)) for key, held in names.items())
 
 
-def _copied(modules: list[nn.Module], memo: dict[int, Any]) -> nn.Module:
+def _copied(modules: list[nn.Module], memo: dict[int, Any], functions: list[FunctionType]) -> nn.Module:
     """A deep copy of the first of `modules`, of which the others are the descendants.
 
     As `copy.deepcopy` does it, which would spend nearly all of its time on numbers, names and empty tables of hooks.
@@ -103,6 +102,7 @@ def _copied(modules: list[nn.Module], memo: dict[int, Any]) -> nn.Module:
         if type(state) is dict:
             states[module] = state  # pyright: ignore[reportUnknownArgumentType]
             memo[id(module)] = type(module).__new__(type(module))
+    _fill_closures(functions, memo)
     for module, state in reversed(states.items()):
         copied = {name: held if type(held) in _PLAIN else _duplicate(held, memo) for name, held in state.items()}
         memo[id(module)].__setstate__(copied)
@@ -129,20 +129,58 @@ def _duplicate(held: Any, memo: dict[int, Any]) -> object:
         copied = memo[id(held)] = dict[Any, Any]()
         copied.update((_duplicate(key, memo), _duplicate(item, memo)) for key, item in held.items())  # pyright: ignore
         return copied
-    return copy.deepcopy(held, memo)
+    try:
+        return copy.deepcopy(held, memo)
+    except Exception:  # a lock, an open file: both share it
+        memo[id(held)] = held
+        return held
 
 
-def _memoise_tensors(held: object, memo: dict[int, object]) -> None:
-    if isinstance(held, Tensor):
-        if id(held) not in memo:
-            memo[id(held)] = _to_meta(held)
-    elif isinstance(held, (list, tuple)):
-        for item in held:  # pyright: ignore[reportUnknownVariableType]
-            if isinstance(item, Tensor):
-                _memoise_tensors(item, memo)
+def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[FunctionType]:
+    """Note copies of what `copy.deepcopy` would keep: numbers of tensors, functions; returns those with closures."""
+    seen = {id(module) for module in modules}
+    functions: list[FunctionType] = []
+    waiting: list[Any] = [
+        held
+        for module in modules
+        for name, held in vars(module).items()
+        if name not in _OWN and type(held) not in _PLAIN and not (type(held) in _TABLES and not held)
+    ]
+    while waiting:
+        held = waiting.pop()
+        if is_plain(held) or id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, Tensor):
+            if id(held) not in memo:
+                memo[id(held)] = _to_meta(held)
+            continue
+        if isinstance(held, FunctionType) and held.__closure__:
+            memo[id(held)] = _without_closure(held)
+            functions.append(held)
+        waiting.extend(inner for _, inner in members(held))
+    return functions
+
+
+def _fill_closures(functions: list[FunctionType], memo: dict[int, Any]) -> None:
+    for held in functions:
+        for cell, stock in zip(memo[id(held)].__closure__, held.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = _duplicate(stock.cell_contents, memo)
+            except ValueError:  # not filled yet
+                continue
+
+
+def _without_closure(held: FunctionType) -> FunctionType:
+    """A copy of a function whose closure is to be filled."""
+    cells = tuple(CellType() for _ in held.__closure__ or ())
+    made = FunctionType(held.__code__, held.__globals__, held.__name__, held.__defaults__, cells)
+    made.__kwdefaults__ = held.__kwdefaults__
+    made.__dict__.update(vars(held))
+    return made
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and not isinstance(tensor, nn.Parameter) and tensor.dim() == 0:
-        return tensor.detach()  # a scalar constant: the model may read its value
+        return tensor.detach().clone()  # a scalar constant: the model may read its value
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

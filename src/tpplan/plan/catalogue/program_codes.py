@@ -302,6 +302,29 @@ def forward(self, x):
 """,
     ),
     Entry(
+        code="TP129",
+        name="state-between-calls",
+        severity=Severity.ERROR,
+        summary="What a forward computes depends on what earlier calls have left in Python.",
+        explanation="""
+A forward may count its calls, keep a table that it has made once, or leave tensors in attributes and buffers: that is
+recorded, and the calls after the first are proved too. It may not let a number, a text or the length of a list that
+each call changes decide what it computes: the program holds what the first calls do, and nobody has checked the tenth.
+Keep such state in a buffer, and compute with it as a tensor; or count outside of the forward.
+""",
+        bad="""
+class Model(nn.Module):
+    def forward(self, x):
+        self.calls += 1
+        return self.warm(x) if self.calls < 1000 else self.cold(x)
+""",
+        good="""
+class Model(nn.Module):
+    def forward(self, x, warm=True):
+        return self.warm(x) if warm else self.cold(x)
+""",
+    ),
+    Entry(
         code="TP130",
         name="changed-model",
         severity=Severity.ERROR,

@@ -1,0 +1,141 @@
+"""Sequel: whether the calls after a recorded one run the same operations.
+
+in:  a skeleton after it was recorded, what it held before, and how to record one
+out: whether later calls run other operations; a `StateError` if that goes on changing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace, Value
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
+from tpplan.compiler.trace.state import State, StateError, changes, described, slots_of, watch
+from tpplan.compiler.trace.surroundings import Surroundings
+
+Record = Callable[[Skeleton, Recorder | None], tuple[Trace, Recorder]]
+
+
+def state_of(model: nn.Module, around: Surroundings) -> State:
+    """What a model and its surroundings hold."""
+    return described(slots_of(model, around))
+
+
+def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, record: Record) -> bool:
+    """Record further calls of a model whose state a call has changed.
+
+    Args:
+        trace: of the first call.
+        used: the skeleton that it was recorded with.
+        before: what it held before.
+        around: its surroundings.
+        record: records a skeleton, with a recorder if there is one already.
+
+    Returns:
+        Whether later calls run other operations than the first, all the same ones.
+
+    Raises:
+        StateError: each call runs others, or could.
+    """
+    after = state_of(used, around)
+    changed = list(changes(before, after))
+    if not changed:
+        return False
+    later = without_records(used)
+    skeleton = make_skeleton(later)
+    try:
+        second = record(skeleton, None)[0]
+    except Exception as error:
+        raise StateError(
+            f"a second call fails, as the first has changed `{changed[0]}`: {error}", changed[0]
+        ) from error
+    same = shown(trace) == shown(second)
+    again = set(changes(after, state_of(skeleton.model, around)))
+    if again:
+        _refuse_steering(second, without_records(skeleton.model), again, around, record)
+    return not same
+
+
+def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Surroundings, record: Record) -> None:
+    """Record one more call, in which all is watched that each call changes."""
+    read: list[str] = []
+    skeleton = make_skeleton(model)
+    recorder = Recorder(trace.taken, trace.device)
+
+    def note(name: str) -> None:
+        if len(recorder.frames) > 1:  # a forward reads it, and not the capture
+            read.append(name)
+
+    recorder.changing = watch(skeleton.model, around, names, note)
+    first = min(names)
+    try:
+        third, recorder = record(skeleton, recorder)
+        differs = shown(trace) != shown(third, recorder.blurred)
+    except Exception as error:
+        raise StateError(f"it reads `{(read or [first])[0]}`, which each call changes", (read or [first])[0]) from error
+    if recorder.steering:
+        raise StateError(f"it reads the value of `{first}` at {recorder.steering[0]}, which each call changes", first)
+    if read:
+        raise StateError(f"it reads `{read[0]}`, which each call changes", read[0])
+    if differs:
+        raise StateError(f"each call changes `{first}`, and runs other operations after it", first)
+
+
+def without_records(model: nn.Module) -> nn.Module:
+    """A skeleton that has been recorded, as a model again."""
+    for _, module in named_modules(model):
+        vars(module).pop("forward", None)
+    return model
+
+
+def shown(trace: Trace, blurred: Collection[int] = ()) -> list[object]:
+    """What a trace computes, with its values numbered in order of appearance; `blurred` ones may have any number."""
+    numbers: dict[int, int] = {}
+    return [*_shown(trace.root, trace.values, numbers, blurred)]
+
+
+class _Any:
+    """It equals everything."""
+
+    __hash__ = None  # pyright: ignore
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+
+def _shown(
+    frame: Frame, values: tuple[Value, ...], numbers: dict[int, int], blurred: Collection[int]
+) -> Iterator[object]:
+    def number(value: int | None) -> object:
+        if value is None or value in numbers:
+            return None if value is None else numbers[value]
+        numbers[value] = len(numbers)
+        held = values[value]
+        known = _Any() if value in blurred else _numbers(held.numbers)
+        return (numbers[value], held.shape, held.stride, held.dtype, held.differentiable, known)
+
+    def plain(argument: Any) -> object:
+        if isinstance(argument, Reference):
+            return number(argument.identifier)
+        return tuple(map(plain, argument)) if isinstance(argument, tuple) else argument  # pyright: ignore
+
+    yield (frame.module, frame.call, [(c.path, number(c.source), number(c.target), c.aliases) for c in frame.entries])
+    for node in frame.body:
+        if isinstance(node, Operation):
+            yield (node.name, plain(node.arguments), [(n, plain(a)) for n, a in node.keywords.items()])
+            yield ([number(o) for o in node.outputs], [number(o) for o in node.overwritten])
+        else:
+            yield from _shown(node, values, numbers, blurred)
+    yield [(c.path, number(c.source), number(c.target), c.aliases) for c in frame.exits]
+
+
+def _numbers(held: Tensor | None) -> object:
+    return None if held is None or held.numel() > 1 else held.item()
+
+
+__all__ = ["sequel", "state_of"]

@@ -1,0 +1,242 @@
+"""State: what a forward leaves in attributes and globals, and whether the next call sees it.
+
+in:  a model that was recorded once, and its surroundings
+out: what is held where, and what a call has changed; numbers to watch in the places of those that each call changes
+
+    self.calls += 1                                   ->   counted up and read by nobody: nothing to prove
+    if self.table is None: self.table = build(x)      ->   later calls read it: they are proved as well
+    if self.calls > 3: ...                            ->   StateError
+
+A number that each call changes is watched in one more run: arithmetic on it gives a watched number, and whatever else
+is done with it steers the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpplan.compat import named_modules, own_buffers
+from tpplan.compiler.ir.hidden import is_plain, members
+from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
+
+_STOCK = frozenset(vars(nn.Module())) | {"forward"}
+_FEW = 1000  # items of a container that are told apart
+
+State = dict[str, Any]
+
+
+class StateError(Exception):
+    """What a model computes depends on its earlier calls; the argument says how, `name` names the attribute."""
+
+    def __init__(self, message: str, name: str) -> None:
+        """Say how."""
+        super().__init__(message)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that holds state: its value, how to put another there, and the list whose length it is."""
+
+    value: Any
+    put: Callable[[Any], None] | None
+    counted: list[Any] | None = None
+
+
+def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
+    """The places of a model and its surroundings that hold numbers, texts, tensors and containers, by name."""
+    found: dict[str, Slot] = {}
+    seen: set[int] = set()
+    for prefix, module in named_modules(model):
+        held = vars(module)
+        for leaf in held:
+            if leaf not in _STOCK:
+                _collect(f"{prefix}.{leaf}" if prefix else leaf, held[leaf], _item(held, leaf), found, seen)
+        for leaf, buffer in own_buffers(module).items():
+            if buffer is not None:
+                found[f"{prefix}.{leaf}" if prefix else leaf] = Slot(buffer, None)
+    for name, space in around.spaces:
+        for leaf, item in around.values(space).items():
+            _collect(f"{name}.{leaf}", item, _name(space, leaf), found, seen)
+    for cache in around.caches.values():
+        found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, None)
+    return found
+
+
+def _item(held: Any, key: Any) -> Callable[[Any], None]:
+    return lambda value: operator.setitem(held, key, value)
+
+
+def _name(space: Space, leaf: str) -> Callable[[Any], None]:
+    return lambda value: space.set(leaf, value)
+
+
+def _collect(
+    name: str, item: object, put: Callable[[Any], None] | None, found: dict[str, Slot], seen: set[int]
+) -> None:
+    held: Any = item
+    if is_plain(held) or isinstance(held, (Tensor, Watched)):
+        found[name] = Slot(held, put)
+        return
+    if id(held) in seen or isinstance(held, nn.Module) or callable(held):
+        return
+    if isinstance(held, (list, dict, set)) and type(held) not in CONTAINERS and type(held) is not WatchedList:
+        return  # its class may make anything of what it stores
+    seen.add(id(held))
+    if isinstance(held, (list, dict, set)):
+        count = len(held)  # pyright: ignore[reportUnknownArgumentType]
+        found[f"{name} (its length)"] = Slot(count, put, held if type(held) is list else None)  # pyright: ignore
+        if count > _FEW:
+            return
+    if isinstance(held, list):
+        for i, inner in enumerate(held):  # pyright: ignore
+            _collect(f"{name}[{i}]", inner, _item(held, i), found, seen)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(held, dict):
+        for key, inner in held.items():  # pyright: ignore
+            _collect(f"{name}[{key!r}]", inner, _item(held, key), found, seen)  # pyright: ignore
+    elif isinstance(held, tuple):
+        for i, inner in enumerate(held):  # pyright: ignore
+            _collect(f"{name}[{i}]", inner, None, found, seen)  # pyright: ignore[reportUnknownArgumentType]
+    else:
+        for leaf, inner in list(members(held)):  # pyright: ignore[reportUnknownArgumentType]
+            _collect(f"{name}.{leaf}", inner, _attribute(held, leaf), found, seen)  # pyright: ignore
+
+
+def _attribute(held: object, leaf: str) -> Callable[[Any], None]:
+    return lambda value: object.__setattr__(held, leaf, value)
+
+
+def described(slots: Mapping[str, Slot]) -> State:
+    """What can be told of the state: numbers and texts, and the geometry of tensors."""
+    return {name: _described(slot.value) for name, slot in slots.items()}
+
+
+def _described(held: Any) -> object:
+    if isinstance(held, Watched):
+        return held.number
+    if not isinstance(held, Tensor):
+        return (type(held).__name__, held)
+    if held.is_meta or held.dim():
+        return (tuple(held.shape), held.dtype)
+    return held.item()
+
+
+def changes(before: State, after: State) -> Iterator[str]:
+    """The names of what differs."""
+    for name in (*after, *(name for name in before if name not in after)):
+        if name not in before or name not in after or before[name] != after[name]:
+            yield name
+
+
+class Watched:
+    """A number that each call changes. Arithmetic with numbers gives another one; all else is told of."""
+
+    __slots__ = ("name", "note", "number")
+    __hash__ = None  # pyright: ignore
+
+    def __init__(self, number: Any, name: str, note: Callable[[str], None]) -> None:
+        """Stand for `number`."""
+        self.number, self.name, self.note = number, name, note
+
+    def read(self) -> Any:
+        """Tell that the number is read, and return it."""
+        self.note(self.name)
+        return self.number
+
+
+def _arithmetic(name: str, reflected: bool) -> Callable[[Watched, Any], Any]:
+    compute: Callable[[Any, Any], Any] = getattr(operator, name)
+
+    def method(self: Watched, other: Any) -> Any:
+        plain = other.number if isinstance(other, Watched) else other
+        if type(plain) not in (int, float):
+            return compute(plain, self.read()) if reflected else compute(self.read(), plain)
+        result = compute(plain, self.number) if reflected else compute(self.number, plain)
+        return Watched(result, self.name, self.note)
+
+    return method
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    def method(self: Watched, *others: Any) -> Any:
+        others = tuple(other.number if isinstance(other, Watched) else other for other in others)
+        return getattr(self.read(), name)(*others)
+
+    return method
+
+
+for _operation in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Watched, f"__{_operation}__", _arithmetic(_operation, False))
+    setattr(Watched, f"__r{_operation}__", _arithmetic(_operation, True))
+for _read in (
+    "bool",
+    "int",
+    "float",
+    "index",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "str",
+    "repr",
+    "format",
+    "neg",
+    "abs",
+):
+    setattr(Watched, f"__{_read}__", _reading(f"__{_read}__"))
+
+
+class WatchedList(list[Any]):
+    """A list that each call makes longer; it may be written to, and whoever reads it is told of."""
+
+    note: Callable[[], None]
+
+
+def _reading_list(name: str) -> Callable[..., Any]:
+    def method(self: WatchedList, *args: Any) -> Any:
+        self.note()
+        return getattr(list, name)(self, *args)
+
+    return method
+
+
+_LIST_READS = (
+    "__len__", "__iter__", "__getitem__", "__contains__", "__eq__", "__add__", "__reversed__", "index", "count", "copy",
+    "pop",
+)  # fmt: skip
+for _read in _LIST_READS:
+    setattr(WatchedList, _read, _reading_list(_read))
+
+
+def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callable[[str], None]) -> set[int]:
+    """Put watched numbers and lists in the places of these names; returns the ids of real tensors to be watched.
+
+    Raises:
+        StateError: what changes is no number, so that it can't be watched.
+    """
+    slots = slots_of(model, around)
+    tensors: set[int] = set()
+    for name in sorted(names & slots.keys(), key=len, reverse=True):  # what a list holds before the list
+        slot = slots[name]
+        if isinstance(slot.value, Tensor):
+            tensors.add(id(slot.value))
+        elif slot.counted is not None and slot.put is not None:
+            longer = WatchedList(slot.counted)
+            longer.note = functools.partial(note, name)
+            slot.put(longer)
+        elif type(slot.value) in (int, float) and slot.put is not None and not name.endswith("(its length)"):
+            slot.put(Watched(slot.value, name, note))
+        else:
+            raise StateError(f"each call changes `{name}`, which later calls may depend on", name)
+    return tensors
+
+
+__all__ = ["State", "StateError", "Watched", "changes", "described", "slots_of", "watch"]

@@ -1,0 +1,234 @@
+"""Surroundings: what a forward can change besides its module, and how to put it back.
+
+in:  the classes of a model's modules
+out: a record of the globals and class attributes of the files that they come from, of their `functools.lru_cache`s, and
+     of the generators of random numbers
+
+A capture runs the model's own code. What that leaves behind would meet the user's next call: tensors without numbers in
+a cache, a counter that is one too high.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import sys
+import sysconfig
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler.ir.hidden import hidden_tensors
+
+Cache = Any  # functools has no public name for what `lru_cache` makes
+_CACHE: Any = type(functools.lru_cache(lambda: None))
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = ("torch", "tpplan", "builtins")
+_SCALARS = frozenset((bool, int, float, str, type(None), tuple))
+CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+_LARGEST = 1 << 16
+
+
+class Space:
+    """The names of a module of Python, or of a class."""
+
+    def __init__(self, holder: ModuleType | type) -> None:
+        """Of `holder`."""
+        self.holder = holder
+
+    def names(self) -> MutableMapping[str, Any]:
+        """What they stand for; of a class it can't be written to."""
+        return vars(self.holder)  # pyright: ignore[reportReturnType]
+
+    def set(self, name: str, value: object) -> None:
+        """Let `name` stand for `value`."""
+        setattr(self.holder, name, value)
+
+    def delete(self, name: str) -> None:
+        """Forget `name`."""
+        delattr(self.holder, name)
+
+
+class Surroundings:
+    """A record of what is around a model; see the module's docstring."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look, and remember."""
+        kinds = {type(module) for _, module in named_modules(model)}
+        own = _own_kinds(kinds)
+        self.spaces = [*_spaces(own, model)]
+        self.caches = {id(cache): cache for _, space in self.spaces for cache in _caches(space)}
+        self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
+        self._files = frozenset(
+            space.holder.__name__ for _, space in self.spaces if isinstance(space.holder, ModuleType)
+        )
+        self._bound = [(space, self.values(space)) for _, space in self.spaces]
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for _, values in self._bound:
+            for held in values.values():
+                self._note(held)
+        self._random = _random_state()
+
+    def _note(self, held: object) -> None:
+        """Remember what a container holds, and what those in it do; and the numbers of a small tensor."""
+        if id(held) in self._contents:
+            return
+        if isinstance(held, Tensor):
+            if not held.is_meta and held.numel() <= _LARGEST:
+                self._contents[id(held)] = (held, (held._version, held.detach().clone()))
+        elif type(held) not in CONTAINERS:
+            own: dict[str, Any] | None = getattr(held, "__dict__", None)
+            if own is not None and type(held).__module__ in self._files:
+                self._note(own)
+        else:
+            copied: Any = dict(held) if isinstance(held, dict) else list(held)  # pyright: ignore
+            self._contents[id(held)] = (held, copied)
+            for item in copied.values() if isinstance(held, dict) else copied:
+                if type(item) not in _SCALARS:
+                    self._note(item)  # pyright: ignore[reportUnknownArgumentType]
+
+    def values(self, space: Space) -> dict[str, Any]:
+        """Of the names those that a forward may write to: numbers, texts, containers, tensors, the user's objects."""
+        return {
+            name: held
+            for name, held in space.names().items()
+            if not name.startswith("__")
+            and (
+                type(held) in _SCALARS
+                or type(held) in CONTAINERS
+                or isinstance(held, Tensor)
+                or (type(held).__module__ in self._files and hasattr(held, "__dict__") and not callable(held))
+            )
+        }
+
+    def repeat_draws(self) -> None:
+        """Put the generators of random numbers back to where they were."""
+        for restore in self._random:
+            restore()
+
+    def stale(self) -> list[Cache]:
+        """Caches out of which the run was given numbers that were there before."""
+        return [
+            cache
+            for key, cache in self.caches.items()
+            if self._entries[key].currsize
+            and cache.cache_info().hits > self._entries[key].hits
+            and any(not tensor.is_meta for tensor in cached_tensors(cache))
+        ]
+
+    def touched(self) -> list[Cache]:
+        """Caches into which the run has put something."""
+        return [c for key, c in self.caches.items() if c.cache_info().misses != self._entries[key].misses]
+
+    def restore(self) -> None:
+        """Put everything back; caches that the run has put tensors into are emptied."""
+        for cache in self.touched():
+            if cached_tensors(cache):
+                cache.cache_clear()
+        for space, values in self._bound:
+            for name in [name for name in self.values(space) if name not in values]:
+                space.delete(name)
+            for name, held in values.items():
+                if space.names().get(name) is not held:
+                    space.set(name, held)
+        for held, contents in self._contents.values():
+            _refill(held, contents)
+        self.repeat_draws()
+
+
+def _own_kinds(kinds: Iterable[type]) -> set[type]:
+    """The classes, and those that they derive from, that aren't torch's."""
+    return {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OURS}
+
+
+def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
+    """The classes, the files that they are written in, and further files of the user's that these take from."""
+    for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
+        yield f"{kind.__module__}.{kind.__qualname__}", Space(kind)
+    waiting = [kind.__module__ for kind in kinds]
+    waiting += [h.__module__ for _, m in named_modules(model) for h in vars(m).values() if type(h) is FunctionType]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        if name in seen or module is None or name.partition(".")[0] in _OURS:
+            continue
+        seen.add(name)
+        yield name, Space(module)
+        for held in list(vars(module).values()):
+            if isinstance(held, (FunctionType, type, _CACHE)) and _is_users(getattr(held, "__module__", None)):
+                waiting.append(held.__module__)  # pyright: ignore
+
+
+@functools.cache
+def _is_users(name: str | None) -> bool:
+    """Whether a module of Python isn't part of a library."""
+    file: str | None = getattr(sys.modules.get(name or ""), "__file__", None)
+    return file is not None and not file.startswith(_LIBRARIES)
+
+
+def _caches(space: Space) -> Iterator[Cache]:
+    for held in list(space.names().values()):
+        held = getattr(held, "__func__", held)
+        if isinstance(held, FunctionType) and held.__closure__:
+            yield from (cell for cell in _cells(held) if isinstance(cell, _CACHE) and _may_clear(cell))
+        elif isinstance(held, _CACHE) and _may_clear(held):
+            yield held
+
+
+def _may_clear(cache: Cache) -> bool:
+    return str(cache.__module__).partition(".")[0] not in _OURS
+
+
+def _cells(held: FunctionType) -> Iterator[Any]:
+    for cell in held.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
+
+
+def cached_tensors(cache: Cache) -> list[Tensor]:
+    """The tensors that a cache holds."""
+    held = [item for item in gc.get_referents(cache) if not isinstance(item, (FunctionType, type))]
+    return [tensor for _, tensor in hidden_tensors(held)]
+
+
+def _refill(held: Any, contents: Any) -> None:
+    if isinstance(held, Tensor):
+        version, numbers = contents
+        if held._version != version:
+            with torch.no_grad():
+                held.copy_(numbers)
+    elif isinstance(held, dict):
+        if len(held) != len(contents) or any(held.get(k, held) is not v for k, v in contents.items()):  # pyright: ignore
+            held.clear()
+            held.update(contents)
+    elif len(held) != len(contents) or any(a is not b for a, b in zip(held, contents, strict=True)):
+        held.clear()
+        (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
+
+
+def _random_state() -> list[Callable[[], object]]:
+    """How to put each generator of random numbers back to where it is now."""
+    own = random.getstate()
+    found: list[Callable[[], object]] = [lambda: random.setstate(own)]
+    numbers = torch.get_rng_state()
+    found.append(lambda: torch.set_rng_state(numbers))
+    if torch.cuda.is_initialized():
+        devices = torch.cuda.get_rng_state_all()
+        found.append(lambda: torch.cuda.set_rng_state_all(devices))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        drawn = numpy.random.get_state()
+        found.append(lambda: numpy.random.set_state(drawn))
+    return found
+
+
+__all__ = ["CONTAINERS", "Space", "Surroundings", "cached_tensors"]

@@ -1,0 +1,339 @@
+"""What a forward leaves behind is what the unsharded model leaves; what calls depend on is proved, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.parity.materialise import copy_structure
+from tpplan.parity.rank import SimulatedDistributor
+from tpplan.parity.threads import ThreadCommunicator, run_ranks
+from tpplan.plan import CompileError
+from tpplan.runtime.lower import lower
+
+PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+COUNT = 0
+LOG: list[int] = []
+TABLES: dict[int, Tensor] = {}
+
+
+class Counter:
+    total = 0
+
+
+@functools.lru_cache
+def real_table(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(length).to(dtype)[:, None]
+
+
+@functools.cache
+def table(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.arange(length, device=device, dtype=dtype)[:, None]
+
+
+class Keeps(nn.Module):
+    """A pair of layers, and all kinds of state for `how` to use."""
+
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+        self.norm, self.inner_norm = nn.BatchNorm1d(8), nn.BatchNorm1d(16)
+        self.how, self.calls, self.history, self.stats = how, 0, list[int](), {"calls": 0}
+        self.kept: Tensor | None = None
+        self.turned = False
+        self.counter = Counter()
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("average", torch.tensor(1.0))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("inner_mean", torch.zeros(16))
+
+    def pair(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+    def state(self) -> dict[str, Any]:
+        plain = {name: copy.copy(getattr(self, name)) for name in ("calls", "history", "stats", "kept", "turned")}
+        return plain | {"total": self.counter.total} | {name: b.clone() for name, b in self.named_buffers()}
+
+
+def counts(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.pair(x)
+
+
+def counts_elsewhere(m: Any, x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    m.stats["calls"] += 1
+    m.counter.total += 1
+    return m.pair(x)
+
+
+def logs(m: Any, x: Tensor) -> Tensor:
+    m.history.append(x.shape[1])
+    LOG.append(x.shape[1])
+    return m.pair(x)
+
+
+def builds(m: Any, x: Tensor) -> Tensor:
+    if m.kept is None:
+        m.kept = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
+    return m.pair(x) + m.kept
+
+
+def builds_in_a_global(m: Any, x: Tensor) -> Tensor:
+    if x.shape[1] not in TABLES:
+        TABLES[x.shape[1]] = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
+    return m.pair(x) + TABLES[x.shape[1]]
+
+
+def leaves(m: Any, x: Tensor) -> Tensor:
+    y = m.pair(x)
+    m.kept = y.detach().mean()
+    return y
+
+
+def reads_the_last(m: Any, x: Tensor) -> Tensor:
+    y = m.pair(x)
+    if m.kept is not None:
+        y = y + m.kept
+    m.kept = y.detach().mean()
+    return y
+
+
+def turns_once(m: Any, x: Tensor) -> Tensor:
+    if not m.turned:
+        m.turned = True
+    return m.pair(x)
+
+
+def steps(m: Any, x: Tensor) -> Tensor:
+    m.steps += 1
+    return m.pair(x)
+
+
+def averages(m: Any, x: Tensor) -> Tensor:
+    m.average.mul_(0.9).add_(0.1 * x.mean())
+    return m.pair(x) * m.average
+
+
+def averages_features(m: Any, x: Tensor) -> Tensor:
+    y = m.pair(x)
+    m.mean.lerp_(y.detach().mean((0, 1)), 0.1)
+    return y - m.mean
+
+
+def replaces(m: Any, x: Tensor) -> Tensor:
+    y = m.pair(x)
+    m.mean = 0.9 * m.mean + 0.1 * y.detach().mean((0, 1))
+    return y - m.mean
+
+
+def normalizes(m: Any, x: Tensor) -> Tensor:
+    return m.pair(m.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def caches(m: Any, x: Tensor) -> Tensor:
+    return m.pair(x) + real_table(x.shape[1], x.dtype)
+
+
+def caches_there(m: Any, x: Tensor) -> Tensor:
+    return m.pair(x) + table(x.shape[1], x.device, x.dtype)
+
+
+def leaves_a_part(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.kept = h.detach().mean()
+    return m.down(h)
+
+
+def averages_a_part(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.average.mul_(0.9).add_(0.1 * h.detach().mean())
+    return m.down(h) * m.average
+
+
+def averages_inner_features(m: Any, x: Tensor) -> Tensor:
+    h = m.up(x)
+    m.inner_mean.lerp_(h.detach().mean((0, 1)), 0.1)
+    return m.down(h - m.inner_mean)
+
+
+def normalizes_inner_features(m: Any, x: Tensor) -> Tensor:
+    return m.down(m.inner_norm(m.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+RIGHT = [
+    counts, counts_elsewhere, logs, builds, builds_in_a_global, leaves, reads_the_last, turns_once, steps, averages,
+    averages_features, replaces, normalizes, caches, caches_there,
+]  # fmt: skip
+RIGHT_OR_REFUSED = [leaves_a_part, averages_a_part, averages_inner_features, normalizes_inner_features]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_globals() -> None:
+    global COUNT
+    COUNT = 0
+    LOG.clear()
+    TABLES.clear()
+    table.cache_clear()
+    real_table.cache_clear()
+
+
+def compare_calls(how: Callable[[Any, Tensor], Tensor]) -> None:
+    """Several calls of two ranks and of the unsharded model: their results, and what they leave."""
+    torch.manual_seed(0)
+    model = Keeps(how)
+    inputs = [torch.randn(2, 3, 8) for _ in range(4)]
+    program = tpplan.compile_plan(model, PLAN, 2, inputs[0])
+
+    def calls(own: nn.Module) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(own(x).detach(), own.state()) for x in inputs]  # pyright: ignore
+
+    def work(axis: ThreadCommunicator) -> list[tuple[Tensor, dict[str, Any]]]:
+        own = copy.deepcopy(model)
+        return calls(lower(copy_structure(own), program, SimulatedDistributor(axis)))
+
+    expected = calls(copy.deepcopy(model))
+    for rank in run_ranks(2, work):
+        for (y, left), (whole, state) in zip(rank, expected, strict=True):
+            assert torch.allclose(y, whole, atol=1e-5)
+            for name, held in state.items():
+                same = torch.allclose(left[name], held, atol=1e-5) if isinstance(held, Tensor) else left[name] == held
+                assert same, name
+
+
+@pytest.mark.parametrize("how", RIGHT)
+def test_calls_leave_what_the_unsharded_model_leaves(how: Callable[[Any, Tensor], Tensor]) -> None:
+    compare_calls(how)
+
+
+@pytest.mark.parametrize("how", RIGHT_OR_REFUSED)
+def test_a_part_is_never_left(how: Callable[[Any, Tensor], Tensor]) -> None:
+    try:
+        compare_calls(how)
+    except CompileError as error:
+        assert {d.code for d in error.diagnostics} <= {"TP107", "TP113"}, str(error)
+
+
+# -- what steers ------------------------------------------------------------------------------------------------------
+def warms_up(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.pair(x) if m.calls < 1000 else m.other(x)
+
+
+def scales(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.pair(x) * m.calls
+
+
+def looks_back(m: Any, x: Tensor) -> Tensor:
+    m.history.append(x.shape[1])
+    return m.pair(x) if len(m.history) < 1000 else m.other(x)
+
+
+def alternates(m: Any, x: Tensor) -> Tensor:
+    m.turned = not m.turned
+    return m.pair(x) if m.turned else m.other(x)
+
+
+def asks_a_buffer(m: Any, x: Tensor) -> Tensor:
+    m.steps += 1
+    return m.pair(x) if m.steps < 1000 else m.other(x)
+
+
+def asks_a_global(m: Any, x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return m.pair(x) if COUNT < 1000 else m.other(x)
+
+
+def asks_an_object(m: Any, x: Tensor) -> Tensor:
+    m.counter.total += 1
+    return m.pair(x) if m.counter.total < 1000 else m.other(x)
+
+
+def grows(m: Any, x: Tensor) -> Tensor:
+    m.kept = x.detach() if m.kept is None else torch.cat([m.kept, x.detach()], 1)
+    return m.pair(x) + m.kept.mean()
+
+
+STEERS = {
+    warms_up: "calls", scales: "calls", looks_back: "history", alternates: "turned", asks_a_buffer: "steps",
+    asks_a_global: "COUNT", asks_an_object: "counter.total", grows: "kept",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", STEERS)
+def test_what_depends_on_earlier_calls_is_refused(how: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CompileError, match=rf"TP129 .*{STEERS[how]}"):
+        tpplan.compile_plan(Keeps(how), PLAN, 2, torch.randn(2, 3, 8))
+
+
+# -- nothing is changed -----------------------------------------------------------------------------------------------
+def fails(m: Any, x: Tensor) -> Tensor:
+    counts_elsewhere(m, x)
+    m.steps += 1
+    m.kept = table(x.shape[1], x.device, x.dtype)
+    torch.rand(3)
+    raise ValueError("no")
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """All that a model and its surroundings hold, with the identity of what is mutable."""
+    found: dict[str, Any] = {"mode": [m.training for m in model.modules()]}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[name] = (id(tensor), tensor._version, tensor.detach().clone(), tensor.grad)
+    for name, module in model.named_modules():
+        held = {key: id(item) for key, item in vars(module).items()}
+        tables = {key: list(item) for key, item in vars(module).items() if isinstance(item, dict)}
+        found[f"{name}.vars"] = (type(module), held, tables)
+    found["state"] = (model.calls, list(model.history), dict(model.stats), model.counter.total)  # pyright: ignore
+    found["around"] = (COUNT, list(LOG), dict(TABLES), Counter.total, table.cache_info().currsize)
+    found["random"] = (torch.get_rng_state(), __import__("random").getstate())
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one == other
+
+
+@pytest.mark.parametrize("how", [*RIGHT, *RIGHT_OR_REFUSED, *STEERS, fails])
+@pytest.mark.parametrize("what", ["compile", "suggest", "verify"])
+def test_nothing_changes_a_model(how: Callable[[Any, Tensor], Tensor], what: str) -> None:
+    model, x = Keeps(how), torch.randn(2, 3, 8)
+    before = snapshot(model)
+    run: dict[str, Callable[[], object]] = {
+        "compile": lambda: tpplan.compile_plan(model, PLAN, 2, x),
+        "suggest": lambda: tpplan.suggest_plan(model, 2, inputs=x),
+        "verify": lambda: tpplan.verify(model, PLAN, 2, x, dtype=torch.float32),
+    }
+    with contextlib.suppress(tpplan.TpplanError):
+        run[what]()
+    after = snapshot(model)
+    assert not [name for name in before if not same(before[name], after[name])]
+
+
+@pytest.mark.parametrize("cached", [caches, caches_there])
+def test_a_warm_cache_makes_the_same_program(cached: Callable[[Any, Tensor], Tensor]) -> None:
+    model, x = Keeps(cached), torch.randn(2, 3, 8)
+    cold = tpplan.compile_plan(model, PLAN, 2, x)
+    expected = model(x)
+    assert tpplan.compile_plan(model, PLAN, 2, x).digest == cold.digest
+    assert torch.equal(model(x), expected)

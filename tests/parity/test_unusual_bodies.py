@@ -1,0 +1,143 @@
+"""Bodies that treat parameters in their own way: chosen by size, replaced for a call, written to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import tpplan
+from tpplan.compat import local_of
+from tpplan.parity.rank import SimulatedDistributor
+from tpplan.parity.threads import ThreadCommunicator, run_ranks
+from tpplan.plan import CompileError
+from tpplan.runtime.lower import lower
+
+PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+
+
+class Body(nn.Module):
+    def __init__(self, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.how = how
+        self.a, self.b = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def pair(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x)
+
+
+def chooses_by_size(m: Any, x: Tensor) -> Tensor:
+    return m.pair(x) * (m.a if x.shape[1] > 3 else m.b)
+
+
+def replaces_columns(m: Any, x: Tensor) -> Tensor:
+    return m.down(functional_call(m.up, {"weight": m.up.weight * 2}, (x,)).relu())
+
+
+def replaces_rows(m: Any, x: Tensor) -> Tensor:
+    return functional_call(m.down, {"weight": m.down.weight * 2}, (m.up(x).relu(),))
+
+
+def replaces_a_norm(m: Any, x: Tensor) -> Tensor:
+    return functional_call(m.norm, {"weight": m.norm.weight + 1}, (m.pair(x),)) * m.norm.weight
+
+
+def reads_after_the_call(m: Any, x: Tensor) -> Tensor:
+    return m.norm(m.pair(x)) * m.norm.weight + m.norm.bias
+
+
+def clamps(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.up.weight.clamp_(-0.1, 0.1)
+        m.down.bias.clamp_(-0.01, 0.01)
+        m.a.clamp_(max=0.5)
+    return m.pair(x) * m.a
+
+
+def clamps_data(m: Any, x: Tensor) -> Tensor:
+    m.a.data.clamp_(max=0.5)
+    return m.pair(x) * m.a
+
+
+def clamps_split_data(m: Any, x: Tensor) -> Tensor:
+    m.up.weight.data.clamp_(-0.1, 0.1)
+    return m.pair(x)
+
+
+def shrinks(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.up.weight.copy_(m.up.weight * 0.5)
+    return m.pair(x)
+
+
+RIGHT = [
+    chooses_by_size, replaces_columns, replaces_rows, replaces_a_norm, reads_after_the_call, clamps, clamps_data,
+    shrinks,
+]  # fmt: skip
+
+
+def stepped(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """Results of calls with backwards between them."""
+    results: list[Tensor] = []
+    for x in inputs:
+        results.append(model(x))
+        results[-1].square().sum().backward()
+    return [y.detach() for y in results]
+
+
+def worst(how: Callable[[Any, Tensor], Tensor]) -> float:
+    """The largest error of a result, a parameter or a gradient on two ranks."""
+    torch.manual_seed(0)
+    stock = Body(how).double()
+    inputs = [torch.randn(2, length, 8, dtype=torch.float64) for length in (3, 5, 3)]
+    program = tpplan.compile_plan(stock, PLAN, 2, inputs[0])
+    whole = copy.deepcopy(stock)
+    expected = stepped(whole, inputs)
+    after = dict(whole.named_parameters())
+
+    def work(axis: ThreadCommunicator) -> list[float]:
+        distributor = SimulatedDistributor(axis)
+        own = lower(copy.deepcopy(stock), program, distributor)
+        errors = [float((a - b).abs().max()) for a, b in zip(stepped(own, inputs), expected, strict=True)]
+        held = dict(own.named_parameters())
+        for placement in program.parameters:
+            mine, theirs = held[placement.name], after[placement.name]
+            for a, b in ((mine.data, theirs.data), (mine.grad, theirs.grad)):
+                if b is not None:
+                    assert a is not None, placement.name
+                    part = local_of(distributor.distribute(b, placement))
+                    errors.append(float((local_of(a) - part).abs().max() / b.abs().max().clamp(min=1)))
+        return errors
+
+    return max(error for errors in run_ranks(2, work) for error in errors)
+
+
+@pytest.mark.parametrize("how", RIGHT)
+def test_a_body_may_treat_its_parameters_so(how: Callable[[Any, Tensor], Tensor]) -> None:
+    assert worst(how) < 1e-12
+
+
+def normalizes(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.up.weight.div_(m.up.weight.norm())
+    return m.pair(x)
+
+
+def normalizes_data(m: Any, x: Tensor) -> Tensor:
+    m.up.weight.data.div_(m.up.weight.data.norm())
+    return m.pair(x)
+
+
+@pytest.mark.parametrize("how", [normalizes, normalizes_data, clamps_split_data])
+def test_what_needs_a_whole_parameter_is_refused(how: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CompileError, match=r"TP107|TP113"):
+        worst(how)
