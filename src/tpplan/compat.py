@@ -52,6 +52,7 @@ __all__ = [
     "fake_mesh",
     "fake_process_group",
     "function_node",
+    "has_gradient_hooks",
     "hook_counts",
     "innermost_mode",
     "interleaved_shard",
@@ -444,8 +445,8 @@ def is_reentrant_checkpoint(node: Any) -> bool:
 @contextmanager
 def without_packing() -> Generator[None]:
     """A block in which autograd keeps what it saves as it is, whatever hooks there are: nothing is recomputed."""
-    hooks: Any = torch._C._autograd
-    before = hooks._saved_tensors_hooks_set_tracing(True)
+    hooks: Any = cast("Any", torch._C)._autograd
+    before: bool = hooks._saved_tensors_hooks_set_tracing(True)
     try:
         yield
     finally:
@@ -454,7 +455,7 @@ def without_packing() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleHooks:
-    """A module's hooks in the backward: before it, and after it; `legacy` for those that only see the last operation."""
+    """A module's hooks before and after its backward; `legacy` for those that see the last operation alone."""
 
     before: tuple[Callable[..., Any], ...]
     after: tuple[Callable[..., Any], ...]
@@ -463,14 +464,25 @@ class ModuleHooks:
 
 def backward_hooks(module: nn.Module) -> ModuleHooks | None:
     """The hooks of a module's backward, those of all modules among them; None if there are none."""
-    own, everywhere = module._backward_hooks, _modules._global_backward_hooks
-    before, sooner = module._backward_pre_hooks, _modules._global_backward_pre_hooks
+    tables, held = cast("Any", _modules), cast("Any", module)
+    own, everywhere = _listed(held._backward_hooks), _listed(tables._global_backward_hooks)
+    before, sooner = _listed(held._backward_pre_hooks), _listed(tables._global_backward_pre_hooks)
     if not (own or before or everywhere or sooner):
         return None
     legacy = (bool(own) and module._is_full_backward_hook is False) or (
-        bool(everywhere) and _modules._global_is_full_backward_hook is False
+        bool(everywhere) and tables._global_is_full_backward_hook is False
     )
-    return ModuleHooks((*sooner.values(), *before.values()), (*everywhere.values(), *own.values()), legacy)
+    return ModuleHooks((*sooner, *before), (*everywhere, *own), legacy)
+
+
+def _listed(table: Mapping[int, Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
+    return tuple(table.values())
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether there are hooks on a tensor's gradient."""
+    accumulated: object = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks) or bool(accumulated)
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

@@ -276,7 +276,7 @@ def test_a_function_with_parameters() -> None:
     prove(model, SPLIT, 2)
     model = Split(torch.tanh)
     model.down = Layer(INNER, WIDTH)
-    with pytest.raises(tpplan.CompileError, match="TP128.*own product"):
+    with pytest.raises(tpplan.CompileError, match=r"TP128.*own product"):
         compiled(model, SPLIT, 2)
 
 
@@ -306,7 +306,7 @@ class NormWithFactor(nn.Module):
 @pytest.mark.parametrize("rules", [STREAM, {"inner.up": "colwise", "inner.down": "rowwise"}])
 def test_a_norm_with_its_own_backward(rules: dict[str, Any]) -> None:
     model = Stream(torch.tanh)
-    model.norm, model.last = NormWithFactor(), NormWithFactor()
+    model.norm, model.last = NormWithFactor(), NormWithFactor()  # pyright: ignore
     prove(model, rules, 2)
 
 
@@ -354,15 +354,28 @@ def test_a_hook_that_changes_the_result_of_a_module() -> None:
 def test_equal_layers_with_other_backwards_are_told_apart() -> None:
     model = nn.Sequential(Split(ELEMENTWISE["reversed"]), Split(ACROSS["norm"]), Split(ELEMENTWISE["reversed"]))
     program = prove(model, {f"*.{name}": style for name, style in SPLIT.items()}, 2)
-    assert {
-        module.name.split(".")[0] for module, r in program.reshards() if Collective.ALL_GATHER in (r.forward, r.backward)
-    } == {"1"}
+    gathered = {module.name[0] for module, r in program.reshards() if Collective.ALL_GATHER in (r.forward, r.backward)}
+    assert gathered == {"1"}
 
 
 def test_functions_inside_of_a_reentrant_checkpoint_are_refused() -> None:
     inner = ELEMENTWISE["reversed"]
-    with pytest.raises(tpplan.CompileError, match="TP128.*use_reentrant"):
+    with pytest.raises(tpplan.CompileError, match=r"TP128.*use_reentrant"):
         compiled(Split(lambda x: checkpoint(inner, x, use_reentrant=True)), SPLIT, 2)  # pyright: ignore
+
+
+def test_hooks_that_the_sharded_model_would_not_have_are_refused() -> None:
+    model = Split(torch.tanh)
+    model.up.weight.register_hook(lambda g: g * 2)  # pyright: ignore
+    with pytest.raises(tpplan.CompileError, match=r"TP112.*`up.weight` has a hook on its gradient"):
+        compiled(model, SPLIT, 2)
+    model = Split(torch.tanh)
+    model.up.register_forward_hook(lambda m, *_: m.weight.register_post_accumulate_grad_hook(printing) and None)  # pyright: ignore
+    with pytest.raises(tpplan.CompileError, match=r"TP128.*accumulate no gradient"):
+        compiled(model, SPLIT, 2)
+    model = Split(nn.Tanh())
+    model.function.register_backward_hook(scaled)  # pyright: ignore
+    assert gathers(prove(model, SPLIT, 2)) > 0
 
 
 def test_a_custom_operator_with_a_backward() -> None:

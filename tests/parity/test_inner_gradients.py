@@ -80,7 +80,9 @@ SEQUENCE = RULES | {"net.*.norm": "sequence"}
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("differentiable", [False, True])
-@pytest.mark.parametrize("rules", [RULES, SEQUENCE, {"net.*.up": "colwise"}, {"net.0.up": "colwise", "net.0.down": "rowwise"}])
+@pytest.mark.parametrize(
+    "rules", [RULES, SEQUENCE, {"net.*.up": "colwise"}, {"net.0.up": "colwise", "net.0.down": "rowwise"}]
+)
 @pytest.mark.parametrize("kind", [Energy, Weighted])
 def test_forces(kind: type[Energy], rules: dict[str, Any], differentiable: bool, size: int) -> None:
     program = prove(kind(), rules, size, differentiable)
@@ -102,7 +104,7 @@ def test_a_gradient_by_a_parameter_is_refused() -> None:
     class ByParameter(Energy):
         def forward(self, x: Tensor) -> Any:
             y = self.net(x)
-            (gradient,) = torch.autograd.grad(y.sum(), self.net[0].up.weight, create_graph=True)
+            (gradient,) = torch.autograd.grad(y.sum(), self.net[0].up.weight, create_graph=True)  # pyright: ignore
             return y * gradient.pow(2).sum()
 
     with pytest.raises(tpplan.CompileError, match="differentiates by a parameter"):
@@ -112,18 +114,20 @@ def test_a_gradient_by_a_parameter_is_refused() -> None:
 def test_a_function_that_is_differentiated_twice_stays_whole() -> None:
     tripled = function(lambda x, g: g * x)
     model = Energy()
-    model.net[0].up.register_forward_hook(lambda module, args, result: tripled(result))
+    model.net[0].up.register_forward_hook(lambda module, args, result: tripled(result))  # pyright: ignore
     program = prove(model, RULES, 2)
     assert "TP104" in {finding.code for finding in program.diagnostics}
     model = Energy()
     model.net[0] = Bare(tripled)
-    with pytest.raises(tpplan.CompileError, match="TP128.*no derivative"):
+    with pytest.raises(tpplan.CompileError, match=r"TP128.*no derivative"):
         prove(model, {"net.0.weight": "colwise", "net.0.back": "rowwise"}, 2)
 
 
 def test_a_second_derivative_outside_of_the_forward_raises() -> None:
     model = nn.Sequential(Block(), Block()).double()
-    program = tpplan.compile_plan(model, {"version": 1, "modules": {"*.up": "colwise", "*.down": "rowwise"}}, 2, positions())
+    program = tpplan.compile_plan(
+        model, {"version": 1, "modules": {"*.up": "colwise", "*.down": "rowwise"}}, 2, positions()
+    )
 
     def caught(axis: ThreadCommunicator) -> list[str]:
         sharded = lower(copy_structure(model), program, SimulatedDistributor(axis))

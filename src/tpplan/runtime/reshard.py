@@ -32,8 +32,8 @@ class SecondDerivativeError(TpplanError):
     def __str__(self) -> str:
         """What to do instead."""
         return (
-            "TP138 second-derivative: the backward of a sharded model was called with `create_graph=True`\n  help: take "
-            "the gradient with `torch.autograd.grad(…, create_graph=True)` in the model's forward, by one of its "
+            "TP138 second-derivative: the backward of a sharded model was called with `create_graph=True`\n  help: "
+            "take the gradient with `torch.autograd.grad(…, create_graph=True)` in the model's forward, by one of its "
             "inputs: it is then part of what is proved"
         )
 

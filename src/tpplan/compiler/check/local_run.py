@@ -25,6 +25,7 @@ from tpplan.compiler.check.backward import backward_fault
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, Mismatch, compare, promised_shape
 from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.check.fingerprint import Fingerprints
+from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Pack, reshard_between
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
@@ -33,7 +34,6 @@ from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
-from tpplan.compiler.rules.gradient import GRADIENT
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.recorder import Recorder

@@ -250,8 +250,8 @@ def of_backward(given: CheckInput, mismatch: Mismatch, backward: ForeignBackward
     met = f"met in {module}, at {backward.location}" if backward.location is not None else ""
     return _finding("TP128", bound, module, location,
         f"{backward.name} can't be proved for the layouts around it: {mismatch.reason}",
-        "call it on whole tensors: write `output: replicate` for the module whose result it gets, or `input: replicate` "
-        f"for the one that it stands in; or remove the rules around it{_line(bound)}",
+        "call it on whole tensors: write `output: replicate` for the module whose result it gets, or `input: "
+        f"replicate` for the one that it stands in; or remove the rules around it{_line(bound)}",
         met if met and location != backward.location else "",
         f"the same holds for {more} more modules" if more > 0 else "",
     )  # fmt: skip

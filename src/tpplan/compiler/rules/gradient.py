@@ -16,16 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from tpplan.compat import OpOverload
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
-
-_LIBRARY = torch.library.Library("tpplan_trace", "DEF")
-_LIBRARY.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[]? grad_outputs) -> Tensor[]")
-GRADIENT: OpOverload = torch.ops.tpplan_trace.gradient.default
 
 
 def gradient_layouts(
@@ -61,4 +54,4 @@ def _of_value(held: Layout, differentiable: bool) -> Layout:
     return REPLICATED_PARTIAL if held == PARTIAL and differentiable else _gradient(held)
 
 
-__all__ = ["GRADIENT", "gradient_layouts"]
+__all__ = ["gradient_layouts"]

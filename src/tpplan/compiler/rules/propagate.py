@@ -20,13 +20,14 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from tpplan.compat import NoRule, OperatorMeta, propagate
+from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
 from tpplan.compiler.ir.layout import packed as split_in_packs
 from tpplan.compiler.ir.operators import Operator, lookup, with_dims_from_the_front
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
-from tpplan.compiler.rules.gradient import GRADIENT, gradient_layouts
+from tpplan.compiler.rules.gradient import gradient_layouts
 
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))

@@ -17,16 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tpplan.compat import (
-    FunctionNode,
-    ModuleHooks,
-    Unwatched,
-    backward_hooks,
-    function_node,
-    is_reentrant_checkpoint,
-)
+from tpplan.compat import FunctionNode, Unwatched, function_node, is_reentrant_checkpoint
 from tpplan.compiler.ir.trace import (
     BackwardGraph,
     ForeignBackward,
@@ -35,77 +28,12 @@ from tpplan.compiler.ir.trace import (
     Reference,
     Value,
 )
-from tpplan.compiler.trace.recorder import NotedFunction, NotedHook, Recorder
+from tpplan.compiler.trace.noted import NotedFunction, NotedHook, UnrecordedError
+from tpplan.compiler.trace.recorder import Recorder
 
 Call = tuple[str, int]
 _SMALL = 64
 _REENTRANT = "the backward of an activation checkpoint with `use_reentrant=True`"
-
-
-class _Unrecorded(Exception):
-    """Why there is no record of a backward."""
-
-
-def note_tensor_hook(recorder: Recorder, tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Note a hook that a forward registers on a tensor."""
-    value = recorder.value_of(tensor)
-    frame = recorder.frames[-1]
-
-    def run(gradients: Sequence[Tensor | None]) -> Sequence[Any]:
-        (gradient,) = gradients
-        result = hook(gradient)  # pyright: ignore[reportArgumentType]
-        return (gradient if result is None else result,)
-
-    name = f"the hook `{_name_of(hook)}` on a tensor"
-    place = (frame.module, frame.call)
-    recorder.hooks.append(NotedHook(name, recorder.location(), place, run, (value,), (value,)))
-
-
-def note_module_hooks(recorder: Recorder, module: nn.Module, name: str, args: tuple[Any, ...], result: Any) -> None:
-    """Note the hooks of a module's backward after a call of it, if it has any."""
-    hooks = backward_hooks(module)
-    if hooks is None:
-        return
-    results = result if isinstance(result, tuple) else (result,)
-    with Unwatched():
-        made = [_differentiable(recorder, item) for item in results]  # pyright: ignore[reportUnknownVariableType]
-        taken = [_differentiable(recorder, item) for item in args]
-    if not any(value is not None for value in made):
-        return
-    frame = recorder.frames[-1]
-    shown = f"the backward hooks of `{name}`" if name else "the backward hooks of the model"
-    run = _module_hooks(module, hooks, len(made), any(value is not None for value in taken))
-    values = (*made, *taken)
-    recorder.hooks.append(NotedHook(shown, None, (frame.module, frame.call), run, values, values))
-
-
-def _differentiable(recorder: Recorder, item: object) -> int | None:
-    return recorder.value_of(item) if isinstance(item, Tensor) and item.requires_grad else None
-
-
-def _module_hooks(
-    module: nn.Module, hooks: ModuleHooks, results: int, has_inputs: bool
-) -> Callable[[Sequence[Tensor | None]], Sequence[Any]]:
-    """What torch does with a module's hooks, for gradients of its results and then of its arguments."""
-
-    def run(gradients: Sequence[Tensor | None]) -> Sequence[Any]:
-        if hooks.legacy:
-            raise _Unrecorded("`register_backward_hook` sees the module's last operation alone")
-        arrived: Any = tuple(gradients[:results])
-        for hook in hooks.before:
-            changed = hook(module, arrived)
-            arrived = arrived if changed is None else changed
-        passed: Any = tuple(gradients[results:])
-        for hook in hooks.after:
-            changed = hook(module, passed, arrived)
-            passed = passed if changed is None or not has_inputs else changed
-        return (*arrived, *passed)
-
-    return run
-
-
-def _name_of(hook: object) -> str:
-    return str(getattr(hook, "__qualname__", type(hook).__qualname__)).replace("<locals>.", "")
 
 
 def record_backwards(recorder: Recorder, roots: Sequence[Operation | Frame]) -> dict[Call, list[ForeignBackward]]:
@@ -160,7 +88,7 @@ class _Sources:
         leaf = getattr(node, "variable", None)
         found = self._recorder.held_value(leaf) if leaf is not None else self._values.get((id(node), number))
         if found is None:
-            raise _Unrecorded("an argument of it was written to later")
+            raise UnrecordedError("an argument of it was written to later")
         return found
 
 
@@ -186,7 +114,7 @@ class _Writer:
             inputs = tuple(sources.value(source, number) for _, source, number in node.inputs)
             attempts = [self._run_function(noted, node, places, fill) for fill in (True, False)]
             return self._written(name, noted, inputs, outputs, attempts)
-        except _Unrecorded as error:
+        except UnrecordedError as error:
             return ForeignBackward(name, noted.location, (), outputs, (), _failed(str(error)), sealed=True)
 
     def _run_function(
@@ -199,7 +127,7 @@ class _Writer:
                 for k, (shape, dtype) in enumerate(node.outputs)
             ]
             made = noted.node.apply(*filled)
-            returned: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+            returned: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)  # pyright: ignore
             return [returned[place] if place < len(returned) else None for place, _, _ in node.inputs]
 
         return run
@@ -227,6 +155,8 @@ class _Writer:
 
     def hook(self, noted: NotedHook) -> ForeignBackward:
         outputs = tuple(value for value in noted.outputs if value is not None)
+        if noted.impossible:
+            return ForeignBackward(noted.name, noted.location, (), outputs, (), _failed(noted.impossible), sealed=True)
 
         def run(gradients: Sequence[Tensor | None]) -> Sequence[Any]:
             arriving = iter(gradients)
@@ -270,12 +200,12 @@ class _Writer:
             with Unwatched():
                 made = tuple(None if item is None else recorder.value_of(item) for item in results)
         if aside.calls:
-            raise _Unrecorded("it calls modules")
+            raise UnrecordedError("it calls modules")
         if aside.branches:
-            raise _Unrecorded("it branches on the numbers of a tensor")
+            raise UnrecordedError("it branches on the numbers of a tensor")
         body = [node for node in aside.body if isinstance(node, Operation)]
         if recorder.twice:
-            raise _Unrecorded("the forward differentiates a gradient again, and of this one there is no derivative")
+            raise UnrecordedError("the forward differentiates a gradient again, and of this one there is no derivative")
         saved, graph = self._graph(first, arriving, made, body)
         return ForeignBackward(name, noted.location, inputs, outputs, saved, graph)
 
@@ -319,7 +249,7 @@ def _failed(reason: str) -> BackwardGraph:
 def _tensor_or_none(item: object) -> Tensor | None:
     if item is None or isinstance(item, Tensor):
         return item
-    raise _Unrecorded(f"it returns a {type(item).__name__} for a gradient")
+    raise UnrecordedError(f"it returns a {type(item).__name__} for a gradient")
 
 
 def _needed(body: list[Operation], live: set[int]) -> list[Operation]:
@@ -356,7 +286,7 @@ def _value_key(value: Value) -> object:
     numbers = value.numbers
     shown: object = None
     if numbers is not None:
-        shown = tuple(numbers.flatten().tolist()) if numbers.numel() <= _SMALL else id(numbers)
+        shown = str(numbers.tolist()) if numbers.numel() <= _SMALL else id(numbers)  # pyright: ignore
     return (value.shape, value.stride, value.dtype, shown)
 
 
@@ -365,10 +295,10 @@ def _operation_key(node: Operation) -> object:
         # Python holds 1 == 1.0 == True; operators don't.
         if isinstance(argument, tuple):
             return tuple([typed(item) for item in argument])  # pyright: ignore
-        return (type(argument), argument)
+        return (type(argument), argument)  # pyright: ignore[reportUnknownVariableType]
 
     named = tuple((name, typed(argument)) for name, argument in node.keywords.items())
     return (id(node.target), typed(node.arguments), named, node.inputs, node.outputs, node.overwritten)
 
 
-__all__ = ["note_module_hooks", "note_tensor_hook", "record_backwards"]
+__all__ = ["record_backwards"]

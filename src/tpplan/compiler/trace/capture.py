@@ -27,10 +27,11 @@ from tpplan.compiler.ir.objects import fresh_object
 from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace
-from tpplan.compiler.trace.backward import note_module_hooks, record_backwards
+from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients
+from tpplan.compiler.trace.hooks import note_module_hooks
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.skeleton import Skeleton
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
@@ -228,7 +229,13 @@ def _record(
         for path, tensor in tensors_of(*example, called)
         if (value := recorder.held_value(tensor)) is not None and value != inputs.get(path)
     }
-    foreign = {v for held in backwards.values() for b in held for v in (*b.inputs, *b.outputs, *b.saved)} - {None}
+    foreign = {
+        value
+        for held in backwards.values()
+        for backward in held
+        for value in (*backward.inputs, *backward.outputs, *backward.saved)
+        if value is not None
+    }
     hidden = dict(_hidden(state, called))
     return Trace(
         _without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign)),

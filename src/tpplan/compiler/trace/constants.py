@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compiler.ir.steps import BRANCHES, step_of
-from tpplan.compiler.trace.backward import note_tensor_hook
 from tpplan.compiler.trace.device import NOTHING, DeviceView
+from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
 from tpplan.compiler.trace.recorder import Recorder
 
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
-_HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+_HOOKS: dict[Callable[..., Any], bool] = {
+    Tensor.register_hook: False,
+    Tensor.register_post_accumulate_grad_hook: True,
+}
 _VALUE_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
@@ -62,7 +65,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func is torch.autograd.grad:
             return record_gradient(self._recorder, args, keywords)
         if func in _HOOKS:
-            note_tensor_hook(self._recorder, *args, **keywords)
+            note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
         result = func(*args, **keywords)

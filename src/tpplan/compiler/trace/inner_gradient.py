@@ -10,24 +10,25 @@ the gradients are made by the shapes of what they are for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpplan.compat import Unwatched
+from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.trace import Operation, Reference
-from tpplan.compiler.rules.gradient import GRADIENT
 from tpplan.compiler.trace.recorder import Recorder
 
+_grad: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.grad  # pyright: ignore
 _SIGNATURE = inspect.signature(torch.autograd.grad)
 
 
 def record_gradient(recorder: Recorder, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """Run `torch.autograd.grad`, and record it."""
     if recorder.beside is not None or not recorder.frames:
-        return torch.autograd.grad(*args, **keywords)
+        return _grad(*args, **keywords)
     call = _SIGNATURE.bind(*args, **keywords)
     call.apply_defaults()
     if call.arguments["is_grads_batched"]:
@@ -44,7 +45,7 @@ def record_gradient(recorder: Recorder, args: tuple[Any, ...], keywords: dict[st
     unused = recorder.unused.get((frame.module, frame.call, _count(frame.body)))
     if unused is None and recorder.whole:
         with recorder.aside():
-            results = torch.autograd.grad(*args, **keywords)
+            results = _grad(*args, **keywords)
     else:
         with Unwatched():
             missing = unused or [False] * len(inputs)

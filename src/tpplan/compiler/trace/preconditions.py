@@ -1,7 +1,8 @@
 """Fitness: whether a model can be compiled at all, before anything is asked of a plan.
 
 in:  a model
-out: TP108 if it is parallel already, TP112 if a `forward` on an instance would hide what tpplan puts into the class
+out: TP108 if it is parallel already; TP112 if a `forward` on an instance would hide what tpplan puts into the class, or
+     if there are hooks on parameters, which are replaced
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import named_modules
+from tpplan.compat import has_gradient_hooks, named_modules
 from tpplan.plan import Diagnostic
 
 MARK = "_tpplan"
@@ -32,6 +33,16 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
                     subject=name,
                 )
             )
+    findings += [
+        Diagnostic(
+            code="TP112",
+            message=f"`{name}` has a hook on its gradient, which would be lost with the parameter that is replaced",
+            help="parallelize first, and register the hook on the parameter that the model has then",
+            subject=name.rpartition(".")[0],
+        )
+        for name, parameter in model.named_parameters()
+        if has_gradient_hooks(parameter)
+    ]
     held = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
     if held is not None:
         findings.append(_already_parallel(f"`{held}` is a DTensor already", held))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import OpOverload, PythonNode, RecordingMode, Unwatched, schema_mutates, schema_returns_view
-from tpplan.compiler.ir.steps import Heard, Step
-from tpplan.compiler.ir.trace import Assumption, Crossing, Frame, Geometry, Location, Operation, Reference, Value
+from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Value
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame
 
 _INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
 _META = torch.device("meta")
@@ -31,55 +31,6 @@ _META = torch.device("meta")
 
 class DataDependentError(Exception):
     """The model asked for the number inside a tensor, which a capture on meta tensors doesn't have."""
-
-
-@dataclass(slots=True)
-class OpenFrame:
-    """A frame that is being recorded; `differentiates` tells whether gradients were on when it was opened."""
-
-    module: str
-    call: int
-    body: list[Operation | Frame]
-    steps: list[Step | Heard] = field(default_factory=list[Step | Heard])
-    differentiates: bool = field(default_factory=torch.is_grad_enabled)
-
-
-@dataclass(slots=True)
-class Aside:
-    """What is recorded beside the run: operations, how often modules are called, whether it branches on data."""
-
-    body: list[Operation | Frame] = field(default_factory=list["Operation | Frame"])
-    calls: int = 0
-    branches: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class NotedFunction:
-    """A function with a backward in Python: autograd's node, the line where it was met, its results by position."""
-
-    node: Any
-    location: Location | None
-    outputs: dict[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class NotedHook:
-    """A hook in the backward.
-
-    Attributes:
-        name: what it is, as messages show it.
-        location: where it was registered.
-        frame: the call under way, as (module, call).
-        run: takes a gradient, or None, for each of `outputs`; returns one, or None, for each of `inputs`.
-        outputs, inputs: values whose gradients it gets, and makes; None for what isn't a tensor with a gradient.
-    """
-
-    name: str
-    location: Location | None
-    frame: tuple[str, int]
-    run: Callable[[Sequence[Tensor | None]], Sequence[Any]]
-    outputs: tuple[int | None, ...]
-    inputs: tuple[int | None, ...]
 
 
 class Recorder(RecordingMode):
@@ -470,4 +421,4 @@ def _geometry(argument: Any) -> object:
     return (type(argument).__name__, argument)
 
 
-__all__ = ["Crossing", "DataDependentError", "NotedFunction", "NotedHook", "OpenFrame", "Recorder"]
+__all__ = ["Crossing", "DataDependentError", "OpenFrame", "Recorder"]

@@ -141,8 +141,9 @@ placement, make it `replicate`, or give the two calls modules of their own.
         summary="A module that can't be sharded as it stands.",
         explanation="""
 Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
-was assigned to the instance bypasses the class, and a parametrised or already quantised weight isn't the parameter
-that the style would split. The message says which it is. Leave the module `replicate`, or remove what's in the way
+was assigned to the instance bypasses the class, a parametrised or already quantised weight isn't the parameter that
+the style would split, and a hook on a parameter's gradient would be lost with the parameter that is replaced. The
+message says which it is. Leave the module `replicate`, or remove what's in the way
 first.
 """,
     ),
