@@ -285,7 +285,7 @@ def _reconcile(work: Work, instance: Instance, assignment: Assignment) -> bool:
     if clashes - work.fixed:
         work.fixed |= clashes
         return True
-    work.findings += shared_module_findings(clashes, work.binding)
+    work.findings += shared_module_findings(clashes, assignment, work.binding)
     biases = shared_biases(assignment, work.trace)
     if biases:
         work.constraints.reduced_biases |= uses_of(biases, instance, work.trace)
@@ -326,7 +326,9 @@ def _place(work: Work) -> tuple[Instance, Assignment] | None:
         if work.learned_from is not None:
             work.findings.append(work.learned_from)
             return None
-        work.findings.append(failures.of_placement(instance, solutions, work.trace, work.binding))
+        work.findings = failures.with_one_cause(
+            [*work.findings, failures.of_placement(instance, solutions, work.trace, work.binding, work.size)]
+        )
         region = failures.instance_at(instance, solutions.path).region
         if solutions.node is None or (region.example, solutions.node) in work.constraints.forgiven:
             return None

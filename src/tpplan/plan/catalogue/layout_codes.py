@@ -36,8 +36,7 @@ modules:
         explanation="""
 Features and vocabularies need not be divisible by the size of the axis: the last ranks then hold fewer, or none, as
 with `torch.chunk`. Heads can't be cut, so features that the model views as heads have to be divisible, and there have
-to be as many features as ranks. Use a number of ranks that divides the heads, or leave the module `replicate`. An
-attribute that `local` names has to be an integer of the module.
+to be as many features as ranks. Use a number of ranks that divides the heads, or leave the module `replicate`.
 """,
         bad="$ tpplan validate llama --model hf:llama --tp 3",
         good="$ tpplan validate llama --model hf:llama --tp 4",
@@ -141,8 +140,8 @@ placement, make it `replicate`, or give the two calls modules of their own.
         summary="A module that can't be sharded as it stands.",
         explanation="""
 Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
-was assigned to the instance bypasses the class, and a parametrised or already quantised weight isn't the parameter
-that the style would split. The message says which it is. Leave the module `replicate`, or remove what's in the way
+was assigned to the instance bypasses the class, and a weight that a parametrization or a hook computes (`weight_norm`,
+`spectral_norm`) isn't a parameter that the style could split. The message says which it is. Leave the module `replicate`, or remove what's in the way
 first.
 """,
     ),
@@ -152,9 +151,10 @@ first.
         severity=Severity.ERROR,
         summary="An `input:` or `output:` pin can't be met.",
         explanation="""
-The value at that boundary can't be brought to the placement that the plan demands: it isn't a tensor, the dim isn't
-divisible by the size of the axis, or there's no sequence dim to split. Remove the pin, and the compiler infers a
-placement that works; `tpplan explain` shows which.
+The value at that boundary can't be brought to the placement that the plan demands; the message says what the placement
+requires. `sequence` needs a sequence dim that the axis divides, `shard` needs at least as many features as ranks, and a
+`rowwise` module reads a part of the features, so its input can't be `replicate`. Remove the pin, and the compiler infers
+a placement that works; `tpplan explain` shows which.
 """,
         bad="""
 version: 1
@@ -165,6 +165,27 @@ modules:
 version: 1
 modules:
   model.rotary_emb: replicate
+""",
+    ),
+    Entry(
+        code="TP135",
+        name="unknown-attribute",
+        severity=Severity.ERROR,
+        summary="`local` names an attribute that the module doesn't have.",
+        explanation="""
+`local` lists integer attributes of the module, such as `num_heads`, that each rank has to see divided by the size of
+the axis. The module has no such attribute, or it isn't an integer. Check the spelling; if the attribute belongs to the
+module around it, write `local` in a rule for that one. Most attributes are found without `local`.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.self_attn: {style: replicate, local: [num_heds]}
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.self_attn: {style: replicate, local: [num_heads]}
 """,
     ),
     Entry(

@@ -205,7 +205,8 @@ Nothing is downloaded.
         explanation="""
 `tpplan suggest` pairs linear layers by the flow of the data between them, and keeps what the compiler proves. In this
 model no pair is left. The notes say why for the largest layers: something between them needs all features at once, or
-their sizes don't divide by the number of ranks.
+their sizes don't divide by the number of ranks. Another number of ranks helps only in the second case, and the message
+says which it is.
 """,
         bad="$ tpplan suggest --model my_package.models:six_heads --tp 4",
         good="$ tpplan suggest --model my_package.models:six_heads --tp 2",
