@@ -154,9 +154,12 @@ def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple
 
 def computed_weights(module: nn.Module) -> dict[str, str]:
     """The tensors that hooks before a forward compute, as torch's old weight and spectral norm do, with their class."""
-    held: Any = module._forward_pre_hooks
-    hooks: list[Any] = list(held.values())
-    names = {str(hook.name): type(hook).__name__ for hook in hooks if isinstance(getattr(hook, "name", None), str)}
+    hooks = cast("dict[int, object]", module._forward_pre_hooks).values()
+    names = {
+        str(getattr(hook, "name", "")): type(hook).__name__
+        for hook in hooks
+        if isinstance(getattr(hook, "name", None), str)
+    }
     return {n: kind for n, kind in names.items() if n not in module._parameters and hasattr(module, n)}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,7 +60,8 @@ def test_a_weight_that_is_computed_is_no_parameter_to_split(norm, what, removed,
         "nothing to split"
     )
     assert found.help == (
-        f"turn it into a plain parameter first, by {removed.format(name)}, or remove the rule, so that `{name}` stays whole"
+        f"turn it into a plain parameter first, by {removed.format(name)}, or remove the rule, so that `{name}` stays "
+        "whole"
     )
 
 
@@ -129,7 +132,7 @@ class ToCpu(Mlp):
 
 def line_of(kind: type[nn.Module]) -> str:
     """The line that is marked in a class."""
-    lines = open(__file__, encoding="utf-8").read().split("\n")
+    lines = Path(__file__).read_text(encoding="utf-8").split("\n")
     start = next(i for i, line in enumerate(lines) if line.startswith(f"class {kind.__name__}("))
     return f"{__file__}:{next(i for i in range(start, len(lines)) if lines[i].endswith('# here')) + 1}"
 
@@ -150,10 +153,7 @@ class Cond(Mlp):
 
 def test_an_operator_of_higher_order_is_named():
     found = refusal(Cond(), SPLIT)
-    assert (
-        found.message
-        == "the model calls a higher-order operator, such as `torch.cond`, which a capture can't look into"
-    )
+    assert found.message == "the model calls a higher-order operator such as `torch.cond`, which can't be captured"
     assert found.notes == (f"in the model, at {line_of(Cond)}",)
 
 

@@ -63,7 +63,7 @@ def of_capture(error: BaseException) -> Diagnostic:
     if "HigherOrderOperator" in str(cause):
         return Diagnostic(
             code="TP110",
-            message=f"{quoted(name)} calls a higher-order operator, such as `torch.cond`, which a capture can't look into",
+            message=f"{quoted(name)} calls a higher-order operator such as `torch.cond`, which can't be captured",
             help="write the branch or the loop in plain Python, or with `torch.where`",
             notes=notes,
             subject=name or None,
@@ -113,8 +113,7 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     split = _sharded_operand(here.region, node, refusal)
     if refusal.kind == "in-place":
         return _finding("TP113", bound, module, node.location,
-            f"{module} writes in place ({node.name}) to a tensor that it also reads through a view; what the view shows "
-            "then can't be told of shards",
+            f"{module} writes in place ({node.name}) to a sharded tensor that it also reads through a view",
             f"write out of place in the model, or keep the value whole: {_whole(bound)}",
             _operands(here.region, refusal),
         )  # fmt: skip

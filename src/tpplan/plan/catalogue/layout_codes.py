@@ -141,8 +141,8 @@ placement, make it `replicate`, or give the two calls modules of their own.
         explanation="""
 Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
 was assigned to the instance bypasses the class, and a weight that a parametrization or a hook computes (`weight_norm`,
-`spectral_norm`) isn't a parameter that the style could split. The message says which it is. Leave the module `replicate`, or remove what's in the way
-first.
+`spectral_norm`) isn't a parameter that the style could split. The message says which it is. Leave the module
+`replicate`, or remove what's in the way first.
 """,
     ),
     Entry(
@@ -151,10 +151,10 @@ first.
         severity=Severity.ERROR,
         summary="An `input:` or `output:` pin can't be met.",
         explanation="""
-The value at that boundary can't be brought to the placement that the plan demands; the message says what the placement
-requires. `sequence` needs a sequence dim that the axis divides, `shard` needs at least as many features as ranks, and a
-`rowwise` module reads a part of the features, so its input can't be `replicate`. Remove the pin, and the compiler infers
-a placement that works; `tpplan explain` shows which.
+The value at that boundary can't be brought to the placement that the plan asks for; the message says what it requires.
+`sequence` needs a sequence dim that the axis divides, `shard` needs at least as many features as ranks, and a `rowwise`
+module reads a part of the features, so its input can't be `replicate`. Remove the pin, and the compiler infers a
+placement that works; `tpplan explain` shows which.
 """,
         bad="""
 version: 1
