@@ -27,6 +27,7 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import gathers_columns, warnings_for
@@ -248,7 +249,7 @@ def _capture(
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
-    raise CompileError([*diagnostics, failures.of_capture(errors[-1])])
+    raise CompileError([*diagnostics, of_capture(errors[-1])])
 
 
 def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
