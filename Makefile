@@ -18,7 +18,7 @@ SOURCES = src tests
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow zoo demo lint layers style types format docs bench gpu wheel clean
+.PHONY: help setup test test-slow mutations zoo demo lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
@@ -27,6 +27,7 @@ help:
 	@echo "make zoo        try every architecture, and write docs/coverage.md"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
 	@echo "make gpu        test and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
+	@echo "make mutations  plant bugs, and say which tests notice"
 	@echo "make setup      only the virtual environment        make clean      remove what was built, not $(VENV)"
 
 # The stamp names the torch that was asked for: another TORCH in the same environment installs anew.
@@ -51,6 +52,9 @@ test: $(VENV)/.extra-dev
 
 test-slow: $(VENV)/.extra-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
+
+mutations: $(VENV)/.extra-dev
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 zoo: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.zoo.page $(ARGS)

@@ -48,6 +48,7 @@ __all__ = [
     "Unwatched",
     "all_gather_single",
     "backward_hooks",
+    "computed_weights",
     "derive_class",
     "fake_mesh",
     "fake_process_group",
@@ -153,6 +154,17 @@ def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple
 
     visit("", model)
     return found
+
+
+def computed_weights(module: nn.Module) -> dict[str, str]:
+    """The tensors that hooks before a forward compute, as torch's old weight and spectral norm do, with their class."""
+    hooks = cast("dict[int, object]", module._forward_pre_hooks).values()
+    names = {
+        str(getattr(hook, "name", "")): type(hook).__name__
+        for hook in hooks
+        if isinstance(getattr(hook, "name", None), str)
+    }
+    return {n: kind for n, kind in names.items() if n not in module._parameters and hasattr(module, n)}
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

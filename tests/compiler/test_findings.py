@@ -38,6 +38,7 @@ CASES: dict[str, Case] = {
     "TP114": (toys.Mlp, toys.activations(), 3),
     "TP120": (toys.Block, toys.activations(), 2),
     "TP127": (toys.CallsBessel, toys.activations(), 2),
+    "TP135": (toys.Attention, toys.activations(), 2),
 }
 
 
@@ -149,7 +150,7 @@ def test_a_misspelt_attribute_is_corrected_once_for_all_its_modules() -> None:
     rules = {"*": {"style": "replicate", "local": ["num_heds", "head_dim"]}}
     with pytest.raises(tpplan.CompileError) as caught:
         tpplan.compile_plan(model, {"version": 1, "modules": rules}, tp=2, inputs=toys.activations())
-    (found,) = [d for d in caught.value.diagnostics if d.code == "TP102"]
+    (found,) = [d for d in caught.value.diagnostics if d.code == "TP135"]
     assert found.help == "did you mean `num_heads`?" and found.notes[-1] == "the same holds for 1 more"
 
 

@@ -197,7 +197,7 @@ def test_a_name_that_is_no_integer_attribute_is_a_finding(names: list[str]) -> N
     model = nn.Sequential(Block(Attention()))
     with pytest.raises(tpplan.CompileError) as raised:
         compiled(model, {**in_blocks(ATTENTION), "*.body": {"style": "replicate", "local": names}})
-    assert codes(raised.value) == ["TP102"]
+    assert codes(raised.value) == ["TP135"]
     assert "num_heads" in str(raised.value)
 
 

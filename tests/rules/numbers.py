@@ -222,7 +222,9 @@ def _same(
     elif partial:
         joined = torch.stack(list(parts)).sum(0)
         # A sum of truths is a number: partial truths stay partial in whatever is made of them.
-        _close(*((joined, whole.to(joined.dtype)) if whole.dtype is torch.bool else (joined.to(whole.dtype), whole)), what)
+        _close(
+            *((joined, whole.to(joined.dtype)) if whole.dtype is torch.bool else (joined.to(whole.dtype), whole)), what
+        )
     else:
         for rank, part in enumerate(parts):
             _close(part, whole, f"{what} on rank {rank}")

@@ -8,16 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.rules.calls import OPERATORS, Call
-from tests.rules.numbers import Subject, Wrong
-from tests.rules.sweep import spellings, sweep
-from tpplan.compat import schema_defaults
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED_PARTIAL, Layout, sharded
-from tpplan.compiler.ir.operators import TABLE, Operator, lookup
-from tpplan.compiler.rules import propagate
-from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
+from tests.rules.calls import OPERATORS
+from tests.rules.sweep import sweep
 
 aten = torch.ops.aten
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

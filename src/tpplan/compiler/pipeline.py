@@ -27,6 +27,7 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import gathers_columns, warnings_for
@@ -258,7 +259,7 @@ def _capture(
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
-    raise CompileError([*diagnostics, failures.of_capture(errors[-1])])
+    raise CompileError([*diagnostics, of_capture(errors[-1])])
 
 
 def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
@@ -295,7 +296,7 @@ def _reconcile(work: Work, instance: Instance, assignment: Assignment) -> bool:
     if clashes - work.fixed:
         work.fixed |= clashes
         return True
-    work.findings += shared_module_findings(clashes, work.binding)
+    work.findings += shared_module_findings(clashes, assignment, work.binding)
     biases = shared_biases(assignment, work.trace)
     if biases:
         work.constraints.reduced_biases |= uses_of(biases, instance, work.trace)
@@ -336,7 +337,9 @@ def _place(work: Work) -> tuple[Instance, Assignment] | None:
         if work.learned_from is not None:
             work.findings.append(work.learned_from)
             return None
-        work.findings.append(failures.of_placement(instance, solutions, work.trace, work.binding))
+        work.findings = failures.with_one_cause(
+            [*work.findings, failures.of_placement(instance, solutions, work.trace, work.binding, work.size)]
+        )
         region = failures.instance_at(instance, solutions.path).region
         if solutions.node is None or (region.example, solutions.node) in work.constraints.forgiven:
             return None

@@ -144,9 +144,15 @@ def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:
     message = f"nothing in `{kind}` can be sharded over {subject.size} ranks"
     if not subject.weights:
         message += ": none of its modules is a linear layer"
-    return CompileError(
-        [Diagnostic(code="TP123", message=message, notes=notes, help="try another number of ranks", subject=kind)]
-    )
+        way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
+    elif any(f"{subject.size} ranks" in reason for reason in found.reasons.values()):
+        way_out = "try fewer ranks, a number that divides the heads"
+    else:
+        way_out = (
+            "no number of ranks changes that: what can be split is a linear layer whose result a second one reads, "
+        )
+        way_out += "with nothing between them that needs all features"
+    return CompileError([Diagnostic(code="TP123", message=message, notes=notes, help=way_out, subject=kind)])
 
 
 def _weight(subject: Subject, name: str) -> int:

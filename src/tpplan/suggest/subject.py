@@ -22,7 +22,7 @@ from tpplan.compiler.bind.packing import pack, taken_apart
 from tpplan.compiler.bind.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.regions import build_regions
-from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Pack as Stretch
 from tpplan.compiler.ir.region import Instance
@@ -196,7 +196,7 @@ def _captured(model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str,
             return record_model(model, arguments, keywords, training)[0]
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
-    raise CompileError([failures.of_capture(errors[-1])])
+    raise CompileError([of_capture(errors[-1])])
 
 
 def _is_plain(frame: Frame) -> bool:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, own_parameters
-from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_convolution, linear_form
+from tpplan.compat import named_modules
+from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
+from tpplan.compiler.bind.misfits import misfit
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.plan import Diagnostic, Plan, Rule, Style
-from tpplan.plan.wording import with_article
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnos
             else:
                 diagnostics.append(_not_for_parameters(name, rule))
             continue
-        problem = _misfit(modules[name], name, rule)
+        problem = misfit(modules[name], name, rule)
         if problem is None:
             bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]))
         else:
@@ -125,43 +125,6 @@ def _under_first_names(model: nn.Module, bound: dict[str, Bound]) -> dict[str, B
     return named
 
 
-def _misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
-    """What keeps a rule from being carried out on this module, seen from the module alone."""
-    if rule.style in (Style.COLWISE, Style.ROWWISE, Style.VOCAB) and _computes_weight(module):
-        return Diagnostic(
-            code="TP112",
-            message=f"`{name}` computes its weight from other parameters, so that there is none that could be split",
-            span=rule.style_span,
-            help="make the weight a parameter first (torch.nn.utils.parametrize.remove_parametrizations, or "
-            "torch.nn.utils.remove_weight_norm), or remove the rule",
-            subject=name,
-        )
-    if rule.style in (Style.COLWISE, Style.ROWWISE):
-        form = linear_form(module)
-        if form is None and not (rule.style is Style.COLWISE and is_grouped_convolution(module)):
-            return _mismatch(module, name, rule, f"`{rule.style}` splits a linear layer")
-        return None  # whether the features can be shared out depends on what the model does with them, see `packing`
-    if rule.style is Style.VOCAB:
-        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-            return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            return Diagnostic(
-                code="TP112",
-                message=f"`{name}` is an embedding with max_norm, scale_grad_by_freq or sparse gradients, "
-                "which look at rows that other ranks hold",
-                span=rule.style_span,
-                help="remove the rule, so that the table stays replicated",
-                subject=name,
-            )
-    return None
-
-
-def _computes_weight(module: nn.Module) -> bool:
-    """Whether a linear layer, embedding or convolution has something else for a weight than a parameter."""
-    kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return isinstance(module, kinds) and own_parameters(module).get("weight") is None
-
-
 def _not_for_parameters(name: str, rule: Rule) -> Diagnostic:
     return Diagnostic(
         code="TP101",
@@ -171,31 +134,6 @@ def _not_for_parameters(name: str, rule: Rule) -> Diagnostic:
         help="a parameter can be `colwise`, `rowwise` or `replicate`",
         subject=name,
     )
-
-
-def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
-    kind = with_article(type(module).__name__)
-    return Diagnostic(
-        code="TP101",
-        message=f"{what}, but `{name}` is {kind}",
-        span=rule.style_span,
-        label=f"`{name}` is {kind}",
-        help=_suggest_style(module),
-        subject=name,
-    )
-
-
-def _suggest_style(module: nn.Module) -> str:
-    if linear_form(module) is not None:
-        return "a linear layer can be `colwise` or `rowwise`"
-    if is_grouped_convolution(module):
-        return "a convolution in groups can be `colwise`"
-    if isinstance(module, nn.Embedding):
-        return "an embedding table can be `vocab`"
-    linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]
-    if linears:
-        return f"name the linear layers inside it, such as `….{linears[0]}`"
-    return "a module of this kind can be `sequence` or `replicate`"
 
 
 def _parameter_layouts(

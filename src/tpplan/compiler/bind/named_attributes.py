@@ -68,7 +68,7 @@ def _missing(bound: Bound, attribute: str, counts: Iterable[str], modules: Mappi
     else:
         way_out = word_help(attribute, known) if known else "remove it: the module has no integer attributes"
     return Diagnostic(
-        code="TP102",
+        code="TP135",
         message=f"`{bound.name}` has no integer attribute `{attribute}`",
         span=bound.rule.span_of("local"),
         help=way_out,

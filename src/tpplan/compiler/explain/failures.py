@@ -1,6 +1,6 @@
 """Explain a failure: turn what stopped a pass into a diagnostic at a line of the plan, with the fix.
 
-in:  an exception of the model, a failed placement, or a failed check
+in:  a failed placement, or a failed check
 out: `Diagnostic`
 """
 
@@ -17,9 +17,7 @@ from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import ForeignBackward, Location, Trace, quoted
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.rules.propagate import Refusal
-from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
-from tpplan.compiler.trace.state import StateError
-from tpplan.plan import Diagnostic, Style
+from tpplan.plan import Diagnostic, Pin, Style
 
 _SPLITS = frozenset(
     f"aten.{name}"
@@ -31,33 +29,10 @@ _SPLITS = frozenset(
 _VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "reshape.default"))
 
 
-def of_capture(error: BaseException) -> Diagnostic:
-    """For a model that raised on the example inputs."""
-    cause = error.__cause__ if isinstance(error, BodyError) and error.__cause__ is not None else error
-    name = error.frame.module if isinstance(error, BodyError) else ""
-    if isinstance(cause, ReplacedModuleError):
-        return Diagnostic(
-            code="TP110",
-            message=f"the model puts another module in the place of `{cause}` while it runs on these inputs",
-            help="call it once on such inputs before, if it keeps the new module; or pass other `inputs=`",
-            subject=str(cause),
-        )
-    if isinstance(cause, StateError):
-        return Diagnostic(
-            code="TP129",
-            message=f"what the model computes depends on how often it was called before: {cause}",
-            help="keep such state in a buffer that the forward reads as a tensor, or count outside of the forward",
-            subject=cause.name.rpartition(".")[0] or None,
-        )
-    where = f"`{name}` raised" if name else "the model raised"
-    text = str(cause).strip().splitlines()
-    return Diagnostic(
-        code="TP110",
-        message=f"{where} {type(cause).__name__}{': ' + text[0] if text else ''}",
-        help="check that the model runs on these inputs without sharding; pass `inputs=` that it accepts. Values "
-        "inside tensors can't be read while a program is captured",
-        subject=name or None,
-    )
+def with_one_cause(findings: list[Diagnostic]) -> list[Diagnostic]:
+    """Without what follows from a write in place: operations of the same body that meet the same shards."""
+    written = {(found.subject, found.span) for found in findings if found.code == "TP113"}
+    return [found for found in findings if found.code != "TP107" or (found.subject, found.span) not in written]
 
 
 def instance_at(instance: Instance, path: tuple[int, ...]) -> Instance:
@@ -68,7 +43,7 @@ def instance_at(instance: Instance, path: tuple[int, ...]) -> Instance:
     return instance
 
 
-def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Binding) -> Diagnostic:
+def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Binding, size: int) -> Diagnostic:
     """For a body, or a boundary, that no layout suits."""
     here = instance_at(instance, failure.path)
     module = quoted(here.frame.module)
@@ -76,12 +51,12 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     bound = _culprit(here, refusal, trace, binding) or binding.modules.get(here.frame.module)
     node = None if failure.node is None else here.region.nodes[failure.node]
     if refusal.kind == "pin" or not isinstance(node, OperationNode):
-        return _pin(here, refusal, bound, binding)
+        return _pin(here, refusal, bound, binding, size)
     split = _sharded_operand(here.region, node, refusal)
     if refusal.kind == "in-place":
         return _finding("TP113", bound, module, node.location,
-            f"{module} writes in place to a value that is sharded or read again ({node.name})",
-            "replicate the module: remove the rules that shard its inputs, or write out of place in the model",
+            f"{module} writes in place ({node.name}) to a sharded tensor that it also reads through a view",
+            f"write out of place in the model, or keep the value whole: {_whole(bound)}",
             _operands(here.region, refusal),
         )  # fmt: skip
     if refusal.kind == "unaudited":
@@ -139,6 +114,12 @@ def _way_out(bound: Bound | None, module: str, refusal: Refusal) -> str:
     return f"write `output: replicate` for `{bound.name}` to gather its result first, or remove its rule{_line(bound)}"
 
 
+def _whole(bound: Bound | None) -> str:
+    if bound is None:
+        return "remove the rules that shard it"
+    return f"write `output: replicate` for `{bound.name}`, or remove its rule{_line(bound)}"
+
+
 def _line(bound: Bound | None) -> str:
     return f" ({bound.rule.origin})" if bound is not None and bound.rule.origin else ""
 
@@ -157,23 +138,54 @@ def _sharded_operand(region: Region, node: OperationNode, refusal: Refusal) -> t
     return next(((i, held) for i, held in refusal.operands if held.is_sharded and i in node.inputs), None)
 
 
-def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding) -> Diagnostic:
-    module = quoted(here.frame.module)
-    own = binding.modules.get(here.frame.module) or bound
-    shapes = "; ".join(f"{list(here.region.values[i].shape)} {held}" for i, held in refusal.operands)
-    sequence = own is not None and own.style is Style.SEQUENCE
+def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding, size: int) -> Diagnostic:
+    name = here.frame.module
+    own = binding.modules.get(name) or bound
+    region = here.region
+    number, held = next(iter(refusal.operands), (None, None))
+    boundary = next((b for b in (*region.entries, *region.exits) if number in (b.source, b.target)), None)
+    if number is None or held is None or boundary is None:
+        what, why = f"{quoted(name)} can't get or give the layout that the plan asks for", ""
+    else:
+        outward = boundary in region.exits
+        asked = _asked(own, boundary.pin, outward)
+        shape = list(region.values[number].shape)
+        what = f"{'the result' if outward else 'the input'} of {quoted(name)}, of shape {shape}, can't be {asked}"
+        why = f": {_unmet(boundary.pin, region.values[number].shape, held, size)}"
+    option = "output" if boundary is not None and boundary in region.exits else "input"
+    pinned = own is not None and getattr(own.rule, option) is not None
     return Diagnostic(
         code="TP114",
-        message=f"{module} can't get or give the layout that the plan asks for"
-        + (f": a value of shape {shapes}" if shapes else ""),
-        span=own.rule.style_span if own is not None else None,
+        message=what + why,
+        span=None if own is None else own.rule.span_of(option) if pinned else own.rule.style_span,
         label="asked for here" if own is not None else "",
-        help="`sequence` splits dim 1 of a (batch, sequence, hidden) tensor, which must be divisible by the axis: "
-        "give example inputs with such a sequence"
-        if sequence
-        else "remove the pin, or pin a layout that follows from the module's style",
-        subject=module.strip("`"),
+        help=f"remove `{option}`, and the compiler finds a layout"
+        if pinned
+        else "give example inputs whose sequence the axis divides, or remove the rule"
+        if own is not None and own.style is Style.SEQUENCE
+        else "remove the rule, or pin the layout before it",
+        subject=name,
     )
+
+
+def _asked(own: Bound | None, pin: Pin | None, outward: bool) -> str:
+    option = None if own is None else own.rule.output if outward else own.rule.input
+    if option is not None:
+        return f"`{option}`"
+    return f"`{own.style}`" if own is not None and pin is not None else "what the plan asks for"
+
+
+def _unmet(pin: Pin | None, shape: tuple[int, ...], held: Layout, size: int) -> str:
+    """What a layout requires that a value of this shape doesn't have."""
+    if pin is Pin.SEQUENCE and len(shape) > 2:
+        return f"dim 1 is the sequence, and {size} ranks can't share its {shape[1]} entries evenly"
+    if pin is Pin.SEQUENCE:
+        return f"it has no sequence dim that {size} ranks share evenly, as (batch, sequence, hidden) has"
+    if pin is Pin.SHARD and shape and shape[-1] < size:
+        return f"the last dim has {shape[-1]} features for {size} ranks"
+    if pin is Pin.SHARD:
+        return f"a bias of all {shape[-1]} features is added to it" if shape else "it has no dim"
+    return f"no collective makes that of {held}"
 
 
 def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int, Layout]) -> Diagnostic:
@@ -257,4 +269,4 @@ def of_backward(given: CheckInput, mismatch: Mismatch, backward: ForeignBackward
     )  # fmt: skip
 
 
-__all__ = ["instance_at", "of_backward", "of_capture", "of_check", "of_placement"]
+__all__ = ["instance_at", "of_backward", "of_check", "of_placement", "with_one_cause"]

@@ -10,10 +10,13 @@ from collections import defaultdict
 from collections.abc import Set
 
 from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.region import Instance
-from tpplan.compiler.ir.trace import Operation, Trace
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.place.assign import Assignment
 from tpplan.plan import Diagnostic
+
+Ways = dict[str, tuple[str, str]]
 
 
 def conflicting_modules(assignment: Assignment) -> frozenset[str]:
@@ -26,7 +29,7 @@ def conflicting_modules(assignment: Assignment) -> frozenset[str]:
     return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
 
 
-def shared_module_findings(names: frozenset[str], binding: Binding) -> list[Diagnostic]:
+def shared_module_findings(names: frozenset[str], assignment: Assignment, binding: Binding) -> list[Diagnostic]:
     """Report modules whose calls still differ when only the plan's own pins remain."""
     found: list[Diagnostic] = []
     for name in sorted(names):
@@ -34,7 +37,8 @@ def shared_module_findings(names: frozenset[str], binding: Binding) -> list[Diag
         found.append(
             Diagnostic(
                 code="TP109",
-                message=f"`{name}` is called several times, and its calls need different reshards",
+                message=f"`{name}` is called several times, and its calls need different reshards: "
+                f"{_difference(name, assignment)}",
                 span=bound.rule.style_span if bound is not None else None,
                 help="give the values that it is called with the same layout, for instance by pinning `output:` of the "
                 "modules before it, or remove its rule",
@@ -42,6 +46,34 @@ def shared_module_findings(names: frozenset[str], binding: Binding) -> list[Diag
             )
         )
     return found
+
+
+def _difference(name: str, assignment: Assignment) -> str:
+    """The first boundary at which two calls differ, with the layout in each."""
+    calls = [
+        (held.frame.call + 1, _ways(held.frame, assignment)) for held in assignment.frames if held.frame.module == name
+    ]
+    first, one = calls[0]
+    second, other = next(((call, ways) for call, ways in calls if ways != one), calls[-1])
+    place = next((p for p in one if p in other and one[p] != other[p]), None)
+    if place is None:
+        return f"calls {first} and {second} take other arguments"
+    (before, after), (its_before, its_after) = one[place], other[place]
+    if before != its_before:
+        return f"{place} comes as {before} in call {first} and as {its_before} in call {second}"
+    return f"{place} is needed as {after} in call {first} and as {its_after} in call {second}"
+
+
+def _ways(frame: Frame, assignment: Assignment) -> Ways:
+    """The layouts of arguments and results on either side of the boundary, by their place."""
+    return {
+        f"{what} {'.'.join(map(str, crossing.path))}".strip(): (
+            str(assignment.layouts.get(crossing.source, REPLICATED)),
+            str(assignment.layouts.get(crossing.target, REPLICATED)),
+        )
+        for what, crossings in (("argument", frame.entries), ("the result", frame.exits))
+        for crossing in crossings
+    }
 
 
 def mixed_gradients(assignment: Assignment) -> frozenset[str]:

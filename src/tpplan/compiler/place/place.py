@@ -226,7 +226,8 @@ class Placer:
             if not self.boundaries.entry_options(region, boundary, source):
                 refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.target, source),))
                 return Failure((), None, refusal, (-1,))
-        refusal = Refusal("pin", "no layout of the result is possible here", ())
+        result = tuple((boundary.source, PARTIAL) for boundary in region.exits[:1])
+        refusal = Refusal("pin", "no layout of the result is possible here", result)
         return Failure((), None, refusal, (-1,))
 
     # -- linear layers and tables whose product is partial ----------------------------------------------------------
@@ -241,6 +242,8 @@ class Placer:
         finished: _States = {}
         for _, cost, choice in self._entered(region, body, inputs):
             for target, extra in self.boundaries.exit_options(region, exit_boundary, PARTIAL):
+                if bias is not None and target.dim == len(region.values[exit_boundary.source].shape) - 1:
+                    continue  # the bias has all features
                 partial = replicated = once = frozenset[int]()
                 total = (cost[0] + extra[0], cost[1] + extra[1])
                 if bias is not None and target == PARTIAL:

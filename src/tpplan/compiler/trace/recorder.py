@@ -25,7 +25,7 @@ from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_row
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame
 
-_INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
+INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
 _META = torch.device("meta")
 
 
@@ -334,7 +334,7 @@ class Recorder(RecordingMode):
             name = frame.f_code.co_filename
             internal = _internal.get(name)
             if internal is None:
-                internal = _internal[name] = name.startswith((*_INTERNAL, "<"))
+                internal = _internal[name] = name.startswith((*INTERNAL, "<"))
             if not internal:
                 return _location_at(name, frame.f_lineno)
             frame = frame.f_back

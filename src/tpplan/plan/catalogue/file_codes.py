@@ -33,10 +33,10 @@ modules:
         code="TP002",
         name="duplicate-key",
         severity=Severity.ERROR,
-        summary="A key stands twice in one mapping.",
+        summary="A mapping has a duplicate key.",
         explanation="""
-Many YAML readers let the second value win without a word, and the first rule is lost. tpplan reports both places
-instead. Keep one of the two; if both were meant, one of the patterns is misspelt.
+Many YAML readers silently keep the second value. tpplan reports both places instead. Remove one; if you need both, one
+of the patterns is misspelt.
 """,
         bad="""
 version: 1
@@ -56,8 +56,8 @@ modules:
         severity=Severity.ERROR,
         summary="The plan named by `extends` doesn't exist.",
         explanation="""
-`extends` takes a path, relative to the folder of the plan in which it stands, or the name of a plan that ships with
-tpplan, such as `llama`. A file wins over a shipped name. The rest of the plan has been checked without its base.
+`extends` takes a path, relative to the folder of the plan that contains it, or the name of a plan that ships with
+tpplan, such as `llama`. A file takes precedence over a shipped name. The rest of the plan was checked without its base.
 """,
         bad="""
 version: 1
@@ -78,8 +78,8 @@ modules:
         severity=Severity.ERROR,
         summary="A plan extends itself, directly or through others.",
         explanation="""
-Following `extends` led back to a plan that was already being read, so there's no base to start from. The note shows
-the whole way round. Chains of more than 16 plans are refused under the same code.
+Following `extends` leads back to a plan that is already being read. The note shows the whole cycle. Chains of more than
+16 plans get the same code.
 """,
         bad="""
 version: 1
@@ -97,7 +97,7 @@ extends: base.yaml
         summary="The file is larger than any plan needs to be.",
         explanation="""
 A plan of more than 1 MiB isn't read. A plan for the largest models takes a few kilobytes, since a pattern names a
-module in every layer at once: `model.layers.*.mlp.up_proj`. Is this the file that was meant?
+module in every layer at once: `model.layers.*.mlp.up_proj`. Check that this is the right file.
 """,
         bad="$ tpplan validate model.safetensors",
         good="$ tpplan validate plans/llama.yaml",
@@ -109,7 +109,7 @@ module in every layer at once: `model.layers.*.mlp.up_proj`. Is this the file th
         summary="The file's aliases or nesting expand beyond the limit.",
         explanation="""
 A few lines of nested aliases can stand for billions of values. A plan may stand for 20,000 values once its aliases
-are expanded, and may nest 16 levels deep; a plan needs three. Write a pattern in place of a repetition.
+are expanded, and may nest 16 levels deep; a plan needs three. Use a pattern instead of repeating rules.
 """,
         bad="""
 version: 1
@@ -138,10 +138,10 @@ UTF-8, or check that it's a plan at all.
         code="TP018",
         name="yaml-tag",
         severity=Severity.ERROR,
-        summary="A YAML tag; a plan is plain data.",
+        summary="The plan has a YAML tag, but plans are plain data.",
         explanation="""
-In YAML a tag such as `!!python/object` can make a reader build objects and run code. tpplan acts on no tag, harmless
-ones included, so that a plan from anywhere is safe to read. Remove the tag.
+In YAML a tag such as `!!python/object` can make a reader build objects and run code. tpplan rejects all
+tags, even harmless ones, so that plans from any source are safe to read. Remove the tag.
 """,
         bad="""
 version: 1
@@ -160,7 +160,7 @@ modules:
         severity=Severity.ERROR,
         summary="The file can't be read.",
         explanation="""
-There's no file at the path, it's a folder, or it may not be read; nor is it the name of a shipped plan. The command
+There's no readable file at the path, and it isn't the name of a shipped plan. The command
 exits with 2, since it had nothing to check. A string given to `load_plan` is YAML text only if it holds a line break.
 """,
         bad="$ tpplan validate lama",

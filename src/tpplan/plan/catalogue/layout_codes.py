@@ -32,12 +32,11 @@ modules:
         code="TP102",
         name="not-divisible",
         severity=Severity.ERROR,
-        summary="What a style or `local` counts can't be shared by the ranks.",
+        summary="Heads or features can't be divided evenly over the ranks.",
         explanation="""
 Features and vocabularies need not be divisible by the size of the axis: the last ranks then hold fewer, or none, as
 with `torch.chunk`. Heads can't be cut, so features that the model views as heads have to be divisible, and there have
-to be as many features as ranks. Use a number of ranks that divides the heads, or leave the module `replicate`. An
-attribute that `local` names has to be an integer of the module.
+to be as many features as ranks. Use a number of ranks that divides the heads, or leave the module `replicate`.
 """,
         bad="$ tpplan validate llama --model hf:llama --tp 3",
         good="$ tpplan validate llama --model hf:llama --tp 4",
@@ -48,8 +47,8 @@ attribute that `local` names has to be an integer of the module.
         severity=Severity.ERROR,
         summary="The attention heads can't be shared out evenly over the axis.",
         explanation="""
-A query head lives on one rank, so the number of query heads has to be divisible by the size of the axis, even where
-the projection's features are. Key and value heads that are fewer than the ranks are replicated, which works if the
+A query head lives on one rank, so the number of query heads has to be divisible by the size of the axis, even if the
+number of features is. Key and value heads that are fewer than the ranks are replicated, which works if the
 size of the axis is divisible by their number; rank r then holds head r * heads // ranks, the one that its query heads
 use.
 """,
@@ -60,12 +59,12 @@ use.
         code="TP104",
         name="gathered-colwise",
         severity=Severity.WARNING,
-        summary="A column-wise result is gathered, since nobody can use it sharded.",
+        summary="A column-wise result is gathered, because nothing that reads it can work on shards.",
         explanation="""
-The program is right, but pays for an all-gather of the whole result; the message says how many bytes. A `colwise`
+The program is correct, but pays for an all-gather of the whole result; the message says how many bytes. A `colwise`
 linear pays off where its result stays sharded until a `rowwise` one sums it away. The message names the layer that
-could be `rowwise`, the layers that have to be `colwise` as well, or the operation that needs all columns; then the rule
-is better left out. If the gathered result is what's wanted, as of an `lm_head`, say so with `output: replicate`.
+could be `rowwise`, the layers that have to be `colwise` as well, or the operation that needs all columns; in that
+case, remove the rule. If you want the gathered result, as for an `lm_head`, write `output: replicate`.
 """,
         bad="""
 version: 1
@@ -84,9 +83,9 @@ modules:
         severity=Severity.WARNING,
         summary="A row-wise module's input isn't sharded, so it's sliced.",
         explanation="""
-The program is right, but every rank has computed the whole input and throws most of it away. The message names the
+The program is correct, but every rank computes the whole input and discards most of it. The message names the
 linear layers that feed this one and are whole: make all of them `colwise`, so that each rank computes its own part. If
-the slice is what's wanted, say so with `input: shard`.
+you want the slice, write `input: shard`.
 """,
         bad="""
 version: 1
@@ -127,11 +126,11 @@ modules:
         code="TP109",
         name="shared-module-conflict",
         severity=Severity.ERROR,
-        summary="A module that's called several times is needed in ways that differ.",
+        summary="The calls of a shared module need different reshards.",
         explanation="""
 A module has one set of parameters and one place for its collectives, so every call of it is lowered the same way.
-Here two calls take inputs, or owe results, that no single lowering serves. Pin its `input` and `output` to one
-placement, make it `replicate`, or give the two calls modules of their own.
+Here two calls get inputs, or need results, in different layouts; the message names both. Pin `input` and `output` to
+one placement, make the module `replicate`, or use a separate module for each call.
 """,
     ),
     Entry(
@@ -141,9 +140,9 @@ placement, make it `replicate`, or give the two calls modules of their own.
         summary="A module that can't be sharded as it stands.",
         explanation="""
 Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
-was assigned to the instance bypasses the class, a parametrised or already quantised weight isn't the parameter that
-the style would split, and a hook on a parameter's gradient would be lost with the parameter that is replaced. The
-message says which it is. Leave the module `replicate`, or remove what's in the way
+was assigned to the instance bypasses the class, a weight that a parametrization or a hook computes (`weight_norm`,
+`spectral_norm`) isn't a parameter that the style could split, and a hook on a parameter's gradient would be lost with
+the parameter that is replaced. The message says which it is. Leave the module `replicate`, or remove what's in the way
 first.
 """,
     ),
@@ -153,8 +152,9 @@ first.
         severity=Severity.ERROR,
         summary="An `input:` or `output:` pin can't be met.",
         explanation="""
-The value at that boundary can't be brought to the placement that the plan demands: it isn't a tensor, the dim isn't
-divisible by the size of the axis, or there's no sequence dim to split. Remove the pin, and the compiler infers a
+The value at that boundary can't be brought to the placement that the plan asks for; the message says what it requires.
+`sequence` needs a sequence dim that the axis divides, `shard` needs at least as many features as ranks, and a `rowwise`
+module reads a part of the features, so its input can't be `replicate`. Remove the pin, and the compiler infers a
 placement that works; `tpplan explain` shows which.
 """,
         bad="""
@@ -169,13 +169,34 @@ modules:
 """,
     ),
     Entry(
+        code="TP135",
+        name="unknown-attribute",
+        severity=Severity.ERROR,
+        summary="`local` names an attribute that the module doesn't have.",
+        explanation="""
+`local` lists integer attributes of the module, such as `num_heads`, that each rank has to see divided by the size of
+the axis. The module has no such attribute, or it isn't an integer. Check the spelling; if the attribute belongs to the
+module around it, write `local` in a rule for that one. Most attributes are found without `local`.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.self_attn: {style: replicate, local: [num_heds]}
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.self_attn: {style: replicate, local: [num_heads]}
+""",
+    ),
+    Entry(
         code="TP120",
         name="no-rules-for-parameters",
         severity=Severity.NOTE,
         summary="Parameters that no rule covers stay whole on every rank.",
         explanation="""
-That's right for small parameters such as norms, and costs memory on each rank for large ones; the message says how
-much. A `replicate` rule on the modules says that it's meant, and the note goes away.
+That's fine for small parameters such as norms, but large ones cost memory on every rank; the message says how much. A
+`replicate` rule on the modules makes it explicit and silences the note.
 """,
     ),
 )

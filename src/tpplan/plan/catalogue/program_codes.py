@@ -54,9 +54,9 @@ model = tpplan.parallelize(model, plan)
         severity=Severity.ERROR,
         summary="The model itself failed on the example inputs.",
         explanation="""
-The compiler runs the model once on fake tensors, which have shapes and no values, and the model raised. Call the
-model on the same inputs without tpplan first. If it works there, its forward looks at values, as in `if mask.all():`;
-example inputs that take another branch, such as without a mask, often help.
+The compiler runs the model once on meta tensors, which have shapes but no values, and the model raised. The note names
+the line. If the forward reads values (`.item()`, `.tolist()`, `.numpy()`), use tensor operations instead, or read them
+outside of the forward. Otherwise call the model on the same inputs without tpplan: they may not be what it accepts.
 """,
     ),
     Entry(
@@ -81,8 +81,8 @@ model = tpplan.parallelize(my_model, plan, inputs=(torch.empty(2, 128, 512, devi
         severity=Severity.ERROR,
         summary="A forward writes in place through a view of a sharded value.",
         explanation="""
-The value has another placement where it's written than where it's read again, so the write would reach one of two
-copies. Write the result to a new tensor, or keep the value whole by `replicate`.
+The value has one placement where it's written and another where it's read through the view, so the write wouldn't reach
+the view. Write the result to a new tensor, or keep the value whole with `replicate`.
 """,
     ),
     Entry(
@@ -107,9 +107,8 @@ model = tpplan.parallelize(model, plan, mesh=init_device_mesh("cuda", (8,), mesh
         severity=Severity.ERROR,
         summary="The ranks compiled different programs.",
         explanation="""
-Every rank compiles for itself, and before anything is rewritten the programs are compared; ranks with different
-programs would wait for each other for ever. Give each rank the same plan, the same config and the same versions of
-torch, of transformers and of tpplan.
+Each rank compiles the program itself, and the programs are compared before the model is rewritten: ranks with different
+programs would deadlock. Use the same plan, config and versions of torch, transformers and tpplan on every rank.
 """,
     ),
     Entry(
@@ -173,8 +172,8 @@ model = tpplan.parallelize(model, plan, inputs=inputs)
         severity=Severity.ERROR,
         summary="The checkpoint doesn't fit the model.",
         explanation="""
-A tensor is missing from the checkpoint, there's one too many, or its shape or dtype differs from the unsharded
-model's. The message names every such tensor. Checkpoints hold whole tensors under the stock model's names, whatever
+A tensor is missing from the checkpoint or unexpected, or its shape or dtype differs from the unsharded model's. The
+message lists all of them. Checkpoints hold whole tensors under the stock model's names, whatever
 the plan.
 """,
         bad="""
@@ -205,7 +204,8 @@ Nothing is downloaded.
         explanation="""
 `tpplan suggest` pairs linear layers by the flow of the data between them, and keeps what the compiler proves. In this
 model no pair is left. The notes say why for the largest layers: something between them needs all features at once, or
-their sizes don't divide by the number of ranks.
+their sizes don't divide by the number of ranks. Another number of ranks helps only in the second case, and the message
+says which it is.
 """,
         bad="$ tpplan suggest --model my_package.models:six_heads --tp 4",
         good="$ tpplan suggest --model my_package.models:six_heads --tp 2",

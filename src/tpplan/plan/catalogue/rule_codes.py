@@ -13,7 +13,7 @@ RULE_CODES: Final[tuple[Entry, ...]] = (
         severity=Severity.ERROR,
         summary="A key that the plan language doesn't know.",
         explanation="""
-A misspelt key that was ignored would change what the plan means, so none is. A plan knows `version`, `name`,
+Ignoring a misspelt key would change what the plan means, so unknown keys are errors. A plan knows `version`, `name`,
 `extends`, `axis`, `modules` and `kernels`; a rule in its long form `style`, `input`, `output`, `packed` and `local`;
 `kernels` its kinds. Patterns stand under `modules:`.
 """,
@@ -36,8 +36,8 @@ modules:
         severity=Severity.ERROR,
         summary="A value of the wrong type, such as a list where a mapping belongs.",
         explanation="""
-The message says what was expected and what was found. Mind that YAML reads an unquoted `12` as a number and a key
-with nothing behind it as nothing.
+The message says what was expected and what was found. Note that YAML reads an unquoted `12` as a number, and a key
+without a value as null.
 """,
         bad="""
 version: 1
@@ -116,7 +116,7 @@ modules:
         severity=Severity.ERROR,
         summary="A rule without a pattern.",
         explanation="""
-The key of a rule is the pattern that says which modules are meant, and this one is empty. The root module has no
+The key of a rule is the pattern of the modules that it applies to, and this one is empty. The root module has no
 name; to reach every module write `"**"`.
 """,
         bad="""
@@ -157,7 +157,7 @@ modules:
         severity=Severity.ERROR,
         summary="A pattern that matches no module.",
         explanation="""
-A rule that applies to nothing leaves unsharded what it was meant to shard. Most often a name is misspelt, a prefix
+A rule that matches nothing leaves modules unsharded. Usually a name is misspelt, a prefix
 such as `model.` is missing, or the plan is for another architecture. `print(model)` shows the names. To drop a rule
 that was inherited through `extends`, give its pattern the style `none`. A rule whose own style is `none` only gets a
 warning.
@@ -181,7 +181,7 @@ modules:
         explanation="""
 Of several patterns that match a module the most specific wins: the one with more segments written out in full; then
 with fewer `**`; then with more segments, and more characters, written out in part; then with more segments; then with
-fewer alternatives in braces. Here none of these decides, and the order in the file never does. Name the module in a
+fewer alternatives in braces. These don't decide between the two here, and the order in the file doesn't count. Name the module in a
 rule of its own, or narrow one of the patterns.
 """,
         bad="""

@@ -1,0 +1,133 @@
+"""Misfits: rules that can't be carried out on a module, seen from the module alone.
+
+in:  a module and the rule that the plan has for it
+out: TP101 for a style that isn't for such a module, TP112 for what the module does, TP114 for a pin against the style
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from tpplan.compat import computed_weights, named_modules
+from tpplan.compiler.bind.linear import is_grouped_convolution, linear_form
+from tpplan.plan import Diagnostic, Pin, Rule, Style
+from tpplan.plan.wording import with_article
+
+_REMOVED_BY = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
+
+
+def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
+    """What keeps a rule from being carried out on this module, seen from the module alone."""
+    if rule.style in (Style.COLWISE, Style.ROWWISE, Style.VOCAB):
+        computed = _computed_weight(module, name, rule)
+        if computed is not None:
+            return computed
+    if rule.style in (Style.COLWISE, Style.ROWWISE):
+        form = linear_form(module)
+        if form is None and not (rule.style is Style.COLWISE and is_grouped_convolution(module)):
+            return _mismatch(module, name, rule, f"`{rule.style}` splits a linear layer")
+        # Whether the features can be shared out depends on what the model does with them, see `packing`.
+        return None if form is None else _input_of_other_features(name, rule)
+    if rule.style is Style.VOCAB:
+        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+            return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
+        return _whole_table(module, name, rule)
+    return None
+
+
+def _computed_weight(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
+    """TP112 for a weight that a parametrization, or a hook before each forward, computes from other parameters."""
+    if parametrize.is_parametrized(module):
+        computed = cast("Mapping[str, Sequence[nn.Module]]", module.parametrizations)
+        leaf, steps = next(iter(computed.items()))
+        what = f"the parametrization `{type(steps[0]).__name__}`"
+        remove = f'`torch.nn.utils.parametrize.remove_parametrizations({_last(name)}, "{leaf}")`'
+    else:
+        leaf, hook = next(iter(computed_weights(module).items()), ("", ""))
+        if not leaf:
+            return None
+        what = f"the hook `{hook}`"
+        remove = f"`torch.nn.utils.{_REMOVED_BY[hook]}({_last(name)})`" if hook in _REMOVED_BY else "removing the hook"
+    return Diagnostic(
+        code="TP112",
+        message=f"`{name}.{leaf}` isn't a parameter: {what} computes it anew for each forward, and `{rule.style}` has "
+        "nothing to split",
+        span=rule.style_span,
+        help=f"turn it into a plain parameter first, by {remove}, or remove the rule, so that `{name}` stays whole",
+        subject=name,
+    )
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2] if not name.rpartition(".")[2].isdigit() else "module"
+
+
+def _whole_table(table: nn.Embedding, name: str, rule: Rule) -> Diagnostic | None:
+    """TP112 for a table of which a lookup changes, or counts, more than the rows of one rank."""
+    if table.max_norm is not None:
+        what = f"has `max_norm={table.max_norm:g}`: a lookup rewrites the rows that it reads"
+    elif table.scale_grad_by_freq:
+        what = "has `scale_grad_by_freq=True`: its gradient divides by how often each id occurs"
+    elif table.sparse:
+        what = "has `sparse=True`: its gradient is a sparse tensor"
+    else:
+        return None
+    return Diagnostic(
+        code="TP112",
+        message=f"`{name}` {what}, which isn't supported for a table whose rows are split",
+        span=rule.style_span,
+        help=f"remove the rule, so that `{name}` stays replicated",
+        subject=name,
+    )
+
+
+def _input_of_other_features(name: str, rule: Rule) -> Diagnostic | None:
+    """TP114 for an input pin that leaves a rank without the features that its shard of the weight multiplies."""
+    if rule.style is Style.ROWWISE and rule.input in (Pin.REPLICATE, Pin.SEQUENCE):
+        needs = "each rank multiplies its own part of the input's features"
+        way_out = "remove the pin, or write `input: shard`"
+    elif rule.style is Style.COLWISE and rule.input is Pin.SHARD:
+        needs = "each rank multiplies all of the input's features"
+        way_out = f"remove the pin, or make `{name}` `rowwise`"
+    else:
+        return None
+    gives = "only a part of them" if rule.input is Pin.SHARD else "all of them"
+    return Diagnostic(
+        code="TP114",
+        message=f"`{name}` is `{rule.style}`, so {needs}, but `input: {rule.input}` gives it {gives}",
+        span=rule.span_of("input"),
+        help=way_out,
+        subject=name,
+    )
+
+
+def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
+    kind = with_article(type(module).__name__)
+    return Diagnostic(
+        code="TP101",
+        message=f"{what}, but `{name}` is {kind}",
+        span=rule.style_span,
+        label=f"`{name}` is {kind}",
+        help=_suggest_style(module),
+        subject=name,
+    )
+
+
+def _suggest_style(module: nn.Module) -> str:
+    if linear_form(module) is not None:
+        return "a linear layer can be `colwise` or `rowwise`"
+    if is_grouped_convolution(module):
+        return "a convolution in groups can be `colwise`"
+    if isinstance(module, nn.Embedding):
+        return "an embedding table can be `vocab`"
+    linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]
+    if linears:
+        return f"name the linear layers inside it, such as `….{linears[0]}`"
+    return "a module of this kind can be `sequence` or `replicate`"
+
+
+__all__ = ["misfit"]

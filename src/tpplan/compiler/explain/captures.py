@@ -1,0 +1,80 @@
+"""Explain a failed capture: what a model raised on the example inputs, where, and what to do about it.
+
+in:  an exception that came out of the model
+out: TP110
+"""
+
+from __future__ import annotations
+
+import traceback
+
+from tpplan.compiler.ir.trace import Location, quoted
+from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
+from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError
+from tpplan.compiler.trace.state import StateError
+from tpplan.plan import Diagnostic
+
+# What torch says where a meta tensor's numbers are wanted.
+_NO_NUMBERS = (
+    "Cannot copy out of meta tensor", "convert meta device type tensor to numpy", "cannot be called on meta tensors",
+)  # fmt: skip
+
+
+def of_capture(error: BaseException) -> Diagnostic:
+    """For a model that raised on the example inputs."""
+    cause = error.__cause__ if isinstance(error, BodyError) and error.__cause__ is not None else error
+    name = error.frame.module if isinstance(error, BodyError) else ""
+    if isinstance(cause, ReplacedModuleError):
+        return Diagnostic(
+            code="TP110",
+            message=f"the model puts another module in the place of `{cause}` while it runs on these inputs",
+            help="call it once on such inputs before, if it keeps the new module; or pass other `inputs=`",
+            subject=str(cause),
+        )
+    if isinstance(cause, StateError):
+        return Diagnostic(
+            code="TP129",
+            message=f"what the model computes depends on how often it was called before: {cause}",
+            help="keep such state in a buffer that the forward reads as a tensor, or count outside of the forward",
+            subject=cause.name.rpartition(".")[0] or None,
+        )
+    at = _raised_at(cause)
+    notes = (f"in {quoted(name)}, at {at}",) if at else ()
+    text = str(cause).strip().splitlines()
+    if isinstance(cause, DataDependentError) or any(told in str(cause) for told in _NO_NUMBERS):
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} reads the numbers in a tensor, and a capture has none",
+            help="compute it with tensor operations instead, such as `torch.where`, or read the numbers outside of the "
+            "forward and pass them as arguments",
+            notes=notes,
+            subject=name or None,
+        )
+    if "HigherOrderOperator" in str(cause):
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} calls a higher-order operator such as `torch.cond`, which can't be captured",
+            help="write the branch or the loop in plain Python, or with `torch.where`",
+            notes=notes,
+            subject=name or None,
+        )
+    return Diagnostic(
+        code="TP110",
+        message=f"{quoted(name)} raised {type(cause).__name__}{': ' + text[0] if text else ''}",
+        help="check that the model runs on these inputs without sharding, or pass `inputs=` that it accepts",
+        notes=notes,
+        subject=name or None,
+    )
+
+
+def _raised_at(error: BaseException) -> Location | None:
+    """The innermost line of the model's own code that the error came through."""
+    own = [
+        Location(frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(INTERNAL)
+    ]
+    return own[-1] if own else None
+
+
+__all__ = ["of_capture"]

@@ -1,0 +1,1 @@
+"""Bugs that are planted on purpose, to see which tests notice; run by `make mutations`."""

@@ -1,0 +1,96 @@
+"""The list of bugs: plain data. A text that isn't in its file exactly once is an error, so that no bug is lost unseen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A change to one file.
+
+    Attributes:
+        name: what breaks.
+        file: below `src/tpplan`.
+        text, replacement: the exact text, found once, and what takes its place.
+        tests: the test files, below `tests`, that should notice.
+    """
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: tuple[str, ...]
+
+
+_GUARD = ("runtime/test_guard.py", "runtime/test_key.py", "runtime/test_calls.py")
+_PARITY = ("parity/test_parity.py",)
+
+BUGS = (
+    # What is proved once, for several calls and layers.
+    Bug("the check's memo forgets the fingerprint", "compiler/check/local_run.py",
+        "key = (id(region), layouts, self._fingerprints.of(module))", "key = (id(region), layouts)",
+        ("compiler/test_check.py",)),
+    Bug("the guard forgets requires_grad", "calls/key.py",
+        "held.dim(), self._recorded and held.requires_grad)", "held.dim())", _GUARD),
+    Bug("the guard forgets dtypes", "calls/key.py",
+        "found = (held.dtype, held.dim(),", "found = (held.dim(),", _GUARD),
+    Bug("the guard forgets the mode", "calls/key.py",
+        "found: list[object] = [training, *more,", "found: list[object] = [*more,", _GUARD),
+    Bug("the guard forgets autocast", "calls/key.py",
+        ", *map(_autocast, self._devices)]", "]", _GUARD),
+    Bug("the guard forgets aliases", "calls/key.py",
+        "        found.append(seen.aliases())\n", "", _GUARD),
+    Bug("the guard forgets local attributes", "calls/proofs.py",
+        "        and ours.local_attributes == other.local_attributes\n", "", _GUARD),
+    Bug("the guard forgets parameter layouts", "calls/proofs.py",
+        "if any(placed.get(p.names) != p.layout for p in other.parameters if read.intersection(p.names)):",
+        "if False:", _GUARD),
+    Bug("the guard forgets gradient sums", "calls/proofs.py",
+        "if summed != {p.name for p in other.summed_parameters}:", "if False:", _GUARD),
+    # What a rank computes.
+    Bug("a rowwise product isn't reduced", "runtime/modules.py",
+        "        if runtime.exits:\n            result = runtime.exits[0].step(result)\n        return result if bias",
+        "        return result if bias", _PARITY),
+    Bug("a rowwise bias is added twice", "runtime/modules.py",
+        "return result if bias is None else result + bias.to(result.dtype)",
+        "return result if bias is None else result + 2 * bias.to(result.dtype)", _PARITY),
+    Bug("a bias counted once is added on every rank", "runtime/parameters.py",
+        "return _apply_counted_once(self._read(parameter), self._rank)",
+        "return _apply_counted_once(self._read(parameter), 0)", ("parity/test_bare_parameters.py",)),
+    Bug("a reshard's backward is left out", "runtime/reshard.py",
+        "            return self.backward(gradient)\n", "            return gradient\n", _PARITY),
+    Bug("gradient sums are left out", "runtime/parameters.py",
+        "flat = axis.all_reduce(torch.cat(parts))", "flat = torch.cat(parts)", _PARITY),
+    Bug("a split norm's eps is another", "runtime/split_norm.py",
+        "/ count + eps)", "/ count + 2 * eps)", ("parity/test_split_norms.py",)),
+    Bug("a split norm's statistics are a rank's own", "runtime/split_norm.py",
+        "reduce(wide.square().sum(-1, keepdim=True))", "size * wide.square().sum(-1, keepdim=True)",
+        ("parity/test_split_norms.py",)),
+    Bug("a parameter's gradient isn't summed", "runtime/parameters.py",
+        "functools.partial(_apply_summed_shards, self.axis))", "_apply_local_shards)", _PARITY),
+    Bug("every operator is linear in partial values", "compiler/rules/propagate.py",
+        "return operator.takes_partial(tuple(layouts[i].forward == \"P\" for i in inputs))", "return True",
+        ("compiler/test_propagate.py",)),
+    # Who holds what.
+    Bug("shared heads go to other ranks", "compiler/ir/layout.py",
+        "start = min(place // self.replicas * longest, self.size)",
+        "start = min((ranks - 1 - place) // self.replicas * longest, self.size)",
+        ("compiler/test_layout.py", "parity/test_grouped_projections.py")),
+    Bug("key heads aren't shared", "compiler/bind/packing.py",
+        "return Pack(count, self.size // heads) if queries else Pack(count)", "return Pack(count)",
+        ("parity/test_rotary_pairs.py",)),
+    Bug("pairs of features are taken for heads", "compiler/bind/readers.py",
+        "if len(after) > 1 and self._picked(after[-1], 0):", "if False:", ("parity/test_rotary_pairs.py",)),
+    Bug("a dim named from behind picks elsewhere", "compiler/rules/packed.py",
+        "return arguments[1] % rank", "return arguments[1]", ("parity/test_taken_apart.py",)),
+    # What verify sees.
+    Bug("buffers stay as the unsharded run left them", "parity/reference.py",
+        "seen = observe(copy_structure(model), call, cotangent)", "seen = observe(model, call, cotangent)",
+        ("parity/test_false_alarms.py",)),
+    Bug("buffers aren't compared", "parity/compare.py",
+        ", *_buffers(reference, ranks, tolerance.outputs))", ",)", ("parity/test_false_alarms.py",)),
+    Bug("input gradients aren't compared", "parity/compare.py",
+        "errors = [relative_error(whole, torch.zeros_like(whole) if part is None else part, scale) for part in parts]",
+        "errors = [0.0 for part in parts]", ("parity/test_planted_bugs.py",)),
+)  # fmt: skip
