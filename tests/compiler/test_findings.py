@@ -57,6 +57,7 @@ ELSEWHERE = {
     "TP126": "compiler/test_findings.py",
     "TP129": "parity/test_state.py",
     "TP130": "runtime/test_changes.py",
+    "TP131": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",
     "TP199": "cli/test_main.py",

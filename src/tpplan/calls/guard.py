@@ -258,7 +258,7 @@ class CallGuard:
                     parts=parts,
                     taken=taken,
                     device=self._device,
-                )  # fmt: skip
+                )
             )
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error

@@ -122,8 +122,8 @@ class GuardedCall:
 def _refused(departed: Departure | None, way: str) -> UnprovedCallError:
     where = "another rank of the axis left the proved path" if departed is None else str(departed)
     return UnprovedCallError(
-        f"TP131 departed-call: the call left the path that was proved: {where}, {way}\n  help: pass `inputs=` like this "
-        "call to `parallelize`; what steers the model must show in its arguments, or in its modules' attributes"
+        f"TP131 departed-call: the call left the path that was proved: {where}, {way}\n  help: pass `inputs=` like "
+        "this call to `parallelize`; what steers the model must show in its arguments, or in its modules' attributes"
     )
 
 
