@@ -118,7 +118,13 @@ SLOW = frozenset(
         "scalar_average_assigned",
         "writes_callers_argument",
     }
-) | {name for name, known in CASES.items() if known.cause == "rules"}
+) | {
+    name
+    for name in CASES
+    if name.startswith(("back_function", "front_function", "norm_body", "output_hook", "rule_", "table_look"))
+    or (name.startswith("by_size_") and not name.startswith(("by_size_de", "by_size_h", "by_size_no", "by_size_w")))
+    or name.startswith(("colwise_by", "colwise_bias", "colwise_ov", "colwise_re", "colwise_s", "colwise_t"))
+}
 """Siblings of other cases, and what takes long: left to `-m slow`."""
 assert CASES.keys() >= SLOW
 

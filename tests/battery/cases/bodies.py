@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -383,3 +384,256 @@ for kind in (
     OverridesOnInstance,
 ):
     case("bodies", MLP, *CALLS)(kind)
+
+
+class LinearBiasBySize(nn.Linear):
+    """The bias by the number of features that come in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight) + self.bias * (x.shape[-1] / WIDE)
+
+
+class LinearOverSize(nn.Linear):
+    """Divides by the number of features that come in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias) / x.shape[-1]
+
+
+class LinearByAttribute(nn.Linear):
+    """Divides by its own attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias) / self.in_features
+
+
+class LinearByMatmul(nn.Linear):
+    """Another spelling of the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.weight.t()) + self.bias
+
+
+class LinearByEinsum(nn.Linear):
+    """One more spelling."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bsi,oi->bso", x, self.weight) + self.bias
+
+
+class LinearReluBeforeBias(nn.Linear):
+    """Not linear between the product and the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight).relu() + self.bias
+
+
+class LinearBiasInTraining(nn.Linear):
+    """The bias in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias if self.training else None)
+
+
+class LinearMeanBias(nn.Linear):
+    """The mean of the bias as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias) + self.bias.mean()
+
+
+class LinearReversedRows(nn.Linear):
+    """Its inputs in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x.flip(-1), self.weight, self.bias)
+
+
+class LinearSwappedHalves(nn.Linear):
+    """Halves of its weight change places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, torch.cat(self.weight.chunk(2, -1)[::-1], -1), self.bias)
+
+
+class LinearPerToken(nn.Linear):
+    """A row for each token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([functional.linear(row, self.weight, self.bias) for row in x.unbind(1)], 1)
+
+
+class LinearTwice(nn.Linear):
+    """Two products of one weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias) + functional.linear(x.tanh(), self.weight)
+
+
+class LinearSingle(nn.Linear):
+    """In float32, and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x.float(), self.weight.float(), self.bias.float()).double()
+
+
+class LinearDropped(nn.Linear):
+    """A dropout of nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(functional.linear(x, self.weight, self.bias), 0.0, self.training)
+
+
+class LinearGated(nn.Linear):
+    """Gated by what comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias) * x.sum(-1, keepdim=True).sigmoid()
+
+
+class LinearMasked(nn.Linear):
+    """A weight without its small entries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight * (self.weight.abs() > self.weight.abs().mean()), self.bias)
+
+
+class LinearQuantised(nn.Linear):
+    """Fake quantisation of the weight, by the largest entry of each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.detach().abs().amax(1, keepdim=True) / 7
+        rounded = (self.weight / scale).round() * scale
+        return functional.linear(x, self.weight + (rounded - self.weight).detach(), self.bias)
+
+
+class LinearBiasFromInput(nn.Linear):
+    """A bias that is scaled by each token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight) + self.bias * x[..., :1]
+
+
+MORE = [
+    LinearBiasBySize,
+    LinearOverSize,
+    LinearByAttribute,
+    LinearByMatmul,
+    LinearByEinsum,
+    LinearReluBeforeBias,
+    LinearBiasInTraining,
+    LinearMeanBias,
+    LinearReversedRows,
+    LinearSwappedHalves,
+    LinearPerToken,
+    LinearTwice,
+    LinearSingle,
+    LinearDropped,
+    LinearGated,
+    LinearMasked,
+    LinearQuantised,
+    LinearBiasFromInput,
+]
+MORE_CALLS = (*CALLS, call(train=False))
+for kind in MORE:
+    name = kind.__name__[6:].lower()
+    near = 1e-5 if kind is LinearSingle else 1e-9
+    add(
+        f"rowwise_{name}",
+        "bodies",
+        lambda kind=kind: _mlp(nn.Linear, kind),
+        MLP,
+        MORE_CALLS,
+        "equal_or_refused",
+        tolerance=near,
+    )
+    add(
+        f"colwise_{name}",
+        "bodies",
+        lambda kind=kind: _mlp(kind, nn.Linear),
+        MLP,
+        MORE_CALLS,
+        "equal_or_refused",
+        tolerance=near,
+    )
+
+
+class TableBody(nn.Module):
+    """A table whose look-up is each case's own."""
+
+    def __init__(self, look: Callable[[nn.Embedding, Tensor], Tensor]) -> None:
+        super().__init__()
+
+        class Table(nn.Embedding):
+            def forward(self, input: Tensor) -> Tensor:
+                return look(self, input)
+
+        self.table = Table(12, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x)
+
+
+LOOKS: dict[str, Callable[[nn.Embedding, Tensor], Tensor]] = {
+    "first_row": lambda table, x: functional.embedding(x, table.weight) + table.weight[0],
+    "clamped": lambda table, x: functional.embedding(x.clamp(max=table.num_embeddings - 1), table.weight),
+    "one_hot": lambda table, x: functional.one_hot(x, 12).to(table.weight.dtype) @ table.weight,
+    "indexed": lambda table, x: table.weight[x],
+    "select": lambda table, x: table.weight.index_select(0, x.flatten()).view(*x.shape, -1),
+    "normalised": lambda table, x: functional.embedding(x, functional.normalize(table.weight, dim=-1)),
+    "centred": lambda table, x: functional.embedding(x, table.weight - table.weight.mean(0)),
+    "shifted": lambda table, x: functional.embedding((x + 1) % 12, table.weight),
+    "scaled": lambda table, x: functional.embedding(x, table.weight) * table.embedding_dim**0.5,
+    "by_rows": lambda table, x: functional.embedding(x, table.weight) * table.weight.shape[0],
+    "bag": lambda table, x: functional.embedding_bag(x, table.weight, mode="mean"),
+    "tanh": lambda table, x: functional.embedding(x, table.weight).tanh(),
+    "padded": lambda table, x: functional.embedding(x, table.weight, padding_idx=3),
+    "masked": lambda table, x: functional.embedding(x, table.weight) * (x != 0)[..., None],
+    "twice": lambda table, x: functional.embedding(x, table.weight) + functional.embedding(x.flip(-1), table.weight),
+}
+for name, look in LOOKS.items():
+    add(
+        f"table_look_{name}",
+        "bodies",
+        lambda look=look: TableBody(look),
+        {"table": "vocab"},
+        (call(lambda: (ids(3, 6),)), call(lambda: (ids(2, 5),))),
+        "equal_or_refused",
+    )
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by_constant": lambda h: h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) / 32 + 1e-6),
+    "over_tokens": lambda h: h * torch.rsqrt(h.pow(2).mean((1, 2), keepdim=True) + 1e-6),
+    "first_half": lambda h: h * torch.rsqrt(h[..., :16].pow(2).mean(-1, keepdim=True) + 1e-6),
+    "length": lambda h: h / (h.norm(dim=-1, keepdim=True) + 1e-6),
+    "largest": lambda h: h / (h.abs().amax(-1, keepdim=True) + 1e-6),
+    "eps_outside": lambda h: h / (h.pow(2).mean(-1, keepdim=True).sqrt() + 0.1),
+    "unbiased": lambda h: (h - h.mean(-1, keepdim=True)) / (h.var(-1, keepdim=True) + 1e-5).sqrt(),
+    "median": lambda h: h / (1 + h.abs().median(-1, keepdim=True).values),
+    "detached": lambda h: h * torch.rsqrt(h.detach().pow(2).mean(-1, keepdim=True) + 1e-6),
+    "residual": lambda h: h + h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "spike": lambda h: h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True).clamp(max=1e4) + 1e-6),
+    "guarded": lambda h: torch.nan_to_num(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True)), posinf=1.0),
+    "float": lambda h: (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(h.dtype),
+}
+
+
+class NormBody(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.body = nn.Parameter(torch.rand(WIDE) + 0.5), body
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.body(h) * self.weight
+
+
+for name, body in NORMS.items():
+    add(
+        f"norm_body_{name}",
+        "bodies",
+        lambda body=body: Normed(NormBody(body)),
+        MLP,
+        SMALL,
+        "equal_or_refused",
+        tolerance=1e-4 if name == "float" else 1e-9,
+    )
