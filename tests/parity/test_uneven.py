@@ -134,12 +134,13 @@ def verified(name: str, tp: int) -> Any:
 
 @pytest.mark.parametrize("name", ["vocabulary", "tied vocabulary"])
 def test_a_table_that_starts_as_if_all_had_as_many_rows_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(spec: Any, placements: Any, axis: Any) -> int:
+    def table(spec: Any, placements: Any, axis: Any) -> tuple[int, int]:
         if spec.style != "vocab":
-            return 0
-        return axis.rank * placements[spec.reads[0]].stored_shape(axis.size, axis.rank)[0]
+            return 0, 0
+        placed = placements[spec.reads[0]]
+        return axis.rank * placed.stored_shape(axis.size, axis.rank)[0], placed.shape[0]
 
-    monkeypatch.setattr(bodies, "_first_row", start)
+    monkeypatch.setattr(bodies, "_table", table)
     report = verified(name, 4)
     assert not report.ok
     assert report.first_divergence == "table"
