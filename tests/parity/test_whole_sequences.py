@@ -185,10 +185,6 @@ def test_tokens_are_generated_with_a_cache(length: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.xfail(
-    reason="`generate` wants the last logits alone, for which the program would gather elsewhere: sequences are whole",
-    strict=True,
-)
 def test_a_prompt_is_split_where_it_can_be_and_the_tokens_after_it_are_not() -> None:
     assert [scattered for _, _, scattered in world(2).run(generated, 12)] == [5, 5]
 

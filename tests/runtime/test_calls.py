@@ -20,8 +20,8 @@ EXAMPLE = ((torch.zeros(3, 12, HIDDEN, dtype=torch.float64),), {})
 
 
 def x(batch: int = 3, length: int = 12) -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(batch, length, HIDDEN, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)  # ranks are threads
+    return torch.randn(batch, length, HIDDEN, dtype=torch.float64, generator=generator)
 
 
 def seeded(make: Any, *arguments: Any) -> nn.Module:

@@ -87,8 +87,29 @@ def an_argument_more(member: Member) -> float:
     return float((model(x, bias=bias) - stock(x, bias=bias)).abs().max())
 
 
-def another_branch(member: Member) -> str:
-    return error_of(build(Branches, member, MLP), torch.zeros(SHAPE, dtype=torch.float64), wide=True)
+def another_branch(member: Member) -> list[float]:
+    torch.manual_seed(0)
+    stock = Branches().double()
+    model, x = build(Branches, member, MLP), torch.randn(SHAPE, dtype=torch.float64)
+    return [float((model(x, wide=wide) - stock(x, wide=wide)).abs().max()) for wide in (True, False, True)]
+
+
+class BreaksOnOne(Branches):
+    """A flag that can't be proved; on one rank it can."""
+
+    rank = 0
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+        if wide and BreaksOnOne.rank == 1:
+            raise ValueError("broken")
+        return super().forward(x, bias, wide)
+
+
+def broken_on_one(member: Member) -> tuple[str, float]:
+    model, x = build(BreaksOnOne, member, MLP), torch.ones(SHAPE, dtype=torch.float64)
+    BreaksOnOne.rank = member.rank
+    text = error_of(model, x, wide=True)
+    return text, float(model(x).abs().max())
 
 
 def a_thawed_parameter(member: Member) -> str:
@@ -201,10 +222,18 @@ def test_a_call_may_do_without_modules_that_the_plan_shards() -> None:
         assert max(found) < 1e-12
 
 
-def test_a_branch_that_needs_other_reshards_is_refused_on_every_rank() -> None:
-    for text in world(2).run(another_branch):
-        assert text.startswith("TP117 unproved-call: ") and "differs from the example" in text
-        assert "needs other reshards" in text and "help: pass `inputs=`" in text
+@pytest.mark.processes
+def test_a_branch_that_needs_other_reshards_gets_a_program_of_its_own() -> None:
+    assert max(error for errors in world(2).run(another_branch) for error in errors) < 1e-13
+
+
+@pytest.mark.processes
+def test_a_call_that_one_rank_cannot_prove_is_refused_on_every_rank() -> None:
+    (other, one), (broken, two) = world(2).run(broken_on_one)
+    for text in (other, broken):
+        assert text.startswith("TP117 unproved-call: ") and "differs from the example (`wide` is True" in text
+    assert "rank 1 of the axis could not compile" in other and "broken" in broken
+    assert one == two, "and goes on afterwards"
 
 
 @pytest.mark.processes

@@ -10,6 +10,7 @@ for that; copies are of that class too, pickles of the stock one.
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -112,9 +113,8 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _as_stock(module: nn.Module, stock: type[nn.Module], protocol: Any) -> tuple[Any, ...]:
     """How to pickle a module: as one of the stock class."""
-    make, arguments, state, *rest = object.__reduce_ex__(module, max(2, protocol))
-    state = {name: held for name, held in state.items() if name != WRITES}
-    return (make, (stock, *arguments[1:]), state, *rest)  # pyright: ignore[reportIndexIssue]
+    state: dict[str, Any] = module.__getstate__()  # pyright: ignore[reportAssignmentType]
+    return copyreg.__newobj_ex__, (stock, (), {}), {name: held for name, held in state.items() if name != WRITES}
 
 
 __all__ = ["WRITES", "Watched", "Writes", "watched_class"]

@@ -1,0 +1,310 @@
+"""A sharded model that is changed after `parallelize`: flags are followed, modules and counts are refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tpplan
+from tests.compiler.toys import HIDDEN, MLP, Mlp
+from tests.runtime.simulated import on_ranks, worst
+from tests.runtime.world import Member, world
+from tpplan.calls.guard import CallGuard
+from tpplan.runtime.lower import Variants
+
+TOLERANCE = 1e-12
+EXAMPLE = ((torch.zeros(3, 12, HIDDEN, dtype=torch.float64),), {})
+
+
+def x() -> Tensor:
+    generator = torch.Generator().manual_seed(1)  # ranks are threads
+    return torch.randn(3, 12, HIDDEN, dtype=torch.float64, generator=generator)
+
+
+class Settings:
+    """What several modules share."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Block(nn.Module):
+    """A flag, a function, a module without numbers, settings, and an own attention with a count of heads."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.mlp, self.drop, self.act = Mlp(), nn.Dropout(0.0), nn.GELU()
+        self.q, self.o = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.heads, self.wide, self.function, self.settings = 4, False, torch.relu, settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x).view(*x.shape[:2], self.heads, HIDDEN // 4).softmax(-1)
+        y = y.softmax(2) if self.wide else y
+        x = self.o(self.function(y).flatten(2)) * self.settings.scale
+        return self.mlp(self.drop(self.act(x)))
+
+
+class Model(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings = Settings()
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+RULES = {"blocks.*.q": "colwise", "blocks.*.o": "rowwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+
+
+def stock() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def set_wide(model: Any) -> None:
+    model.blocks[1].wide = True
+
+
+def set_back(model: Any) -> None:
+    model.blocks[1].wide = False
+
+
+def set_function(model: Any) -> None:
+    model.blocks[0].function = lambda y: y.cumsum(2)
+
+
+def set_settings(model: Any) -> None:
+    model.blocks[0].settings.scale = 0.0 if model.blocks[0].settings.scale else 1.0
+
+
+def set_dictionary(model: Any) -> None:
+    vars(model.blocks[0])["wide"] = True
+
+
+@pytest.mark.parametrize("change", [set_wide, set_function])
+def test_a_flag_or_a_function_is_followed(change: Callable[[Any], None]) -> None:
+    calls = [(EXAMPLE[0], {}), ((x(),), {}), change, ((x(),), {}), set_back, ((x(),), {}), change, ((x(),), {})]
+    assert max(worst(stock(), RULES, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+def test_without_the_stamp_the_old_proof_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpplan.calls.changes.Changes.look", lambda self: False)
+    calls = [((x(),), {}), set_wide, ((x(),), {})]
+    assert max(worst(stock(), RULES, 2, EXAMPLE, calls)) > 1e-6
+
+
+class BySettings(Mlp):
+    """Settings decide whether all features are needed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(y.softmax(-1) if self.settings.scale != 1.0 else functional.gelu(y))
+
+
+def test_a_flag_in_settings_is_followed() -> None:
+    torch.manual_seed(0)
+    scaled = lambda model: setattr(model.settings, "scale", 0.5)  # noqa: E731
+    calls = [((x(),), {}), scaled, ((x(),), {})]
+    assert max(worst(BySettings().double(), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+class Lora(nn.Module):
+    """As an adapter library's layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self.down, self.up = base, nn.Linear(HIDDEN, 2), nn.Linear(2, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Wraps(nn.Module):
+    """As an activation checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def adapt(model: Any) -> None:
+    model.blocks[0].q = Lora(model.blocks[0].q).double()
+
+
+def replace(model: Any) -> None:
+    model.blocks[0].act = nn.ReLU()
+
+
+def remove(model: Any) -> None:
+    del model.blocks[0].mlp
+
+
+def add(model: Any) -> None:
+    model.blocks[0].add_module("more", nn.Linear(2, 2))
+
+
+def set_parameter(model: Any) -> None:
+    model.blocks[0].q.weight = nn.Parameter(torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64))
+
+
+def set_count(model: Any) -> None:
+    model.blocks[0].heads = 4
+
+
+REFUSED = {
+    adapt: "`blocks.0.q`, a `ColwiseLinear`, was replaced by a `Lora`",
+    replace: "`blocks.0.act`, a `GELU`, was replaced by a `ReLU`",
+    remove: "`blocks.0.mlp`, a `",
+    add: "`blocks.0.more`, a `Linear`, was added",
+    set_parameter: "`blocks.0.q.weight` was replaced by a Parameter of shape (16, 16)",
+    set_count: "`blocks.0.heads`, which counts what this rank holds, was set",
+}
+
+
+def refused(model: nn.Module) -> str:
+    with pytest.raises(tpplan.UnprovedCallError) as raised:
+        model(x())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_no_proof_can_follow_is_refused_at_every_call(change: Callable[[Any], None]) -> None:
+    def work(model: Any, _: CallGuard) -> list[str]:
+        model(x())
+        change(model)
+        return [refused(model), refused(model)]
+
+    for texts in on_ranks(stock(), RULES, 2, EXAMPLE, work):
+        for text in texts:
+            assert text.startswith(f"TP130 changed-model: {REFUSED[change]}"), text
+            assert "help: change the stock model before `parallelize`" in text
+
+
+def test_what_is_put_back_is_proved_again() -> None:
+    def work(model: Any, _: CallGuard) -> bool:
+        before, layer, heads = model(x()), model.blocks[0].q, model.blocks[0].heads
+        adapt(model)
+        set_count(model)
+        refused(model)
+        model.blocks[0].q = layer
+        refused(model)
+        model.blocks[0].heads = heads
+        return torch.equal(before, model(x()))
+
+    assert on_ranks(stock(), RULES, 2, EXAMPLE, work) == [True, True]
+
+
+def test_a_module_that_only_wraps_others_may_take_their_place() -> None:
+    def wrap(model: Any) -> None:
+        model.blocks = nn.ModuleList(Wraps(block) for block in model.blocks)
+
+    def wrap_one(model: Any) -> None:
+        model.blocks[0].mlp = Wraps(model.blocks[0].mlp)
+
+    for change in (wrap, wrap_one):
+        outputs = on_ranks(stock(), RULES, 2, EXAMPLE, lambda m, _: (m(x()), change(m), m(x())))  # noqa: B023
+        assert all(torch.equal(one, other) for one, _, other in outputs)
+
+
+def bypass(model: Any) -> None:
+    model.blocks[0]._modules["q"] = Lora(model.blocks[0].q).double()
+
+
+def test_a_replacement_that_tells_nobody_is_found_at_a_call_of_a_new_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(model: Any, _: CallGuard) -> str:
+        model(x())
+        bypass(model)
+        model.eval()
+        return refused(model)
+
+    assert all("`blocks.0.q`" in text for text in on_ranks(stock(), RULES, 2, EXAMPLE, work))
+
+
+def test_under_debug_every_change_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPPLAN_DEBUG", "1")
+
+    def work(model: Any, _: CallGuard) -> str:
+        model(x())
+        bypass(model)
+        return refused(model)
+
+    assert all("`blocks.0.q`" in text for text in on_ranks(stock(), RULES, 2, EXAMPLE, work))
+    calls = [((x(),), {}), set_dictionary, ((x(),), {})]
+    assert max(worst(stock(), RULES, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+class Counts(Mlp):
+    """A forward that writes an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_what_a_forward_writes_is_no_change(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPPLAN_DEBUG", debug)
+    changes: list[int] = []
+    forget = CallGuard.__dict__["decide"].__globals__["Proofs"].forget
+    monkeypatch.setattr("tpplan.calls.proofs.Proofs.forget", lambda self: (changes.append(1), forget(self)))
+    on_ranks(Counts().double(), MLP, 2, EXAMPLE, lambda model, _: [model(x()) for _ in range(3)] and None)
+    assert not changes
+
+
+def test_modules_look_as_before_and_can_be_pickled() -> None:
+    whole = str(stock().blocks[0].drop)  # pyright: ignore
+
+    def work(model: Any, _: CallGuard) -> None:
+        drop = model.blocks[0].drop
+        assert str(drop) == whole and isinstance(drop, nn.Dropout)
+        assert type(pickle.loads(pickle.dumps(drop))) is nn.Dropout
+        assert isinstance(model.blocks[:1], nn.ModuleList)
+
+    on_ranks(stock(), RULES, 2, EXAMPLE, work)
+
+
+def copied(member: Member) -> bool:
+    model = tpplan.parallelize(stock(), {"version": 1, "modules": RULES}, member.mesh(), EXAMPLE[0])
+    other, before = copy.deepcopy(model), model(x())
+    set_wide(other)
+    differs = bool((other(x()) - before).abs().max() > 1e-6)
+    adapt(other)
+    return differs and "TP130" in refused(other) and torch.equal(model(x()), before)
+
+
+@pytest.mark.processes
+def test_a_copy_follows_its_own_changes() -> None:
+    assert world(2).run(copied) == [True, True]
+
+
+def test_attributes_of_another_program_are_tpplans_own_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of programs sets local counts, which nobody else did."""
+    put_in = Variants.put_in
+    seen: list[int] = []
+    monkeypatch.setattr(Variants, "put_in", lambda self, prepared: (seen.append(1), put_in(self, prepared))[1])
+    wide = [((x(),), {}), set_wide, ((x(),), {}), set_back, ((x(),), {})]
+    assert max(worst(stock(), RULES, 2, EXAMPLE, wide)) < TOLERANCE
+    assert len(seen) > 4
