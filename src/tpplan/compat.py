@@ -52,6 +52,7 @@ __all__ = [
     "fake_mesh",
     "fake_process_group",
     "function_node",
+    "hook_counts",
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
@@ -64,6 +65,7 @@ __all__ = [
     "new_distributed_tensor",
     "new_gradient",
     "own_buffers",
+    "own_modules",
     "own_parameters",
     "propagate",
     "rebuild_container",
@@ -165,6 +167,16 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether something is called with a module's arguments, results or gradients besides its forward."""
     tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(tables)
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The table that holds a module's children, by name."""
+    return module._modules
+
+
+def hook_counts(module: nn.Module) -> tuple[int, int]:
+    """How many forward hooks and forward pre-hooks a module has."""
+    return len(module._forward_hooks), len(module._forward_pre_hooks)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def transient_buffers(module: nn.Module) -> set[str]:

@@ -64,6 +64,17 @@ def stepped(model: nn.Module, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
     return output.detach(), found
 
 
+def walked(model: nn.Module, calls: Sequence[Call | Change]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """What each call shows; changes are made in between."""
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for call in calls:
+        if isinstance(call, tuple):
+            found.append(stepped(model, call))
+        else:
+            call(model)
+    return found
+
+
 def worst(
     stock: nn.Module,
     rules: dict[str, Any] | str,
@@ -79,7 +90,7 @@ def worst(
     program = compile_program(stock, plan_of(rules), tp, *example)
 
     def work(own: nn.Module, guard: CallGuard) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        found = [stepped(own, call) for call in calls if isinstance(call, tuple) or call(own)]
+        found = walked(own, calls)
         if proofs is not None:
             proofs.append(len(list(guard._proofs)))
         return found
@@ -87,7 +98,7 @@ def worst(
     ranks = on_ranks(stock, rules, tp, example, work)
     distributors = [SimulatedDistributor(ThreadCommunicator(Rendezvous(tp), rank)) for rank in range(tp)]
     model = copy.deepcopy(stock)
-    expected = [stepped(model, call) for call in calls if isinstance(call, tuple) or call(model)]
+    expected = walked(model, calls)
     return [
         max(_errors(program, distributors[rank], ranks[rank][number], *whole) for rank in range(tp))
         for number, whole in enumerate(expected)

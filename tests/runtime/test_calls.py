@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, Mlp
+from tests.models.tiny import example_keywords, tiny_model
 from tests.runtime.simulated import on_ranks, worst
 from tpplan.calls import guard as guards
 
@@ -117,7 +118,7 @@ PAIR = {f"{half}.{name}": style for half in ("first", "second") for name, style 
 
 
 def test_each_mode_has_a_program() -> None:
-    calls = [((x(),), {}), lambda m: m.eval() and None, ((x(),), {}), lambda m: m.train() and None, ((x(),), {})]
+    calls = [((x(),), {}), nn.Module.eval, ((x(),), {}), nn.Module.train, ((x(),), {})]
     proofs: list[int] = []
     assert max(worst(seeded(Outer), PAIR, 2, EXAMPLE, calls, proofs)) < TOLERANCE
     assert proofs == [2, 2]
@@ -137,7 +138,7 @@ def test_a_part_of_the_model_may_be_in_another_mode() -> None:
 def test_a_part_may_be_in_another_mode_from_the_start() -> None:
     stock = seeded(Outer)
     stock.second.eval()  # pyright: ignore
-    thaw = lambda model: model.second.train() and None  # noqa: E731
+    thaw = lambda model: model.second.train()  # noqa: E731
     assert max(worst(stock, PAIR, 2, EXAMPLE, [((x(),), {}), thaw, ((x(),), {})])) < TOLERANCE
 
 
@@ -159,7 +160,7 @@ SEQUENCE = {"{first,second}.up": "colwise", "{first,second}.down": "rowwise", "n
 def test_a_sequence_flattened_with_its_batch_is_split_by_the_batch_of_the_call() -> None:
     bias = torch.ones(HIDDEN, dtype=torch.float64)
     calls = [((x(batch, 12),), more) for batch in (3, 2, 1, 4) for more in ({}, {"bias": bias})]
-    calls += [lambda m: m.eval() and None, ((x(2),), {}), ((x(1),), {})]  # pyright: ignore
+    calls += [nn.Module.eval, ((x(2),), {}), ((x(1),), {})]
     proofs: list[int] = []
     assert max(worst(seeded(Flattened), SEQUENCE, 2, EXAMPLE, calls, proofs)) < TOLERANCE
     assert max(proofs) <= 3
@@ -196,3 +197,24 @@ def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pyte
     for text in on_ranks(seeded(Steered), MLP, 2, EXAMPLE, work):
         assert "(`wide` is True, which the example leaves out)" in text
         assert "needs other reshards, and `up.weight` would have to lie as R" in text and "help: pass `inputs=`" in text
+
+
+LLAMA: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("plan", ["plans/llama.yaml", "plans/llama-sequence.yaml"])
+def test_a_call_without_the_mask_of_the_example_or_with_embeddings(plan: str) -> None:
+    """With as few key heads as that, attention repeats them otherwise where it has a mask."""
+    stock = tiny_model("llama", **LLAMA)[0]
+    keywords = example_keywords("llama")
+    ids, mask = keywords["input_ids"], torch.ones_like(keywords["input_ids"])
+    embeddings = stock.get_input_embeddings()(ids).detach()  # pyright: ignore
+    calls = [
+        ((), {"input_ids": ids}),
+        ((), {"input_ids": ids, "attention_mask": mask}),
+        ((), {"inputs_embeds": embeddings}),
+        ((), {"inputs_embeds": embeddings.clone().requires_grad_(), "attention_mask": mask}),
+        ((), {"input_ids": ids, "logits_to_keep": 1}),
+    ]
+    example = ((), {"input_ids": ids, "attention_mask": mask})
+    assert max(worst(stock, plan, 4, example, calls)) < TOLERANCE

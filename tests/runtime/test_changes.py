@@ -170,7 +170,7 @@ def set_count(model: Any) -> None:
     model.blocks[0].heads = 4
 
 
-REFUSED = {
+REFUSED: dict[Callable[[Any], None], str] = {
     adapt: "`blocks.0.q`, a `ColwiseLinear`, was replaced by a `Lora`",
     replace: "`blocks.0.act`, a `GELU`, was replaced by a `ReLU`",
     remove: "`blocks.0.mlp`, a `",

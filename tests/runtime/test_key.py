@@ -59,8 +59,9 @@ VALUES = [
     True, 1, 1.0, 0.0, -0.0, None, "1", 1j, b"1", torch.float32, torch.device("cpu"), (1, 2), [1, 2], (1, True), {1, 2},
     {"a": 1}, {"a": 2}, Colour.RED, Colour.BLUE, Number.RED, torch.relu, torch.sigmoid, Settings, Other, slice(1, 2),
     Settings(a=1), Settings(a=True), Settings(a=2), Other(a=1), SimpleNamespace(a=1), Hidden(), Hidden(), scaled(2.0),
-    scaled(3.0), functools.partial(scaled, 1.0), functools.partial(scaled, 2.0), "a".join, "b".join, Settings(a=scaled(1)),
-    X, X.double(), X.int(), X.bool(), torch.zeros(2), nn.Parameter(X), X.as_subclass(Marked), [X], [X, X], (X,), {"a": X},
+    scaled(3.0), functools.partial(scaled, 1.0), functools.partial(scaled, 2.0), "a".join, "b".join,
+    Settings(a=scaled(1)), X, X.double(), X.int(), X.bool(), torch.zeros(2), nn.Parameter(X), X.as_subclass(Marked), [X],
+    [X, X], (X,), {"a": X},
 ]  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def test_what_is_made_anew_alike_is_of_one_kind(make: Callable[[], Any]) -> None
 def test_an_object_that_is_written_to_is_of_another_kind() -> None:
     settings = Settings(a=Settings(b=1))
     before = kind(X, settings)
-    settings.a.b = 2
+    settings.a.b = 2  # pyright: ignore
     assert kind(X, settings) != before
 
 

@@ -6,7 +6,7 @@ out: a skeleton with the new flags, whose calls are proved anew; or a TP130 for 
     model.layers[0].act = gelu_tanh            a function: the skeleton gets it, and calls are proved anew
     model.layers[0].attn.q = LoraLinear(q)     a module with parameters of its own: refused
 
-A module that only wraps sharded ones (an activation checkpoint) and has no parameters may take their place.
+A module that only wraps sharded ones (an activation checkpoint) and holds no tensors may take their place.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tpplan.calls.arguments import on_meta
 from tpplan.calls.errors import UnprovedCallError
-from tpplan.compiler.ir.objects import PLAIN, fresh_object, is_opaque
-from tpplan.compiler.trace.preconditions import MARK
+from tpplan.calls.settings import Settings
+from tpplan.compiler.ir.objects import fresh_object
+from tpplan.parity.tree import modules_in
+from tpplan.runtime import contents
+from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES, is_same
 from tpplan.runtime.writes import WRITES, Writes
 
-_TABLES = frozenset(vars(nn.Module())) | {WRITES, MARK, "forward"}
-_MISSING = object()
 _Place = tuple[nn.Module, str]
+_HELP = (
+    "after `parallelize`, so that what was proved isn't what would run\n  help: change the stock model before "
+    "`parallelize`: apply adapters first, and parallelize the adapted model"
+)
 
 
 class Changes:
-    """Follows the changes of one sharded model."""
+    """Follows the changes of one sharded model.
+
+    Attributes:
+        modes: the modules that aren't in the mode of the model itself.
+    """
 
     def __init__(self, model: nn.Module, stock: nn.Module, always: bool) -> None:
         """Remember the model as it is.
@@ -43,99 +51,89 @@ class Changes:
         self._model = model
         self._writes: Writes = vars(model)[WRITES]
         self._always = always
-        self._stock = dict(stock.named_modules())
-        self._names = {module: name for name, module in model.named_modules()}
-        self._children = {module: _children(module) for module in self._names}
-        self._shapes = {module: _shapes(module) for module in self._names}
-        self._attributes = {module: _attributes(module) for module in self._names}
-        self._settings = list(self._settings_of())
-        self._hooks = {module: _hooks(module) for module in self._names}
+        skeletons = modules_in(stock)
+        self._names = {module: name for name, module in modules_in(model).items()}
+        self._stock = {module: skeletons[name] for module, name in self._names.items()}
+        self._children = {module: contents.children(module) for module in self._names}
+        self._tensors = {module: contents.tensors(module) for module in self._names}
+        self._attributes = {module: contents.attributes(module) for module in self._names}
+        self._hooks = {module: contents.hooks(module) for module in self._names}
+        self._settings = self._find_settings()
         self._broken: dict[_Place, str] = {}
         self.modes: frozenset[str] = frozenset()
         self._find_modes()
 
     def look(self) -> bool:
-        """Whether something was changed that calls have to be proved anew for.
+        """Whether something was changed for which calls have to be proved anew.
 
         Raises:
             UnprovedCallError: what no proof can follow.
         """
         writes = self._writes
-        changed = self._settings_changed() if self._settings else False
+        changed = self._look_at_settings()
         if writes.modes:
             writes.modes = False
             self._find_modes()
         if self._always:
-            changed |= self.compare()
-        elif writes.noted or self._broken:
-            changed |= self._look_at({*writes.noted, *self._broken})
+            return self.compare() or changed
+        if writes.noted or self._broken:
+            return self._look_at({*writes.noted, *self._broken}) or changed
         return changed
 
     def compare(self) -> bool:
         """As `look`, for all that the model holds, however it was changed."""
         self._find_modes()
-        found = set(self._differing()) - self._writes.inside
         if self._always:
             self._tell_of_hooks()
+        found = set(self._differing()) - self._writes.inside
         return self._look_at({*self._writes.noted, *self._broken, *found})
 
+    # -- one place ------------------------------------------------------------------------------------------------
     def _look_at(self, places: set[_Place]) -> bool:
         self._writes.noted.clear()
         self._broken.clear()
-        changed = [self._look_at_one(*place) for place in places]
+        changed = [self._look_at_one(*place) for place in places if place[0] in self._names]
         if self._broken:
-            raise UnprovedCallError(
-                f"TP130 changed-model: {min(self._broken.values())} after `parallelize`, so that what was proved isn't "
-                "what would run\n  help: change the stock model before `parallelize`: apply adapters first, and "
-                "parallelize the adapted model"
-            )
+            raise UnprovedCallError(f"TP130 changed-model: {min(self._broken.values())} {_HELP}")
         return any(changed)
 
     def _look_at_one(self, module: nn.Module, name: str) -> bool:
-        """Look at one place, and note it if it's `_broken`; whether calls have to be proved anew for it."""
-        shown = f"{self._names[module]}.{name}".lstrip(".") if module in self._names else name
-        if module not in self._names:
-            return False
-        message = ""
+        """Whether calls have to be proved anew for what is at one place; notes what is `_broken`."""
+        shown = f"`{f'{self._names[module]}.{name}'.lstrip('.')}`"
+        changed, broken = False, ""
         if (module, name) in self._writes.local:
             if vars(module).get(name) != self._writes.local[module, name]:
-                message = f"`{shown}`, which counts what this rank holds, was set"
-            changed = False
-        elif name in self._children[module] or name in module._modules:
-            message, changed = self._child(module, name, shown)
-        elif name in self._shapes[module] or name in module._parameters or name in module._buffers:
-            message, changed = self._tensor(module, name, shown)
+                broken = f"{shown}, which counts what this rank holds, was set"
+        elif name in self._children[module] or name in contents.children(module):
+            changed, broken = self._child(module, name, shown)
+        elif name in self._tensors[module] or contents.tensor(module, name) is not None:
+            broken = self._tensor(module, name, shown)
         else:
             changed = self._attribute(module, name)
-        if message:
-            self._broken[module, name] = message
+        if broken:
+            self._broken[module, name] = broken
         return changed
 
-    def _child(self, module: nn.Module, name: str, shown: str) -> tuple[str, bool]:
-        before, now = self._children[module].get(name), module._modules.get(name)
+    def _child(self, module: nn.Module, name: str, shown: str) -> tuple[bool, str]:
+        before, now = self._children[module].get(name), contents.children(module).get(name)
         if now is before:
-            return "", False
-        if before is not None and now is not None and self._only_wraps(before, now):
-            self._children[module][name] = now
-            return "", True
+            return False, ""
         if before is None:
-            return f"`{shown}`, a `{_kind(now)}`, was added", False
-        became = "was removed" if now is None else f"was replaced by a `{_kind(now)}`"
-        return f"`{shown}`, a `{_kind(before)}`, {became}", False
+            return False, f"{shown}, a `{type(now).__name__}`, was added"
+        if now is not None and self._only_wraps(before, now):
+            self._children[module][name] = now
+            return True, ""
+        became = "was removed" if now is None else f"was replaced by a `{type(now).__name__}`"
+        return False, f"{shown}, a `{type(before).__name__}`, {became}"
 
     def _only_wraps(self, before: nn.Module, now: nn.Module) -> bool:
-        """Whether all modules that were `before` are in `now`, beside others that hold no tensors."""
+        """Whether all modules with a body that were in `before` are in `now`, beside others that hold no tensors."""
         held = set(now.modules())
-        lost = [m for m in self._reached(before) if m not in held and self._shapes.get(m)]
-        calls = [m for m in self._reached(before) if m not in held and type(m).forward is not nn.Module.forward]
-        new = [m for m in held if m not in self._names]
-        containers = (nn.ModuleList, nn.ModuleDict)
-        return (
-            not lost
-            and not [m for m in calls if not isinstance(m, containers)]
-            and not [m for m in new if _shapes(m)]
-            and bool(self._names.keys() & held)
-        )
+        lost = [module for module in self._reached(before) if module not in held]
+        new = [module for module in held if module not in self._names]
+        if any(not isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in lost):
+            return False
+        return not any(map(contents.tensors, (*lost, *new))) and len(new) < len(held)
 
     def _reached(self, module: nn.Module) -> Iterator[nn.Module]:
         yield module
@@ -143,53 +141,49 @@ class Changes:
             if child is not None:
                 yield from self._reached(child)
 
-    def _tensor(self, module: nn.Module, name: str, shown: str) -> tuple[str, bool]:
-        before = self._shapes[module].get(name)
-        now = module._parameters.get(name)
-        if now is None:
-            now = module._buffers.get(name)
-        if before is None and now is None:
-            return "", False
+    def _tensor(self, module: nn.Module, name: str, shown: str) -> str:
+        before, now = self._tensors[module].get(name), contents.tensor(module, name)
         if before is None:
-            return f"`{shown}` was added", False
+            return f"{shown} was added"
         if now is None:
-            return f"`{shown}` was removed", False
-        shape, distributed = before
-        if isinstance(now, DTensor) != distributed or tuple(now.shape) != shape:
-            return f"`{shown}` was replaced by a {type(now).__name__} of shape {tuple(now.shape)}", False
-        return "", False
+            return f"{shown} was removed"
+        if contents.form(now) != before:
+            return f"{shown} was replaced by a {type(now).__name__} of shape {tuple(now.shape)}"
+        return ""
 
     def _attribute(self, module: nn.Module, name: str) -> bool:
-        known, now = self._attributes[module], vars(module).get(name, _MISSING)
-        before = known.get(name, _MISSING)
-        if name in _TABLES or _is_same(before, now):
+        known, now = self._attributes[module], vars(module).get(name, MISSING)
+        if name in NOT_ATTRIBUTES or is_same(known.get(name, MISSING), now):
             return False
-        stock = self._stock[self._names[module]]
-        if now is _MISSING:
-            known.pop(name, None)
+        stock = self._stock[module]
+        if now is MISSING:
+            del known[name]
             vars(stock).pop(name, None)
-            return True
-        known[name] = _kept(now)
-        setattr(stock, name, on_meta((), now) if isinstance(now, Tensor) else fresh_object(now))
-        self._settings = list(self._settings_of())
+        else:
+            known[name] = contents.kept(now)
+            setattr(stock, name, on_meta((), now) if isinstance(now, Tensor) else fresh_object(now))
+        self._settings = self._find_settings()
         return True
 
+    # -- the whole model ------------------------------------------------------------------------------------------
     def _differing(self) -> Iterator[_Place]:
         """The places at which the model differs from what it was."""
         for module in self._names:
-            for table, known in ((module._modules, self._children[module]), (vars(module), self._attributes[module])):
-                for name in {*table, *known} - (_TABLES if known is self._attributes[module] else set()):
-                    if not _is_same(known.get(name, _MISSING), table.get(name, _MISSING)):
-                        yield module, name
-            tensors = _shapes(module)
-            known = self._shapes[module]
-            yield from ((module, name) for name in {*tensors, *known} if tensors.get(name) != known.get(name))
+            tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+                (self._children[module], contents.children(module)),
+                (self._attributes[module], {n: v for n, v in vars(module).items() if n not in NOT_ATTRIBUTES}),
+            )
+            for before, now in tables:
+                names = {*before, *now}
+                yield from ((module, n) for n in names if not is_same(before.get(n, MISSING), now.get(n, MISSING)))
+            before, now = self._tensors[module], contents.tensors(module)
+            yield from ((module, name) for name in {*before, *now} if before.get(name) != now.get(name))
 
     def _tell_of_hooks(self) -> None:
         """Warn once of each module inside that has got a hook, which sees what a rank has."""
         for module, before in self._hooks.items():
-            if module is not self._model and _hooks(module) > before:
-                self._hooks[module] = _hooks(module)
+            if module is not self._model and contents.hooks(module) > before:
+                self._hooks[module] = contents.hooks(module)
                 warnings.warn(
                     f"a forward hook was registered on `{self._names[module]}` after `parallelize`: it sees local "
                     "tensors, and what it changes isn't proved",
@@ -198,98 +192,36 @@ class Changes:
 
     def _find_modes(self) -> None:
         """Let the skeleton's modules be in the modes that the model's are in."""
-        for module, name in self._names.items():
-            self._stock[name].training = module.training
-        self.modes = modes_of(self._stock[""])
+        for module, stock in self._stock.items():
+            stock.training = module.training
+        self.modes = modes_of(self._stock[self._model])
 
     # -- settings -------------------------------------------------------------------------------------------------
-    def _settings_of(self) -> Iterator[tuple[Any, dict[str, Any], Any]]:
-        """The objects with flags that modules hold, with what they hold now, and the skeleton's copies."""
-        seen: set[int] = set()
-        for module, known in self._attributes.items():
-            for name, held in known.items():
-                if (module, name) in self._writes.local or id(held) in seen or not _is_settings(held):
-                    continue
-                seen.add(id(held))
-                yield held, dict(vars(held)), vars(self._stock[self._names[module]]).get(name)
+    def _find_settings(self) -> Settings:
+        local = self._writes.local
+        shared = {
+            module: {name: held for name, held in attributes.items() if (module, name) not in local}
+            for module, attributes in self._attributes.items()
+        }
+        return Settings(shared, self._stock)
 
-    def _settings_changed(self) -> bool:
-        changed = False
-        for held, before, copied in self._settings:
-            if _equal(vars(held), before):
-                continue
-            for name in {*before, *vars(held)}:
-                if not _is_same(before.get(name, _MISSING), vars(held).get(name, _MISSING)) and copied is not None:
-                    self._refuse_counted(held, name)
-                    vars(copied).pop(name, None)
-                    if name in vars(held):
-                        vars(copied)[name] = fresh_object(vars(held)[name])
-            before.clear()
-            before.update(vars(held))
-            changed = True
-        return changed
-
-    def _refuse_counted(self, held: object, name: str) -> None:
-        """A module that has a copy of settings of its own, with a local count, wouldn't see the change."""
-        for module, holder in self._writes.local:
-            if type(vars(module).get(holder)) is type(held):
-                raise UnprovedCallError(
-                    f"TP130 changed-model: `{name}` of a `{type(held).__name__}` was set after `parallelize`, of which "
-                    f"`{self._names[module]}` has a copy with counts of its own\n  help: set it before `parallelize`"
-                )
-
-
-def _hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+    def _look_at_settings(self) -> bool:
+        changed = self._settings.changed()
+        for kind, name in changed:
+            for module, holder in self._writes.local:
+                if type(vars(module).get(holder)) is kind:  # with counts of its own, it wouldn't see the change
+                    raise UnprovedCallError(
+                        f"TP130 changed-model: `{name}` of the settings in `{self._names[module]}.{holder}` was set "
+                        f"{_HELP}"
+                    )
+        if changed:
+            self._settings.follow()
+        return bool(changed)
 
 
 def modes_of(model: nn.Module) -> frozenset[str]:
     """The modules that aren't in the mode of the model itself."""
-    return frozenset(name for name, module in model.named_modules() if module.training != model.training)
-
-
-def _children(module: nn.Module) -> dict[str, nn.Module | None]:
-    return dict(module._modules)
-
-
-def _shapes(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """A module's own parameters and buffers: their shapes, and whether they are DTensors."""
-    tensors = {**module._parameters, **module._buffers}
-    return {name: (tuple(t.shape), isinstance(t, DTensor)) for name, t in tensors.items() if t is not None}
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: _kept(held) for name, held in vars(module).items() if name not in _TABLES}
-
-
-def _kept(held: Any) -> Any:
-    """What to remember of an attribute: not a tensor, whose memory may be wanted."""
-    return (Tensor, tuple(held.shape), held.dtype) if isinstance(held, Tensor) else held
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
-    if isinstance(now, Tensor):
-        return bool(before == _kept(now)) if isinstance(before, tuple) else False  # pyright: ignore
-    return type(before) is type(now) and type(now) in PLAIN and before == now
-
-
-def _equal(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    try:
-        return now == before
-    except Exception:  # of what holds arrays nobody can tell
-        return False
-
-
-def _is_settings(held: Any) -> bool:
-    kind = type(held)
-    plain = kind in PLAIN or isinstance(held, (tuple, list, dict, set, frozenset, type)) or callable(held)
-    return not plain and bool(getattr(held, "__dict__", None)) and not is_opaque(held)
-
-
-def _kind(module: nn.Module | None) -> str:
-    return type(module).__name__
+    return frozenset(name for name, module in modules_in(model).items() if module.training != model.training)
 
 
 __all__ = ["Changes", "modes_of"]

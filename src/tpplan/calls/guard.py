@@ -194,18 +194,25 @@ class CallGuard:
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
         known = next((p for p in (base, *self._proofs) if p.plan is base.plan and covers(p.program, program)), None)
+        self._refuse_difference(program if known is None else known.program, base.plan, call)
         if known is None:
-            self._refuse_difference(program, call)
             known = Proof(base.plan, program)
+            if self._foreign(program, base.plan):
+                self._proofs.forget()  # calls with caches, which may now be this program's, are held against it
             self._proofs.add(known)
         self._left.note(program, told=False)
         return known
 
-    def _refuse_difference(self, program: Program, call: _Call) -> None:
-        """Raise if one model can't be run by the example's program and by this one."""
+    def _foreign(self, program: Program, plan: Plan) -> str:
+        """Why another program by the same plan can't read what this one caches; "" if all can."""
+        others = (proof.program for proof in self._proofs if proof.plan is plan)
+        return next(filter(None, (cache_difference(other, program) for other in others)), "")
+
+    def _refuse_difference(self, program: Program, plan: Plan, call: _Call) -> None:
+        """Raise if one model can't be run by the programs that are there and by this one."""
         difference = placement_difference(self.main.program, program) or left_difference(self._left.layouts, program)
         if not difference and _passes_objects(call):
-            difference = cache_difference(self.main.program, program)
+            difference = self._foreign(program, plan)
         if difference:
             raise UnprovedCallError(
                 f"{self._headline(call)}: it needs other reshards, and {difference}\n  help: pass `inputs=` like this "

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,7 @@ class _Seen:
         if isinstance(held, (tuple, list)):
             return kind, *[self.read(item, depth) for item in held]  # pyright: ignore
         if isinstance(held, dict):
-            return kind, *[(key, self.read(item, depth)) for key, item in held.items()]  # pyright: ignore
+            return kind, *[(self.read(key), self.read(item, depth)) for key, item in held.items()]  # pyright: ignore
         if isinstance(held, (set, frozenset)):
             return kind, frozenset(self.read(item, depth) for item in held)  # pyright: ignore
         if isinstance(held, Enum):
@@ -177,7 +177,8 @@ class _Seen:
             return kind, *[self.read(part, depth) for part in (held.func, held.args, held.keywords)]  # pyright: ignore
         if not _shows_its_state(kind):
             return kind, Identity(held)
-        return kind, *[(name, self.read(item, depth)) for name, item in vars(held).items()]
+        state = cast("dict[str, Any]", vars(held))
+        return kind, *[(name, self.read(item, depth)) for name, item in state.items()]
 
 
 def _autocast(device: str) -> object:

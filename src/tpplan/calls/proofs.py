@@ -161,7 +161,7 @@ def _moves(module: ModuleProgram, batch: int) -> tuple[frozenset[object], ...]:
     def move(reshard: Reshard) -> object:
         return (reshard.path, _of_any_batch(reshard.source, batch), _of_any_batch(reshard.target, batch))
 
-    return tuple(frozenset(map(move, held)) for held in (module.entries, module.inner, module.exits))
+    return tuple(frozenset([move(held) for held in row]) for row in (module.entries, module.inner, module.exits))
 
 
 def _record(record: RecordedBody | None, batch: int) -> object:

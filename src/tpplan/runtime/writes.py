@@ -114,7 +114,11 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _as_stock(module: nn.Module, stock: type[nn.Module], protocol: Any) -> tuple[Any, ...]:
     """How to pickle a module: as one of the stock class."""
     state: dict[str, Any] = module.__getstate__()  # pyright: ignore[reportAssignmentType]
-    return copyreg.__newobj_ex__, (stock, (), {}), {name: held for name, held in state.items() if name != WRITES}
+    return (
+        getattr(copyreg, "__newobj_ex__"),
+        (stock, (), {}),
+        {name: held for name, held in state.items() if name != WRITES},
+    )
 
 
 __all__ = ["WRITES", "Watched", "Writes", "watched_class"]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tpplan.compiler.ir.pytree import is_record
 
 PLAIN = frozenset(
-    (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
-    + (torch.dtype, torch.device, torch.layout, torch.memory_format)
+    {bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _SHARED = (type, ModuleType, BuiltinFunctionType, Enum)

@@ -1,0 +1,83 @@
+"""Contents: what a module holds by name, in a form that can be remembered and compared later.
+
+Of tensors only the shape is remembered, since their memory may be wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpplan.compat import hook_counts, own_buffers, own_modules, own_parameters
+from tpplan.compiler.ir.objects import PLAIN
+from tpplan.compiler.trace.preconditions import MARK
+from tpplan.runtime.writes import WRITES
+
+MISSING = object()
+NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | {WRITES, MARK, "forward"}
+
+TensorForm = tuple[tuple[int, ...], bool]
+"""The shape of a parameter or buffer, and whether it is a DTensor."""
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children by name."""
+    return dict(own_modules(module))
+
+
+def tensor(module: nn.Module, name: str) -> Tensor | None:
+    """A module's own parameter or buffer."""
+    found = own_parameters(module).get(name)
+    return own_buffers(module).get(name) if found is None else found
+
+
+def tensors(module: nn.Module) -> dict[str, TensorForm]:
+    """A module's own parameters and buffers."""
+    held = (*own_parameters(module).items(), *own_buffers(module).items())
+    return {name: form(item) for name, item in held if item is not None}
+
+
+def form(held: Tensor) -> TensorForm:
+    """What to remember of a parameter or buffer."""
+    return tuple(held.shape), isinstance(held, DTensor)
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's other attributes, its settings among them."""
+    return {name: kept(held) for name, held in vars(module).items() if name not in NOT_ATTRIBUTES}
+
+
+def kept(held: Any) -> Any:
+    """What to remember of an attribute."""
+    return (Tensor, tuple(held.shape), held.dtype) if isinstance(held, Tensor) else held
+
+
+def is_same(before: Any, now: Any) -> bool:
+    """Whether an attribute, or an entry of settings, is what it was."""
+    if before is now:
+        return True
+    if isinstance(now, Tensor):
+        return isinstance(before, tuple) and bool(before == kept(now))
+    return type(before) is type(now) and type(now) in PLAIN and before == now
+
+
+def hooks(module: nn.Module) -> int:
+    """How many forward hooks and forward pre-hooks a module has."""
+    return sum(hook_counts(module))
+
+
+__all__ = [
+    "MISSING",
+    "NOT_ATTRIBUTES",
+    "TensorForm",
+    "attributes",
+    "children",
+    "form",
+    "hooks",
+    "is_same",
+    "kept",
+    "tensor",
+    "tensors",
+]
