@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, Mlp
@@ -308,3 +310,27 @@ def test_attributes_of_another_program_are_tpplans_own_writes(monkeypatch: pytes
     wide = [((x(),), {}), set_wide, ((x(),), {}), set_back, ((x(),), {})]
     assert max(worst(stock(), RULES, 2, EXAMPLE, wide)) < TOLERANCE
     assert len(seen) > 4
+
+
+class MayCheckpoint(nn.Module):
+    """As transformers' layers do it: a flag, and a function to call the body by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.checkpoints, self.function = Mlp(), False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoints and self.training:
+            return self.function(self.mlp, x.exp())  # pyright: ignore
+        return self.mlp(x.exp())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_may_be_enabled_afterwards(reentrant: bool) -> None:
+    def enable(model: Any) -> None:
+        model.checkpoints, model.function = True, functools.partial(checkpoint, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    rules = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+    calls = [((x().requires_grad_(),), {}), enable, ((x().requires_grad_(),), {})]
+    assert max(worst(MayCheckpoint().double(), rules, 2, EXAMPLE, calls)) < TOLERANCE

@@ -60,8 +60,8 @@ VALUES = [
     {"a": 1}, {"a": 2}, Colour.RED, Colour.BLUE, Number.RED, torch.relu, torch.sigmoid, Settings, Other, slice(1, 2),
     Settings(a=1), Settings(a=True), Settings(a=2), Other(a=1), SimpleNamespace(a=1), Hidden(), Hidden(), scaled(2.0),
     scaled(3.0), functools.partial(scaled, 1.0), functools.partial(scaled, 2.0), "a".join, "b".join,
-    Settings(a=scaled(1)), X, X.double(), X.int(), X.bool(), torch.zeros(2), nn.Parameter(X), X.as_subclass(Marked), [X],
-    [X, X], (X,), {"a": X},
+    Settings(a=scaled(1)), X, X.double(), X.int(), X.bool(), torch.zeros(2), nn.Parameter(X), X.as_subclass(Marked),
+    [X], [X, X], (X,), {"a": X},
 ]  # fmt: skip
 
 

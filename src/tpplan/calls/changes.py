@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tpplan.calls.arguments import on_meta
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.settings import Settings
-from tpplan.compiler.ir.objects import fresh_object
+from tpplan.compiler.ir.objects import fresh_object, without_checkpoint
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES, is_same
@@ -161,7 +161,8 @@ class Changes:
             vars(stock).pop(name, None)
         else:
             known[name] = contents.kept(now)
-            setattr(stock, name, on_meta((), now) if isinstance(now, Tensor) else fresh_object(now))
+            shown = on_meta((), now) if isinstance(now, Tensor) else fresh_object(without_checkpoint(now))
+            setattr(stock, name, shown)
         self._settings = self._find_settings()
         return True
 

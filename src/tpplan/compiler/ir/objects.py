@@ -10,13 +10,16 @@ have no numbers: it is opaque. Anything else is shown as a copy, since a forward
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tpplan.compiler.ir.pytree import is_record
 
@@ -46,6 +49,17 @@ def fresh_object(held: Any) -> Any:
         return held
 
 
+def without_checkpoint(held: Any) -> Any:
+    """A function for a capture: an activation checkpoint, which computes the same twice, is shown as the plain call."""
+    function = held.func if isinstance(held, functools.partial) else held  # pyright: ignore[reportUnknownVariableType]
+    return _called if function is checkpoint else held
+
+
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    own = inspect.signature(checkpoint).parameters
+    return function(*args, **{name: held for name, held in options.items() if name not in own})
+
+
 def _is_cache(kind: type) -> bool:
     """Whether it is one of transformers' caches, which hold no tensors before they are used."""
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)
@@ -67,4 +81,4 @@ def _holds_tensors(held: object, depth: int) -> bool:
     return any(_holds_tensors(item, depth - 1) for item in getattr(held, "__dict__", {}).values())
 
 
-__all__ = ["PLAIN", "fresh_object", "is_opaque"]
+__all__ = ["PLAIN", "fresh_object", "is_opaque", "without_checkpoint"]

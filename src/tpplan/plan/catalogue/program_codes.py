@@ -120,8 +120,8 @@ torch, of transformers and of tpplan.
         explanation="""
 A program is proved for a kind of call: which arguments are given, their dtypes, their number of dims and the values
 of flags; sizes may vary. A call of another kind is proved when it first comes, and runs by the same program or by one
-of its own. This call can't be proved, or parameters or caches would have to lie otherwise for it; the message says how it
-differs from the example. Compile with example inputs of this kind.
+of its own. This call can't be proved, or parameters or caches would have to lie otherwise for it; the message says how
+it differs from the example. Compile with example inputs of this kind.
 """,
         bad="""
 model = tpplan.parallelize(model, plan, inputs={"input_ids": ids})
