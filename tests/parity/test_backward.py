@@ -355,7 +355,9 @@ def test_equal_layers_with_other_backwards_are_told_apart() -> None:
     model = nn.Sequential(Split(ELEMENTWISE["reversed"]), Split(ACROSS["norm"]), Split(ELEMENTWISE["reversed"]))
     program = prove(model, {f"*.{name}": style for name, style in SPLIT.items()}, 2)
     assert {
-        module.name.split(".")[0] for module, r in program.reshards() if Collective.ALL_GATHER in (r.forward, r.backward)
+        module.name.split(".")[0]
+        for module, r in program.reshards()
+        if Collective.ALL_GATHER in (r.forward, r.backward)
     } == {"1"}
 
 

@@ -80,7 +80,9 @@ SEQUENCE = RULES | {"net.*.norm": "sequence"}
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("differentiable", [False, True])
-@pytest.mark.parametrize("rules", [RULES, SEQUENCE, {"net.*.up": "colwise"}, {"net.0.up": "colwise", "net.0.down": "rowwise"}])
+@pytest.mark.parametrize(
+    "rules", [RULES, SEQUENCE, {"net.*.up": "colwise"}, {"net.0.up": "colwise", "net.0.down": "rowwise"}]
+)
 @pytest.mark.parametrize("kind", [Energy, Weighted])
 def test_forces(kind: type[Energy], rules: dict[str, Any], differentiable: bool, size: int) -> None:
     program = prove(kind(), rules, size, differentiable)
@@ -123,7 +125,9 @@ def test_a_function_that_is_differentiated_twice_stays_whole() -> None:
 
 def test_a_second_derivative_outside_of_the_forward_raises() -> None:
     model = nn.Sequential(Block(), Block()).double()
-    program = tpplan.compile_plan(model, {"version": 1, "modules": {"*.up": "colwise", "*.down": "rowwise"}}, 2, positions())
+    program = tpplan.compile_plan(
+        model, {"version": 1, "modules": {"*.up": "colwise", "*.down": "rowwise"}}, 2, positions()
+    )
 
     def caught(axis: ThreadCommunicator) -> list[str]:
         sharded = lower(copy_structure(model), program, SimulatedDistributor(axis))
