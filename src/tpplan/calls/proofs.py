@@ -90,6 +90,9 @@ def covers(program: Program, other: Program) -> bool:
         ours = known.get(module.name)
         if module.calls and (ours is None or not _same_body(ours, module, *batches)):
             return False
+    listed = {module.name for module in other.modules}
+    if any(_has_work(module) for name, module in known.items() if name not in listed):
+        return False  # the call may well run this module, and has nothing to do there
     placed = {p.names: p.layout for p in program.parameters}
     read = {name for module in other.modules for name in module.reads}
     if any(placed.get(p.names) != p.layout for p in other.parameters if read.intersection(p.names)):
@@ -99,6 +102,12 @@ def covers(program: Program, other: Program) -> bool:
         return False
     called = {module.name for module in other.modules if module.calls}
     return _kernels(program, called) == _kernels(other, called)
+
+
+def _has_work(module: ModuleProgram) -> bool:
+    """Whether calls of the module do more than read parameters."""
+    replaced = module.recorded is not None or module.split_norm is not None
+    return bool(module.reshards or module.local_attributes or module.random or replaced)
 
 
 def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batch: int) -> bool:
