@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call, compile_program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
@@ -32,11 +32,11 @@ def on_ranks(
 ) -> list[Any]:
     """`work` on each rank's sharded copy of `stock`, with its guard."""
     plan = plan_of(rules)
-    program = compile_program(stock, plan, tp, *example)
+    compiled = compile_call(stock, plan, tp, *example)
 
     def one(axis: ThreadCommunicator) -> Any:
-        guard = CallGuard(make_skeleton(stock).model, plan, program, *example)
-        own = lower(copy_structure(stock), program, SimulatedDistributor(axis), guard)
+        guard = CallGuard(make_skeleton(stock).model, plan, compiled, *example, rank=axis.rank)
+        own = lower(copy_structure(stock), compiled.program, SimulatedDistributor(axis), guard)
         guard.watch(own)
         return work(own, guard)
 

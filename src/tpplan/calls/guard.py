@@ -58,6 +58,7 @@ class CallGuard:
         arguments: Sequence[Any],
         keywords: Mapping[str, Any],
         axis: ProcessGroupCommunicator | None = None,
+        rank: int = 0,
     ) -> None:
         """Start with the example call.
 
@@ -66,6 +67,7 @@ class CallGuard:
             plan, compiled: what was compiled.
             arguments, keywords: the example call.
             axis: the ranks, which compare what they compile later; None if they needn't.
+            rank: this one's number, where there is no `axis`.
         """
         program = compiled.program
         self._stock = stock
@@ -81,12 +83,12 @@ class CallGuard:
         self._frozen: list[tuple[nn.Module, str, str]] = []
         self._changes: Changes | None = None
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
-        self._left = Left(program, 0 if axis is None else axis.rank)
+        self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
-        self._paths = Paths(0 if axis is None else axis.rank, always)
+        self._paths = Paths(rank if axis is None else axis.rank, always)
         kind = self._key(Call(program.training, tuple(arguments), dict(keywords), {})).kind
         self._proofs.cover(kind, self.main)
-        self._paths.note(kind, compiled)
+        self._paths.note(kind, self.main, compiled)
         self._model: nn.Module | None = None
 
     @property
@@ -144,7 +146,7 @@ class CallGuard:
                 self._forget()
             proof, compiled = self._prove(call)
             self._proofs.cover(key.kind, proof)
-            self._paths.note(key.kind, compiled)
+            self._paths.note(key.kind, proof, compiled)
         return call, Decision(proof, key)
 
     def _forget(self) -> None:
@@ -154,7 +156,7 @@ class CallGuard:
     # -- watched calls --------------------------------------------------------------------------------------------
     def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
         """Where a call left the proved paths of its kind."""
-        return self._paths.departure(decision.key.kind, steps, replaced)
+        return self._paths.departure(decision.key, decision.proof, steps, replaced)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
@@ -171,7 +173,7 @@ class CallGuard:
             UnprovedCallError: there is none.
         """
         proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
-        self._paths.note(decision.key.kind, compiled)
+        self._paths.note(decision.key.kind, proof, compiled)
         if proof is not decision.proof:
             self._paths.give_own(decision.key, proof)
         return proof
@@ -195,7 +197,7 @@ class CallGuard:
                 path.watched = True
                 continue
             if proof is decision.proof:
-                self._paths.note(decision.key.kind, compiled)
+                self._paths.note(decision.key.kind, proof, compiled)
             path.watched |= proof is not decision.proof
             path.sides[location] = side
 

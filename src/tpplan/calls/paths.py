@@ -22,13 +22,14 @@ class Path:
     """What is known of one kind of call.
 
     Attributes:
-        streams: the steps of its proofs, one for each combination of sides of branches, and of sizes that matter.
+        streams: the steps of its proofs, one for each combination of sides of branches, and of sizes that matter, each
+            with the proof whose program it was found to run by.
         sides: branches on data that one side is proved of.
         both: whether the other sides were looked at.
         watched: whether each call is watched, as a side isn't proved.
     """
 
-    streams: list[Stream] = field(default_factory=list[Stream])
+    streams: list[tuple[Proof, Stream]] = field(default_factory=list[tuple[Proof, Stream]])
     sides: dict[Location, bool] = field(default_factory=dict[Location, bool])
     both: bool = False
     watched: bool = False
@@ -49,12 +50,12 @@ class Paths:
         self._paths.clear()
         self._own.clear()
 
-    def note(self, kind: Kind, compiled: Compiled) -> None:
-        """Take the steps of a proof for calls of a kind."""
+    def note(self, kind: Kind, proof: Proof, compiled: Compiled) -> None:
+        """Take the steps of calls of a kind that run by the program of `proof`."""
         path = self._paths.setdefault(kind.traced, Path())
         stream = compiled.streams.get(self._rank)
         if stream is not None:
-            path.streams.append(stream)
+            path.streams.append((proof, stream))
             path.sides.update({a.location: a.taken for a in compiled.assumptions if a.location is not None})
 
     def of(self, kind: Kind) -> Path:
@@ -68,10 +69,12 @@ class Paths:
             return False
         return self._always or path.watched or not proof.has_met(key)
 
-    def departure(self, kind: Kind, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
-        """Where a call left all proved paths; of several, where it left the latest."""
+    def departure(
+        self, key: CallKey, proof: Proof, steps: Sequence[Step], replaced: frozenset[str]
+    ) -> Departure | None:
+        """Where a call left all paths that are proved for its program; of several, where it left the latest."""
         found: Departure | None = None
-        for stream in reversed(self.of(kind).streams):
+        for stream in [stream for owner, stream in reversed(self.of(key.kind).streams) if owner is proof]:
             differs = departure(stream, steps, replaced)
             if differs is None:
                 return None

@@ -22,7 +22,7 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _BODIES = f"{_TORCH}nn/"
 _PLUMBING = (f"{_TORCH}nn/functional.py", f"{_TORCH}nn/modules/module.py", f"{_TORCH}nn/parameter.py")
 _HOOKS = f"{_TORCH}nn/modules/module.py"
-_OWN = tuple(f"{Path(__file__).parents[2]}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels"))
+_OWN = tuple(f"{Path(__file__).parents[2]}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels", "parity"))
 
 
 class Step(NamedTuple):

@@ -1,0 +1,163 @@
+"""Watched calls: what a capture can't see shows in the path that a real call takes, before a result leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tests.compiler.toys import HIDDEN, MLP, plan_of
+from tests.runtime.simulated import on_ranks, worst
+from tests.runtime.world import Member, world
+from tpplan.calls.guard import CallGuard
+
+TOLERANCE = 1e-12
+WIDTH = 24
+
+
+class Body(nn.Module):
+    """A column, what `between` makes of it, and a row."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x), x))
+
+
+def longer(h: Tensor, x: Tensor) -> Tensor:
+    return torch.softmax(h, -1) if x.shape[1] > 12 else h.relu()
+
+
+def longer_alike(h: Tensor, x: Tensor) -> Tensor:
+    return h.tanh() if x.shape[1] > 12 else h.relu()
+
+
+def padded(h: Tensor, x: Tensor) -> Tensor:
+    if x.shape[1] < 12:
+        h = torch.cat([h, h.new_zeros(h.shape[0], 12 - h.shape[1], h.shape[2])], 1)
+    return (h - h.mean(1, keepdim=True))[:, : x.shape[1]]
+
+
+def single(h: Tensor, x: Tensor) -> Tensor:
+    return h / h.norm(dim=-1, keepdim=True) if x.shape[0] == 1 else h
+
+
+def large(h: Tensor, x: Tensor) -> Tensor:
+    return torch.softmax(h, -1) if x.abs().max() > 100 else h.relu()
+
+
+def large_alike(h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if x.abs().max() > 100 else h
+
+
+def x(batch: int = 3, length: int = 12, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    made = torch.randn(batch, length, HIDDEN, dtype=torch.float64, generator=generator)
+    return made.mul_(scale).requires_grad_()
+
+
+def body(between: Callable[[Tensor, Tensor], Tensor]) -> Body:
+    torch.manual_seed(0)
+    return Body(between).double()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("between", "sizes"),
+    [
+        (longer, [(3, 12), (3, 20), (3, 12), (3, 20), (2, 30)]),
+        (longer_alike, [(3, 12), (3, 20), (3, 5)]),
+        (padded, [(3, 12), (3, 7), (3, 12), (3, 7)]),
+        (single, [(3, 12), (1, 12), (2, 12), (1, 5)]),
+    ],
+)
+def test_a_branch_on_a_size_is_proved_at_the_size(between: Any, sizes: list[tuple[int, int]], tp: int) -> None:
+    calls = [((x(*size),), {}) for size in sizes]
+    assert max(worst(body(between), MLP, tp, ((x(),), {}), calls)) < TOLERANCE
+
+
+@pytest.mark.parametrize("between", [large, large_alike])
+def test_both_sides_of_a_branch_on_numbers_run_by_their_own_programs(between: Any) -> None:
+    calls = [((x(scale=scale),), {}) for scale in (1.0, 1000.0, 1.0, 1.0, 1000.0)]
+    assert max(worst(body(between), MLP, 2, ((x(),), {}), calls)) < TOLERANCE
+
+
+def test_a_side_that_both_programs_cover_is_watched_no_longer() -> None:
+    def work(own: nn.Module, guard: CallGuard) -> list[bool]:
+        watched: list[bool] = []
+        for _ in range(3):
+            watched.append(guard(True, (x(),), {})[1] is not None)
+            own(x())
+        return watched
+
+    assert on_ranks(body(large_alike), MLP, 2, ((x(),), {}), work) == [[True, False, False]] * 2
+
+
+def test_a_side_that_needs_another_program_is_watched_at_every_call() -> None:
+    def work(own: nn.Module, guard: CallGuard) -> list[bool]:
+        watched: list[bool] = []
+        for _ in range(3):
+            watched.append(guard(True, (x(),), {})[1] is not None)
+            own(x())
+        return watched
+
+    assert on_ranks(body(large), MLP, 2, ((x(),), {}), work) == [[True, True, True]] * 2
+
+
+def by_setting(h: Tensor, x: Tensor) -> Tensor:
+    return torch.softmax(h, -1) if os.environ.get("TPPLAN_TEST_WIDE") else h.relu()
+
+
+def by_rank(h: Tensor, x: Tensor) -> Tensor:
+    return h.relu() if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0 else h.relu().relu()
+
+
+def changed_settings(member: Member) -> list[str]:
+    """What calls raise: the first of a size, with a setting that the example didn't have, and one more."""
+    model = body(by_setting)
+    tpplan.parallelize(model, plan_of(MLP), member.mesh(), (x().detach(),))
+    raised: list[str] = []
+    os.environ["TPPLAN_TEST_WIDE"] = "1"
+    try:
+        for length in (12, 14):
+            raised.append(error_of(model, x(3, length)))
+    finally:
+        del os.environ["TPPLAN_TEST_WIDE"]
+    return [*raised, error_of(model, x(3, 16))]
+
+
+def other_ranks(member: Member) -> str:
+    model = body(by_rank)
+    try:
+        tpplan.parallelize(model, plan_of(MLP), member.mesh(), (x().detach(),))
+    except tpplan.TpplanError as error:
+        return str(error)
+    return error_of(model, x())
+
+
+def error_of(model: nn.Module, *arguments: Tensor) -> str:
+    try:
+        model(*arguments)
+    except tpplan.TpplanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_setting_changed_since_the_proof_is_seen_at_the_first_call_of_a_size() -> None:
+    for raised in world(2).run(changed_settings):
+        assert raised == ["", "", ""]  # each is proved as it is met, and run by its own program
+
+
+@pytest.mark.processes
+def test_a_path_that_one_rank_alone_takes_is_refused_on_every_rank() -> None:
+    for text in world(2).run(other_ranks):
+        assert text == "" or text.startswith(("TP131", "TP116", "TP117"))
