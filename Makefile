@@ -18,10 +18,11 @@ SOURCES = src tests
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow zoo demo lint layers style types format docs bench gpu wheel clean
+.PHONY: help setup test test-slow sweep zoo demo lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
+	@echo "make sweep      try every rule of every operator    "
 	@echo "make demo       shard a trained model and show it   make bench      measure"
 	@echo "make lint       style, types and layers             make format     let ruff fix what it can"
 	@echo "make zoo        try every architecture, and write docs/coverage.md"
@@ -51,6 +52,9 @@ test: $(VENV)/.extra-dev
 
 test-slow: $(VENV)/.extra-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
+
+sweep: $(VENV)/.extra-dev
+	$(BIN)/python -m pytest -n $(WORKERS) -m sweep $(ARGS)
 
 zoo: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.zoo.page $(ARGS)

@@ -73,6 +73,7 @@ __all__ = [
     "reduce_scatter_single",
     "register_sharding",
     "schema_defaults",
+    "schema_keywords",
     "schema_mutates",
     "schema_returns_view",
     "takes_device",
@@ -513,6 +514,11 @@ def is_random(operator: OpOverload) -> bool:
 def schema_defaults(operator: OpOverload) -> tuple[tuple[str, Any], ...]:
     """The names of its arguments, with their defaults; None for those without one."""
     return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
+
+
+def schema_keywords(operator: OpOverload) -> frozenset[str]:
+    """The names of the arguments that can't be passed by position."""
+    return frozenset(argument.name for argument in operator._schema.arguments if argument.kwarg_only)
 
 
 def runs_backward() -> bool:

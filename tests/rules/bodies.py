@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 BATCH, SEQUENCE, WIDTH, HIDDEN, OUT = 3, 5, 14, 24, 10
 # Sizes of which no part on two ranks is another size.
-PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
 
 # `h` is (BATCH, SEQUENCE, n): n = HIDDEN where it is split, OUT where it is partial; `n` is that number.
 LINES = """
@@ -384,10 +383,10 @@ h - 1
 h * 2
 h / 2
 2 / (h.abs() + 1)
-h // 0.5
+h.detach() // 0.5
 h ** 2
 2 ** h
-h ** h.detach().abs()
+h.abs() ** h.detach().abs()
 h * h
 h + h
 h - h * 0.5
@@ -551,7 +550,6 @@ torch.linalg.inv(h @ h.transpose(1, 2) + torch.eye(5) * 9)
 torch.linalg.cross(h[..., :3], h[..., :3] * 2 + 1)
 torch.fft.rfft(h).abs()
 torch.fft.rfft(h, dim=1).abs()
-torch.vander(h[0, 0]) if h.dim() == 1 else torch.vander(h[0, 0])
 torch.combinations(h[0, 0])
 torch.cartesian_prod(h[0, 0, :2], h[0, 0, 2:4])
 torch.meshgrid(h[0, 0], h[0, 1], indexing="ij")[0]
@@ -569,7 +567,7 @@ torch.nextafter(h.detach(), h.detach() * 2)
 torch.rsub(h, h * 2, alpha=3)
 torch.sub(h, h * 0.5, alpha=2)
 torch.true_divide(h, h.detach().abs() + 1)
-torch.floor_divide(h, 0.3)
+torch.floor_divide(h.detach(), 0.3)
 torch.positive(h)
 torch.absolute(h)
 torch.gcd((h * 9).int(), (h * 6).int())

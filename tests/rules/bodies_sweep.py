@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import tpplan
-from tests.rules.bodies import ALL, BATCH, MODELS, PLAN, SEQUENCE, WIDTH, Split
+from tests.rules.bodies import ALL, BATCH, MODELS, SEQUENCE, WIDTH, Summed
+from tpplan.parity import UnshardedError
 
 
 def outcome(kind: type[nn.Module], line: str, ranks: int = 2) -> str:
-    """What comes of a body: "equal", "refused TP…", "wrong …", "crashed …", or "none" where torch itself can't run it."""
-    rules = {"up": "colwise"} if kind is Split else PLAN["modules"]
+    """What comes of it: "equal", "refused TP…", "wrong …", "crashed …", or "none" where torch itself can't run it."""
     x = torch.randn(BATCH, SEQUENCE, WIDTH, generator=torch.Generator().manual_seed(0))
     try:
         model = kind(line)
@@ -23,8 +23,11 @@ def outcome(kind: type[nn.Module], line: str, ranks: int = 2) -> str:
     except Exception as error:
         return f"none {error}"
     x.requires_grad_()
+    rules = {"up": "colwise", "down": "rowwise"} if getattr(model, "fits", kind is Summed) else {"up": "colwise"}
     try:
         report = tpplan.verify(model, tpplan.load_plan({"version": 1, "modules": rules}), ranks, inputs=(x,))
+    except UnshardedError as error:
+        return f"none {error}"
     except tpplan.TpplanError as error:
         codes = sorted({d.code for d in getattr(error, "diagnostics", ())})
         return f"refused {' '.join(codes)}" if codes else f"crashed {type(error).__name__}: {error}"

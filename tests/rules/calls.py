@@ -1,7 +1,7 @@
-"""Calls of operators, with numbers: what the samples of torch's own operator database come down to, on CPU and on meta.
+"""Calls of operators, with numbers: what the samples of torch's operator database come down to, on CPU and on meta.
 
-A capture runs on meta tensors, where torch takes other operators for some functions than on CPU. So each sample is run on
-both, and each operator that is dispatched on meta is given the numbers that it would have.
+A capture runs on meta tensors, where torch takes other operators for some functions than on CPU. So each sample is run
+on both, and each operator that is dispatched on meta is given the numbers that it would have.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def _spread(items: list[Any], count: int) -> list[Any]:
 
 def made_up(name: str) -> Iterator[Call]:
     """Calls of an operator that works entry by entry, with arguments by their types."""
-    operator = _resolve(name)
+    operator = resolve(name)
     for shapes in (((4, 6), (4, 6), (4, 6)), ((4, 6), (6,), (4, 1)), ((4, 1), (4, 6), (6,))):
-        for dtype in (torch.float64, torch.int64, torch.bool):
+        for dtype in (torch.float64, torch.int64, torch.bool, torch.complex128):
             call = _with_arguments(operator, shapes, dtype)
             try:
                 call.operator(*_copy(call.arguments), **_copy(call.keywords))
@@ -151,7 +151,8 @@ def made_up(name: str) -> Iterator[Call]:
             break
 
 
-def _resolve(name: str) -> Any:
+def resolve(name: str) -> Any:
+    """The operator of a name such as `aten.mul.Tensor`."""
     _, base, overload = name.split(".")
     return getattr(getattr(torch.ops.aten, base), overload)
 
@@ -166,10 +167,12 @@ def _with_arguments(operator: Any, shapes: tuple[tuple[int, ...], ...], dtype: t
 
     def value(argument: Any) -> Any:
         kind = str(argument.type)
-        if kind == "Tensor":
+        if kind in ("Tensor", "Optional[Tensor]"):
             numbers = torch.rand(remaining.pop(0), dtype=torch.float64, generator=generator) * 0.9 + 0.05
             if argument.name == "condition":
                 return numbers > 0.5
+            if dtype is torch.complex128:
+                return torch.complex(numbers, numbers.flip(0))
             return numbers if dtype is torch.float64 else (numbers * (9 if dtype is torch.int64 else 1.5)).to(dtype)
         if "number" in kind:
             return 0.5 if dtype is torch.float64 else 3
@@ -193,10 +196,7 @@ def _run(function: Any, args: Any, kwargs: Any, meta: bool) -> list[Call]:
 
     def prepare(tensor: Tensor) -> Tensor:
         real = tensor.detach().clone()
-        if not meta:
-            made = real
-        else:
-            made = mode.beside(torch.empty_like(real, device="meta"), real)
+        made = mode.beside(torch.empty_like(real, device="meta"), real) if meta else real
         if made.is_floating_point() or made.is_complex():
             made.requires_grad_()
         return made

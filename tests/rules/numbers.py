@@ -1,7 +1,7 @@
 """Whether what propagation promises of a call holds in numbers, forward and backward, on simulated ranks.
 
-Replicated operands are the same on all ranks, sharded ones are cut, partial ones are random summands. What the ranks make
-must be what the outcome says, and so must the gradients that arrive.
+Replicated operands are the same on all ranks, sharded ones are cut, partial ones are random summands. What the ranks
+make must be what the outcome says, and so must the gradients that arrive.
 """
 
 from __future__ import annotations
@@ -179,10 +179,8 @@ def _places(shape: tuple[int, ...], layout: Layout, ranks: int, rank: int) -> li
 def pieces(whole: Tensor, layout: Layout, ranks: int) -> list[Tensor]:
     """What each rank has of a value."""
     if layout.dim is not None:
-        return [
-            whole.index_select(layout.dim, torch.tensor(_places(tuple(whole.shape), layout, ranks, rank), dtype=torch.long))
-            for rank in range(ranks)
-        ]  # fmt: skip
+        each = (_places(tuple(whole.shape), layout, ranks, rank) for rank in range(ranks))
+        return [whole.index_select(layout.dim, torch.tensor(places, dtype=torch.long)) for places in each]
     return _summands(whole, ranks) if layout.forward == "P" else [whole.clone() for _ in range(ranks)]
 
 
@@ -222,7 +220,9 @@ def _same(
     elif partial:
         joined = torch.stack(list(parts)).sum(0)
         # A sum of truths is a number: partial truths stay partial in whatever is made of them.
-        _close(*((joined, whole.to(joined.dtype)) if whole.dtype is torch.bool else (joined.to(whole.dtype), whole)), what)
+        _close(
+            *((joined, whole.to(joined.dtype)) if whole.dtype is torch.bool else (joined.to(whole.dtype), whole)), what
+        )
     else:
         for rank, part in enumerate(parts):
             _close(part, whole, f"{what} on rank {rank}")

@@ -168,7 +168,9 @@ def main() -> None:
     parser.add_argument("--packs", action="store_true")
     given = parser.parse_args()
     began = time.time()
-    tallies = sweep(given.names or (*OPERATORS, *ENTRYWISE), given.samples, given.ranks, given.limit, given.packs, given.most)
+    tallies = sweep(
+        given.names or (*OPERATORS, *ENTRYWISE), given.samples, given.ranks, given.limit, given.packs, given.most
+    )
     for name, tally in sorted(tallies.items()):
         if tally.wrong:
             print(f"WRONG {name} {dict(tally.counts)}\n    " + "\n    ".join(t[:300] for t in tally.wrong[:3]))

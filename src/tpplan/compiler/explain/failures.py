@@ -86,7 +86,7 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
         )  # fmt: skip
     if refusal.kind == "unaudited":
         return _finding("TP127", bound, module, node.location,
-            f"{module} calls {node.name} on a sharded or partial value: the operator isn't in the table of audited ones",
+            f"{module} calls {node.name} on a sharded or partial value, an operator outside of the audited table",
             _way_out(bound, module, refusal),
             _operands(here.region, refusal),
         )  # fmt: skip

@@ -7,9 +7,9 @@ out: its `Operator`, or None: it may run on replicated operands alone (TP127)
     aten.mul_.Tensor      ->   entry by entry; linear in one operand at a time
     aten.mvlgamma.default ->   None
 
-What a row says narrows what DTensor's rule may say; neither is believed by itself. `tests/rules/test_audit.py` runs each
-operator of the table, forward and backward, for every choice of layouts that the compiler accepts, on the samples of
-torch's own operator database. An operator enters the table with its audit.
+What a row says narrows what DTensor's rule may say; neither is believed by itself. `tests/rules/test_audit.py` runs
+each operator of the table, forward and backward, for every choice of layouts that the compiler accepts, on the samples
+of torch's own operator database. An operator enters the table with its audit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tpplan.compat import OpOverload, schema_defaults
+from tpplan.compat import OpOverload, schema_defaults, schema_keywords
 
 Kind = Literal[
     "entrywise", "along", "reduction", "product", "view", "arrangement", "picking", "random", "new", "kernel"
@@ -31,8 +31,8 @@ class Operator:
     """What the compiler knows of an operator.
 
     Attributes:
-        kind: "entrywise"; "along" a dim, whose entries it reads together; a "reduction"; a "product"; a "view" (the same
-            entries under another shape or order); an "arrangement" (entries copied to other places); "picking" or
+        kind: "entrywise"; "along" a dim, whose entries it reads together; a "reduction"; a "product"; a "view" (the
+            same entries under another shape or order); an "arrangement" (entries copied to other places); "picking" or
             writing entries by number; "random"; "new" (made beside another tensor); one of our own "kernel"s.
         linear: in which operands it is linear, so that partial ones make a partial result: none, the "first" alone,
             "one" at a time, "all" together, or "mixed" (by DTensor's rule, or our own, for that operator).
@@ -69,28 +69,29 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "positive.default tril.default triu.default"),
     (Operator("entrywise", "mixed"), "where.self copy_.default lerp.Scalar* lerp.Tensor*"),
     (Operator("entrywise"),
-     "abs.default* acos.default* acosh.default* add.Scalar* addcdiv.default* addcmul.default* angle.default asin.default* "
-     "asinh.default* atan.default* atan2.default* atanh.default* bitwise_and.Tensor* bitwise_and.Scalar* "
-     "bitwise_not.default* bitwise_or.Tensor* bitwise_or.Scalar* bitwise_xor.Tensor* bitwise_xor.Scalar* ceil.default* "
-     "celu.default* clamp.default* clamp.Tensor* clamp_max.default* clamp_max.Tensor* clamp_min.default* "
-     "clamp_min.Tensor* copysign.Tensor* copysign.Scalar* cos.default* cosh.default* deg2rad.default* digamma.default* "
-     "div.Tensor_mode* div.Scalar_mode* elu.default* eq.Scalar* eq.Tensor* erf.default* erfc.default* erfinv.default* "
-     "exp.default* exp2.default* expm1.default* float_power.Tensor_Scalar float_power.Tensor_Tensor floor.default* "
-     "fmax.default fmin.default fmod.Scalar* fmod.Tensor* frac.default* ge.Scalar* ge.Tensor* gelu.default* "
-     "gt.Scalar* gt.Tensor* hardsigmoid.default* hardswish.default* hardtanh.default* heaviside.default* "
-     "hypot.default* i0.default* igamma.default* igammac.default* isfinite.default isinf.default isnan.default "
-     "isneginf.default isposinf.default leaky_relu.default* le.Scalar* le.Tensor* lgamma.default* log.default* "
-     "log10.default* log1p.default* log2.default* log_sigmoid_forward.default logaddexp.default logaddexp2.default "
-     "logical_and.default* logical_not.default* logical_or.default* logical_xor.default* logit.default* lt.Scalar* "
-     "lt.Tensor* maximum.default minimum.default mish.default* nan_to_num.default* ne.Scalar* ne.Tensor* "
-     "nextafter.default* pow.Scalar pow.Tensor_Scalar* pow.Tensor_Tensor* rad2deg.default* reciprocal.default* "
+     "abs.default* acos.default* acosh.default* add.Scalar* addcdiv.default* addcmul.default* angle.default "
+     "asin.default* asinh.default* atan.default* atan2.default* atanh.default* bitwise_and.Tensor* "
+     "bitwise_and.Scalar* bitwise_not.default* bitwise_or.Tensor* bitwise_or.Scalar* bitwise_xor.Tensor* "
+     "bitwise_xor.Scalar* ceil.default* celu.default* clamp.default* clamp.Tensor* clamp_max.default* "
+     "clamp_max.Tensor* clamp_min.default* clamp_min.Tensor* copysign.Tensor* copysign.Scalar* cos.default* "
+     "cosh.default* deg2rad.default* digamma.default* div.Tensor_mode* div.Scalar_mode* elu.default* eq.Scalar* "
+     "eq.Tensor* erf.default* erfc.default* erfinv.default* exp.default* exp2.default* expm1.default* "
+     "float_power.Tensor_Scalar float_power.Tensor_Tensor floor.default* fmax.default fmin.default fmod.Scalar* "
+     "fmod.Tensor* frac.default* ge.Scalar* ge.Tensor* gelu.default* gt.Scalar* gt.Tensor* hardsigmoid.default* "
+     "hardswish.default* hardtanh.default* heaviside.default* hypot.default* i0.default* igamma.default* "
+     "igammac.default* isfinite.default isinf.default isnan.default isneginf.default isposinf.default "
+     "leaky_relu.default* le.Scalar* le.Tensor* lgamma.default* log.default* log10.default* log1p.default* "
+     "log2.default* log_sigmoid_forward.default logaddexp.default logaddexp2.default logical_and.default* "
+     "logical_not.default* logical_or.default* logical_xor.default* logit.default* lt.Scalar* lt.Tensor* "
+     "maximum.default minimum.default mish.default* nan_to_num.default* ne.Scalar* ne.Tensor* nextafter.default* "
+     "pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow_.Scalar pow_.Tensor rad2deg.default* reciprocal.default* "
      "relu.default* relu6.default* remainder.Scalar* remainder.Tensor* round.default* round.decimals* rsqrt.default* "
-     "rsub.Scalar selu.default* sgn.default* sigmoid.default* sign.default* signbit.default silu.default* sin.default* "
-     "sinc.default* sinh.default* softplus.default softshrink.default sqrt.default* square.default* sub.Scalar* "
-     "tan.default* tanh.default* threshold.default* trunc.default* xlogy.Tensor* xlogy.Scalar_Other* xlogy.Scalar_Self "
-     "special_entr.default special_erfcx.default special_i0e.default special_i1.default special_i1e.default "
-     "special_log_ndtr.default special_xlog1py.default special_zeta.default ones_like.default full_like.default "
-     "empty_like.default zeros_like.default fill_.Scalar zero_.default"),
+     "rsub.Scalar selu.default* sgn.default* sigmoid.default* sign.default* signbit.default silu.default* "
+     "sin.default* sinc.default* sinh.default* softplus.default softshrink.default sqrt.default* square.default* "
+     "sub.Scalar* tan.default* tanh.default* threshold.default* trunc.default* xlogy.Tensor* xlogy.Scalar_Other* "
+     "xlogy.Scalar_Self special_entr.default special_erfcx.default special_i0e.default special_i1.default "
+     "special_i1e.default special_log_ndtr.default special_xlog1py.default special_zeta.default ones_like.default "
+     "full_like.default empty_like.default zeros_like.default fill_.Scalar zero_.default"),
     (Operator("along"),
      "_softmax.default _log_softmax.default _safe_softmax.default cummax.default cummin.default cumprod.default* "
      "logcumsumexp.default sort.default sort.stable topk.default kthvalue.default mode.default "
@@ -98,8 +99,8 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
     (Operator("along", "first"), "cumsum.default*"),
     (Operator("reduction", "first"), "sum.default sum.dim_IntList mean.default mean.dim"),
     (Operator("reduction"),
-     "all.default all.dim all.dims amax.default amin.default any.default any.dim any.dims argmax.default argmin.default "
-     "linalg_vector_norm.default logsumexp.default max.default max.dim min.default min.dim "
+     "all.default all.dim all.dims amax.default amin.default any.default any.dim any.dims argmax.default "
+     "argmin.default linalg_vector_norm.default logsumexp.default max.default max.dim min.default min.dim "
      "mse_loss.default prod.default prod.dim_int std.correction var.correction var_mean.correction median.dim "
      "nll_loss_forward.default nll_loss2d_forward.default"),
     (Operator("product", "one"), "mm.default bmm.default _grouped_mm.default dot.default mv.default"),
@@ -122,7 +123,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
     (Operator("new"), "new_empty.default new_zeros.default new_ones.default new_full.default"),
 )  # fmt: skip
 _PACKAGE = "tpplan."
-_DIMS = frozenset(("dim", "dims", "dim0", "dim1", "dim2", "dimension"))
+DIMS = frozenset(("dim", "dims", "dim0", "dim1", "dim2", "dimension"))
 
 
 def _table() -> dict[str, Operator]:
@@ -150,14 +151,21 @@ def lookup(name: str) -> Operator | None:
 
 @functools.cache
 def _dims_of(target: OpOverload) -> tuple[tuple[int, str, Any], ...]:
-    """The arguments that are dims: their places, names and defaults."""
-    arguments = enumerate(schema_defaults(target))
-    return tuple((position, name, default) for position, (name, default) in arguments if name in _DIMS)
+    """The arguments that are dims: their places (-1 if passed by name), names and defaults."""
+    arguments, keywords = enumerate(schema_defaults(target)), schema_keywords(target)
+    return tuple((-1 if name in keywords else i, name, default) for i, (name, default) in arguments if name in DIMS)
 
 
-def with_dims_from_the_front(target: OpOverload, arguments: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
-    """The arguments with each dim, the ones left out too, counted from the front of `rank` dims."""
-    for position, _, default in _dims_of(target):
+def with_dims_from_the_front(
+    target: OpOverload, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...], rank: int
+) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """A call's arguments with each dim, the ones left out too, counted from the front of `rank` dims."""
+    for position, name, default in _dims_of(target):
+        if position < 0:
+            dim = dict(keywords).get(name, default)
+            if _is_negative(dim):
+                keywords = (*(k for k in keywords if k[0] != name), (name, _from_the_front(dim, rank)))
+            continue
         if position >= len(arguments):
             if not _is_negative(default):
                 continue
@@ -165,7 +173,7 @@ def with_dims_from_the_front(target: OpOverload, arguments: tuple[Any, ...], ran
             arguments = (*arguments, *(value for _, value in missing))
         if _is_negative(arguments[position]):
             arguments = (*arguments[:position], _from_the_front(arguments[position], rank), *arguments[position + 1 :])
-    return arguments
+    return arguments, keywords
 
 
 def _is_negative(dim: Any) -> bool:
@@ -178,4 +186,4 @@ def _from_the_front(dim: Any, rank: int) -> Any:
     return tuple(d % max(rank, 1) for d in dim) if isinstance(dim, (tuple, list)) else dim % max(rank, 1)  # pyright: ignore
 
 
-__all__ = ["TABLE", "Operator", "lookup", "with_dims_from_the_front"]
+__all__ = ["DIMS", "TABLE", "Operator", "lookup", "with_dims_from_the_front"]

@@ -110,6 +110,8 @@ class Propagator:
             return Refusal("unaudited", "isn't in the table of audited operators", operands)
         if not _takes_partial(operator, node, dict(operands), values):
             return Refusal("communication", "needs values that other ranks hold", operands)
+        if _counts_rows(node, dict(operands)):
+            return Refusal("gradient", "scales its gradient by how often each row is read, on all ranks", operands)
         node = _with_dims_from_the_front(operator, node, values)
         forward = self._forward(node, values, dict(operands))
         if isinstance(forward, Refusal):
@@ -307,6 +309,12 @@ def _takes_partial(
     return operator.takes_partial(tuple(layouts[i].forward == "P" for i in inputs))
 
 
+def _counts_rows(node: OperationNode, layouts: dict[int, Layout]) -> bool:
+    """Whether it is a table whose gradient is scaled by the counts of ids that each rank has some of."""
+    scales = node.target is torch.ops.aten.embedding.default and len(node.arguments) > 3 and node.arguments[3]
+    return bool(scales) and layouts[node.inputs[1]].is_sharded
+
+
 def _with_dims_from_the_front(operator: Operator, node: OperationNode, values: Sequence[LocalValue]) -> OperationNode:
     """The operation with no dim by its negative number, which some of DTensor's rules take for another dim.
 
@@ -315,8 +323,11 @@ def _with_dims_from_the_front(operator: Operator, node: OperationNode, values: S
     like = node.outputs[0] if operator.new_dim or node.target is torch.ops.aten.cat.default else node.inputs[0]
     if like is None:
         return node
-    arguments = with_dims_from_the_front(node.target, node.arguments, len(values[like].shape))
-    return node if arguments is node.arguments else replace(node, arguments=arguments)
+    rank = len(values[like].shape)
+    arguments, keywords = with_dims_from_the_front(node.target, node.arguments, node.keywords, rank)
+    if arguments is node.arguments and keywords is node.keywords:
+        return node
+    return replace(node, arguments=arguments, keywords=keywords)
 
 
 def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:

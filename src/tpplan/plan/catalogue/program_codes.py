@@ -264,10 +264,10 @@ the note goes away; a model with more heads splits them by the same `colwise` ru
         severity=Severity.ERROR,
         summary="An operator that isn't in the table of audited operators meets a sharded or partial value.",
         explanation="""
-What an operator yields for shards is known by a rule, and the compiler goes by a rule only if a test has held it against
-numbers, forward and backward (`compiler/ir/operators.py` is the list). An operator outside of the list, which may be a
-custom one, runs on whole values alone: write `output: replicate` for the module whose result it reads, or leave out the
-rules of the module that calls it.
+What an operator yields for shards is known by a rule, and the compiler goes by a rule only if a test has held it
+against numbers, forward and backward (`compiler/ir/operators.py` is the list). An operator outside of the list, which
+may be a custom one, runs on whole values alone: write `output: replicate` for the module whose result it reads, or
+leave out the rules of the module that calls it.
 """,
     ),
     Entry(
