@@ -270,6 +270,8 @@ def _alike(
             result = packed(result.dim, packs, within)
         elif output is not None and within:
             return "reduces over what the holders of a part share out"
+        elif output is not None and result.forward == "P" and any(pack.replicas > 1 for pack in packs):
+            return "sums parts that several ranks hold, each of which would count them"
         found.append(result)
     return tuple(found)
 
