@@ -189,7 +189,7 @@ def test_equal_layers_that_hold_something_else_are_checked_each(
     holds: tuple[Any, Any], mismatches: list[Mismatch | None]
 ) -> None:
     """On whole tensors both divide by 32; on shards one of them divides by less."""
-    model = nn.Sequential(*map(Held, holds))
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *map(Held, holds))  # so that both inputs want a gradient
     program = compiled(model, {"*.up": "colwise", "*.down": "rowwise"})
     assert mismatches[0] is not None and "is called with" in mismatches[0].reason
     assert verify_program(model, program, ((torch.randn(3, 12, HIDDEN, requires_grad=True),), {})).ok

@@ -1,4 +1,4 @@
-"""The list of bugs: plain data. A text that isn't in its file exactly once is an error, so that no bug is lost unseen."""
+"""The bugs to plant: plain data. A text that isn't in its file exactly once is an error, so that no bug gets lost."""
 
 from __future__ import annotations
 
