@@ -354,16 +354,8 @@ def test_a_hook_that_changes_the_result_of_a_module() -> None:
 def test_equal_layers_with_other_backwards_are_told_apart() -> None:
     model = nn.Sequential(Split(ELEMENTWISE["reversed"]), Split(ACROSS["norm"]), Split(ELEMENTWISE["reversed"]))
     program = prove(model, {f"*.{name}": style for name, style in SPLIT.items()}, 2)
-<<<<<<< HEAD
     gathered = {module.name[0] for module, r in program.reshards() if Collective.ALL_GATHER in (r.forward, r.backward)}
     assert gathered == {"1"}
-=======
-    assert {
-        module.name.split(".")[0]
-        for module, r in program.reshards()
-        if Collective.ALL_GATHER in (r.forward, r.backward)
-    } == {"1"}
->>>>>>> 32503de (Type the walker, and test a bias that a forward clamps)
 
 
 def test_functions_inside_of_a_reentrant_checkpoint_are_refused() -> None:
