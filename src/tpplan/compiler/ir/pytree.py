@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -57,9 +57,10 @@ def children(held: Any, immutable: bool = False) -> list[tuple[str | int, Any]] 
         held: anything.
         immutable: whether only those are looked into that nobody can write to: tuples.
     """
-    if type(held) in _LEAVES:
+    own = cast("type[Any]", type(held))
+    if own in _LEAVES:
         return None
-    kind = _kind_of(type(held))
+    kind = _kind_of(own)
     if immutable and kind != "tuple":
         return None
     if kind == "tuple":
@@ -79,9 +80,10 @@ def children(held: Any, immutable: bool = False) -> list[tuple[str | int, Any]] 
 
 def rebuilt(held: Any, items: Sequence[Any]) -> Any:
     """A container like `held` with other items in it, in the order of `children`."""
-    kind, own = _kind_of(type(held)), type(held)
+    own = cast("Any", type(cast("object", held)))
+    kind = _kind_of(own)
     if own is tuple or own is list:
-        return own(items)
+        return cast("Any", own(items))
     if kind == "tuple":
         return _rebuilt_tuple(held, items)
     if own is dict:
@@ -94,9 +96,9 @@ def rebuilt(held: Any, items: Sequence[Any]) -> Any:
         if item is before:
             continue
         if kind == "record" or (kind == "list" and isinstance(key, str)):
-            object.__setattr__(made, key, item)  # frozen ones as well
+            object.__setattr__(made, str(key), item)  # frozen ones as well
         elif kind == "mapping" and key not in held:
-            object.__setattr__(made, key, item)
+            object.__setattr__(made, str(key), item)
         else:
             made[key] = item
             shown: dict[Any, Any] = getattr(made, "__dict__", {})
@@ -106,7 +108,7 @@ def rebuilt(held: Any, items: Sequence[Any]) -> Any:
 
 
 def _rebuilt_tuple(held: Any, items: Sequence[Any]) -> Any:
-    kind: Any = type(held)
+    kind: Any = type(cast("object", held))
     if hasattr(kind, "_make"):
         return kind._make(items)
     if hasattr(kind, "n_sequence_fields") or kind.__new__ is not tuple.__new__:  # torch's own, as of `topk`

@@ -89,7 +89,7 @@ _internal: dict[str, bool] = {}
 
 def _asked_by_torch() -> bool:
     """Whether the code that reads the attribute is torch's or the compiler's, which has to see what is there."""
-    frame = sys._getframe(3)  # this one, `answer` and the function mode stand between
+    frame = sys._getframe(3)  # pyright: ignore[reportPrivateUsage] -- this one, `answer` and the function mode stand between
     name = frame.f_code.co_filename
     found = _internal.get(name)
     if found is None:

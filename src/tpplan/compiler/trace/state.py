@@ -86,9 +86,10 @@ def _collect(
         return
     if id(held) in seen or isinstance(held, nn.Module) or callable(held):
         return
-    if isinstance(held, (list, dict, set)) and type(held) not in CONTAINERS and type(held) is not WatchedList:
+    kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
+    if issubclass(kind, (list, dict, set)) and kind not in CONTAINERS and kind is not WatchedList:
         return  # its class may make anything of what it stores
-    seen.add(id(held))
+    seen.add(id(held))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(held, (list, dict, set)):
         count = len(held)  # pyright: ignore[reportUnknownArgumentType]
         found[f"{name} (its length)"] = Slot(count, put, held if type(held) is list else None)  # pyright: ignore

@@ -88,7 +88,7 @@ class Surroundings:
                 self._note(own)
         else:
             copied: Any = dict(held) if isinstance(held, dict) else list(held)  # pyright: ignore
-            self._contents[id(held)] = (held, copied)
+            self._contents[id(held)] = (held, copied)  # pyright: ignore[reportUnknownArgumentType]
             for item in copied.values() if isinstance(held, dict) else copied:
                 if type(item) not in _SCALARS:
                     self._note(item)  # pyright: ignore[reportUnknownArgumentType]
