@@ -166,6 +166,11 @@ class CallGuard:
         """Take a call as proved: it kept to a proved path on every rank."""
         decision.proof.meet(decision.key)
 
+    def prove_sides(self, call: Call, decision: Decision) -> None:
+        """Prove the other sides of branches on data, if that wasn't done for calls of this kind."""
+        if not self._paths.of(decision.key.kind).both:
+            self._prove_sides(call, decision)
+
     def prove_path(self, call: Call, decision: Decision, taken: frozenset[Location]) -> Proof:
         """The proof of a call at its own sizes, with these branches on data taken on their true side.
 
@@ -198,6 +203,7 @@ class CallGuard:
                 continue
             if proof is decision.proof:
                 self._paths.note(decision.key.kind, proof, compiled)
+                path.free.add(location)
             path.watched |= proof is not decision.proof
             path.sides[location] = side
 

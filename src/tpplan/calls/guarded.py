@@ -40,6 +40,10 @@ class Prover(Protocol):
         """Take a call as proved."""
         ...
 
+    def prove_sides(self, call: Call, decision: Decision) -> None:
+        """Prove the other sides of branches on data."""
+        ...
+
     def prove_path(self, call: Call, decision: Decision, taken: frozenset[Location]) -> Proof:
         """The proof of a call at its own sizes, by these sides of branches on data."""
         ...
@@ -98,6 +102,12 @@ class GuardedCall:
         generators: list[tuple[Callable[[Tensor], None], Tensor]],
     ) -> Any:
         """The result, if the path that was taken can be proved for the program that ran."""
+        if self._prover.on_any_rank(departed is not None and departed.is_branch):
+            self._prover.prove_sides(self._call, self._decision)
+            departed = self._departure(steps)
+            if not self._prover.on_any_rank(departed is not None):
+                self._prover.accept(self._decision)
+                return result
         try:
             proof = self._prover.prove_path(self._call, self._decision, sides(steps))
         except TpplanError as error:

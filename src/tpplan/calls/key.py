@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from enum import Enum
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.ir.objects import PLAIN, is_opaque
-from tpplan.compiler.ir.pytree import is_record
+from tpplan.compiler.ir.pytree import children, is_record
 from tpplan.compiler.trace.capture import argument_names
 
 Part = tuple[object, ...]
@@ -160,7 +159,7 @@ class _Seen:
         if isinstance(held, Enum):
             return kind, held.name
         if is_record(held):
-            return kind, *[(f.name, self.read(getattr(held, f.name, None), depth)) for f in fields(held)]
+            return kind, *[(name, self.read(item, depth)) for name, item in children(held) or ()]
         if is_opaque(held):
             return (kind, Identity(held)) if isinstance(held, nn.Module) else kind
         return self._read_object(kind, held, depth)

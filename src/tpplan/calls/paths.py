@@ -26,12 +26,14 @@ class Path:
             with the proof whose program it was found to run by.
         sides: branches on data that one side is proved of.
         both: whether the other sides were looked at.
+        free: branches that run by one program whichever side they take.
         watched: whether each call is watched, as a side isn't proved.
     """
 
     streams: list[tuple[Proof, Stream]] = field(default_factory=list[tuple[Proof, Stream]])
     sides: dict[Location, bool] = field(default_factory=dict[Location, bool])
     both: bool = False
+    free: set[Location] = field(default_factory=set[Location])
     watched: bool = False
 
 
@@ -53,10 +55,10 @@ class Paths:
     def note(self, kind: Kind, proof: Proof, compiled: Compiled) -> None:
         """Take the steps of calls of a kind that run by the program of `proof`."""
         path = self._paths.setdefault(kind.traced, Path())
-        stream = compiled.streams.get(self._rank)
-        if stream is not None:
-            path.streams.append((proof, stream))
-            path.sides.update({a.location: a.taken for a in compiled.assumptions if a.location is not None})
+        for streams in (compiled.streams, compiled.later):
+            if self._rank in streams:
+                path.streams.append((proof, streams[self._rank]))
+        path.sides.update({a.location: a.taken for a in compiled.assumptions if a.location is not None})
 
     def of(self, kind: Kind) -> Path:
         """What is known of a kind of call."""
@@ -76,8 +78,8 @@ class Paths:
         found: Departure | None = None
         for stream in [stream for owner, stream in reversed(self.of(key.kind).streams) if owner is proof]:
             differs = departure(stream, steps, replaced)
-            if differs is None:
-                return None
+            if differs is None or (differs.is_branch and differs.location in self.of(key.kind).free):
+                return None  # from there on, each side is proved; how they mix in a loop is for the data to say
             found = found or differs
         return found
 

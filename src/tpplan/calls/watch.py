@@ -45,6 +45,11 @@ class Departure:
         return f"at {at.location.short} it {real} where the proof {proved}{where}"
 
     @property
+    def location(self) -> Location | None:
+        """Where the call departed."""
+        return None if self.real is None else self.real.location
+
+    @property
     def is_branch(self) -> bool:
         """Whether both took the same step, a condition on a tensor's value, and found another side."""
         return self.proved is not None and self.real is not None and self.proved[:3] == self.real[:3]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,11 +71,13 @@ class Compiled:
         program: the program.
         streams: for each rank, the steps that its bodies take in the example call.
         assumptions: the sides on which branches on data were taken.
+        later: the steps of calls after the first, if what that one left behind lets them take others.
     """
 
     program: Program
     streams: Mapping[int, Stream]
     assumptions: tuple[Assumption, ...]
+    later: Mapping[int, Stream] = field(default_factory=dict[int, Stream])
 
 
 def compile_program(
@@ -136,7 +138,7 @@ def compile_call(
                 later, plan, size, arguments, keywords, trace.training, True, parts or {}, trace.taken, trace.device
             )
         refuse_difference(compiled.program, other.program)
-        return compiled
+        return replace(compiled, later=other.streams)
 
 
 def _compile(

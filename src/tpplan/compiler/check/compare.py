@@ -35,6 +35,7 @@ REARRANGING = frozenset(
         "lift_fresh.default", "as_strided.default", "mT.default", "unflatten.int",
     )
 )  # fmt: skip
+_PERMUTING = frozenset(("aten.transpose.int", "aten.permute.default"))
 _SIZED = tuple(
     f"aten.{name}"
     for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
@@ -157,6 +158,10 @@ def _compare_rearranged(
     given: CheckInput, whole: Frame, ours: _Rearranging, theirs: _Rearranging, values: Sequence[Value]
 ) -> Mismatch | None:
     """Views and copies must yield what's promised too, wherever the two runs take the same ones."""
+    orders = [[_order(o) for _, o in held if o.name in _PERMUTING] for held in (ours, theirs)]
+    if orders[0] != orders[1]:
+        position, mine = next(((p, o) for p, o in ours if o.name in _PERMUTING), (0, None))
+        return Mismatch(whole, mine, position, None, None, "dims change places in another way")
     if [o.target for _, o in ours] != [o.target for _, o in theirs]:
         return None
     for (position, mine), (_, its) in zip(ours, theirs, strict=True):
@@ -164,6 +169,10 @@ def _compare_rearranged(
         if found is not None:
             return found
     return None
+
+
+def _order(operation: Operation) -> object:
+    return operation.name, scalars(operation)
 
 
 def _compare_crossings(
@@ -225,6 +234,11 @@ def _compare_shapes(
         expected = promised_shape(given, given.trace.values[mine])
         if expected != values[its].shape:
             return Mismatch(whole, ours, position, expected, values[its].shape, reason)
+        if values[its].differentiable != given.trace.values[mine].differentiable:
+            has = "has a gradient" if values[its].differentiable else "has no gradient"
+            return Mismatch(
+                whole, ours, position, None, None, f"the result of {ours.name} {has} on a rank's part alone"
+            )
     if len(ours.outputs) != len(theirs.outputs):
         return Mismatch(whole, ours, position, None, None, reason)
     return None

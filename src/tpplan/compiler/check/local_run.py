@@ -114,9 +114,10 @@ def _check_rank(
     failed: Frame | None = None
     reason = ""
     try:
-        local = record(skeleton, *_local_call(given), given.trace.training, state).recorded
+        run = record(skeleton, *_local_call(given), given.trace.training, state)
+        local, values = run.recorded, run.values
     except BodyError as error:
-        local, failed = error.root, error.frame
+        local, values, failed = error.root, tuple(state.recorder.values), error.frame
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
     frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
     operands = Correspondence(given.trace.recorded, local, REARRANGING)
@@ -129,9 +130,7 @@ def _check_rank(
             return min(found, key=_when, default=Mismatch(given.trace.root, None, 0, None, None, message)), None
         whole, place = frames[frame.module, frame.call]
         unfinished = not frame.exits and bool(whole.exits)
-        differs = compare(
-            given, whole, frame, state.recorder.values, operands, unfinished, reason if frame is failed else ""
-        )
+        differs = compare(given, whole, frame, values, operands, unfinished, reason if frame is failed else "")
         if differs is None and whole.backwards and failed is None:
             differs = _backward(given, whole, frame)
         if differs is not None:

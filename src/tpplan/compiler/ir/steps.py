@@ -19,9 +19,13 @@ from torch import Tensor
 from tpplan.compiler.ir.trace import Location
 
 _TORCH = f"{Path(torch.__file__).parent}/"
-_BODIES = f"{_TORCH}nn/"
-_PLUMBING = (f"{_TORCH}nn/functional.py", f"{_TORCH}nn/modules/module.py", f"{_TORCH}nn/parameter.py")
-_HOOKS = f"{_TORCH}nn/modules/module.py"
+# torch's own modules are bodies like any other; of the rest, these only pass a call on to the function mode.
+_BODIES = tuple(f"{_TORCH}nn/{folder}/" for folder in ("modules", "utils", "attention"))
+_PASSING = frozenset(
+    f"{_TORCH}{name}.py"
+    for name in ("functional", "nn/functional", "_tensor", "overrides", "_jit_internal", "nn/parameter", "_VF")
+)
+_CALLS = f"{_TORCH}nn/modules/module.py"
 _OWN = tuple(f"{Path(__file__).parents[2]}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels", "parity"))
 
 
@@ -145,12 +149,13 @@ _kinds: dict[CodeType, str] = {}
 
 
 def _kind_of(code: CodeType) -> str:
+    """Whether code is a body's; passes a call of one on; or calls torch for a reason of its own (hooks, checkpoints)."""
     name = code.co_filename
-    if name.startswith(_OWN) or (name == _HOOKS and "call_impl" in code.co_name):
-        return "other"
-    if name.startswith(_TORCH) and (name in _PLUMBING or not name.startswith(_BODIES)):
-        return "plumbing"
-    return "body"
+    if not name.startswith(_TORCH):
+        return "other" if name.startswith(_OWN) else "body"
+    if name in _PASSING:
+        return "passing"
+    return "body" if name.startswith(_BODIES) and name != _CALLS else "other"
 
 
 def _walk(heard: Heard) -> Iterator[Heard]:
