@@ -85,6 +85,10 @@ def selected_then_viewed(h):
     return h.unflatten(-1, (3, 4, 4))[:, -1, 0].tanh()
 
 
+def picked_in_halves(h):
+    return h.index_select(-1, torch.arange(24)) * h.index_select(-1, torch.arange(24, 48))
+
+
 def of_no_entries(h):
     return h.view(BATCH, LENGTH, 12, 4)[:, :0].reshape(BATCH, 0, 4, 12).sum() + h
 
@@ -100,7 +104,9 @@ def test_features_are_taken_apart(after):
     assert outcome(Body(after), {"version": 1, "modules": {"project": "colwise"}}, 4) == "equal"
 
 
-@pytest.mark.parametrize(("after", "packs"), [(sliced_from_far_behind, 2), (selected_then_viewed, 3)])
+@pytest.mark.parametrize(
+    ("after", "packs"), [(sliced_from_far_behind, 2), (picked_in_halves, 2), (selected_then_viewed, 3)]
+)
 def test_packs_are_seen(after, packs):
     assert outcome(Body(after), {"version": 1, "modules": {"project": "colwise"}}, 4) == "TP106"
     named = {"style": "colwise", "packed": [f"part{i}" for i in range(packs)]}
