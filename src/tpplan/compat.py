@@ -216,12 +216,12 @@ class OperatorMeta:
 
 
 @functools.cache
-def fake_mesh(size: int, rank: int = 0, device: str = "cpu") -> DeviceMesh:
+def fake_mesh(size: int, rank: int = 0, axis: str = "tp") -> DeviceMesh:
     """A one-axis mesh of `size` ranks, seen from `rank`, that needs no process group; it can't communicate.
 
-    DTensor remembers what it works out for a mesh by the mesh's content: on `meta`, a mesh is equal to no real one.
+    DTensor remembers what it works out for a mesh by the mesh's content, to which the axis's name belongs.
     """
-    return DeviceMesh(device, torch.arange(size), mesh_dim_names=("tp",), _init_backend=False, _rank=rank)
+    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=rank)
 
 
 def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:

@@ -1,7 +1,7 @@
 """Rehearsal: run a program once as it will run, on shapes alone, forward and backward.
 
 in:  a stock model, its program and the example call
-out: nothing; or what the lowered model raised, and collectives that come more or less often than predicted
+out: the collectives that ran, or what the lowered model raised
 
 The check proves what bodies compute. A rehearsal runs the runtime itself around them: parameters as they are read,
 reshards, bodies that take the place of stock ones, and autograd through all of it, on `meta`, with a communicator that
@@ -10,10 +10,12 @@ changes shapes alone. Calls that are equal to one that was run are left out.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +25,16 @@ from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
-from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.ir.trace import Location, Path
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes, without_collection
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
-from tpplan.plan import InternalError
+from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
+
+_LIBRARIES = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[1]))
 
 
 class ShapeCommunicator:
@@ -63,13 +67,20 @@ class ShapeCommunicator:
         return torch.cat([tensor.chunk(self.size, split_dim)[self.rank]] * self.size, concatenate_dim)
 
 
+class Rehearsed(NamedTuple):
+    """The collectives of one rank: those that ran, and those that the program predicts for the calls that ran."""
+
+    ran: Counter[str]
+    predicted: Counter[str]
+
+
 def rehearse(
     model: nn.Module,
     compiled: Compiled,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
     parts: Mapping[Path, Layout],
-) -> None:
+) -> list[Rehearsed]:
     """Run a program on shapes, once for each kind of rank.
 
     Args:
@@ -78,11 +89,16 @@ def rehearse(
         arguments, keywords: the call that it was compiled for.
         parts: how tensors of the call lie of which a rank gets its part only; the call has them whole.
 
+    Returns:
+        For each kind of rank the collectives that ran, and those that were predicted.
+
     Raises:
-        InternalError: the lowered model raised, or its collectives aren't the predicted ones.
+        CompileError: the lowered model raised.
+        InternalError: it has no backward, and the stock model has one.
     """
     names = argument_names(type(model).forward)
-    ranks = {id(stream): rank for rank, stream in reversed(compiled.streams.items())}
+    ranks = {id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}
+    found: list[Rehearsed] = []
     for rank in sorted(ranks.values()):
 
         def local(path: Path, tensor: Tensor, rank: int = rank) -> Tensor:
@@ -92,28 +108,66 @@ def rehearse(
             return _like(tensor, None, shape)
 
         with without_collection():
-            _rehearse(model, compiled, with_tensors(arguments, keywords, names, local), rank)
+            found.append(_rehearse(model, compiled, with_tensors(arguments, keywords, names, local), rank))
+    return found
 
 
-def _rehearse(model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int) -> None:
+def _rehearse(
+    model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int
+) -> Rehearsed:
     program = compiled.program
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     skeleton = make_skeleton(model).model.train(program.training)
     axis = ShapeCommunicator(program.size, rank)
-    distributor = MeshDistributor(fake_mesh(program.size, rank, "meta"), axis, None)
+    distributor = MeshDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
+    distributor.device = torch.device("meta")
     lower(skeleton, program, distributor)
     standing = _stand_in(skeleton, compiled.streams[rank])
     around = Surroundings(skeleton)
     try:
         with on_shapes(taken, torch.device(program.device)):
             result = skeleton(*call[0], **call[1])
-            outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
-            torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+            if not _differentiate(result) and _differentiable(model, program, call, taken):
+                raise InternalError(f"the backward of the program can't run as rank {rank}")
+    except TpplanError:
+        raise
     except Exception as error:
-        raise InternalError(f"the program can't run as rank {rank}: {type(error).__name__}: {error}") from error
+        raise CompileError([_finding(error, rank)]) from error
     finally:
         around.restore()
-    _compare_counts(program, axis.counts, standing, rank)
+    return Rehearsed(axis.counts, _predicted(program, standing))
+
+
+def _differentiate(result: Any) -> bool:
+    """Run the backward of a result; whether that worked."""
+    outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
+    try:
+        torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+    except Exception:
+        return False
+    return True
+
+
+def _differentiable(
+    model: nn.Module, program: Program, call: tuple[tuple[Any, ...], dict[str, Any]], taken: frozenset[Location]
+) -> bool:
+    """Whether the stock model has a backward: a body may overwrite what that needs, and so be for evaluation alone."""
+    skeleton = make_skeleton(model).model.train(program.training)
+    with on_shapes(taken, torch.device(program.device)):
+        return _differentiate(skeleton(*call[0], **call[1]))
+
+
+def _finding(error: Exception, rank: int) -> Diagnostic:
+    """What the model's own code couldn't do with what a rank holds."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if not f.filename.startswith(_LIBRARIES)), "")
+    text = str(error).strip().splitlines()
+    return Diagnostic(
+        code="TP136",
+        message=f"the sharded model can't run as rank {rank}: {type(error).__name__}{': ' + text[0] if text else ''}",
+        help="leave out the rules of the module that the line belongs to, or take what it needs as an argument or a result",
+        notes=(f"at {at}",) if at else (),
+    )
 
 
 def _like(tensor: Tensor, stride: tuple[int, ...] | None, shape: tuple[int, ...]) -> Tensor:
@@ -183,19 +237,11 @@ def _connected(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return with_items(result, lambda item: made.get(id(item), item))
 
 
-def _compare_counts(program: Program, counts: Mapping[str, int], standing: frozenset[str], rank: int) -> None:
-    """Raise if the collectives that ran aren't those that the program predicts for the modules that ran."""
-    if program.takes_gradients:
-        return  # how often a backward runs within the forward, and how far it goes, isn't predicted
+def _predicted(program: Program, standing: frozenset[str]) -> Counter[str]:
+    """The collectives that the program predicts for the modules that ran."""
     ran = replace(program, modules=tuple(m for m in program.modules if not _is_in(m.name, standing)))
-    summed = {p.name for p in program.summed_parameters}
-    ran = replace(ran, parameters=program.parameters if any(not _is_in(n, standing) for n in summed) else ())
-    most, least = ran.count_collectives(), ran.count_collectives(picked=False)
-    for kind in sorted({*most, *counts}):
-        if not least[kind] <= counts.get(kind, 0) <= most[kind]:
-            raise InternalError(
-                f"rank {rank} runs {counts.get(kind, 0)} {kind} collectives where the program predicts {most[kind]}"
-            )
+    summed = any(not _is_in(p.name, standing) for p in program.summed_parameters)
+    return replace(ran, parameters=program.parameters if summed else ()).count_collectives()
 
 
 def _is_in(name: str, modules: frozenset[str]) -> bool:
@@ -203,4 +249,4 @@ def _is_in(name: str, modules: frozenset[str]) -> bool:
     return name in modules or any(name.startswith(f"{module}.") for module in modules)
 
 
-__all__ = ["ShapeCommunicator", "rehearse"]
+__all__ = ["Rehearsed", "ShapeCommunicator", "rehearse"]

@@ -46,6 +46,7 @@ from tpplan.compiler.place.conflicts import (
     shared_biases,
     shared_module_findings,
     uses_of,
+    uses_of_values,
 )
 from tpplan.compiler.place.place import Placer, root_solution
 from tpplan.compiler.place.solution import Constraints, Failure
@@ -54,7 +55,7 @@ from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
-from tpplan.compiler.trace.effects import effect_findings, hidden_findings, left_findings
+from tpplan.compiler.trace.effects import branch_findings, effect_findings, hidden_findings, left_findings
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.work import Work
 from tpplan.cost.communication import NVLINK
@@ -309,6 +310,12 @@ def _reconcile(work: Work, instance: Instance, assignment: Assignment) -> bool:
         work.constraints.whole_gradients |= uses
         return True
     work.findings += mixed_gradient_findings(mixed, assignment)
+    tested = {value for value in work.trace.tested if assignment.layouts.get(value, REPLICATED) != REPLICATED}
+    places = uses_of_values(tested, instance) - work.constraints.whole
+    if places:
+        work.constraints.whole |= places
+        return True
+    work.findings += branch_findings({value: work.trace.tested[value] for value in tested}, assignment.layouts)
     return False
 
 

@@ -78,7 +78,11 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class CheckInput:
-    """What a check needs to know; `rank` is whose shapes it runs on, `parts` the inputs that don't come whole."""
+    """What a check needs to know.
+
+    `rank` is whose shapes it runs on, `parts` the inputs that don't come whole; `surprising` whether functions with a
+    backward of their own hide which values have a gradient.
+    """
 
     model: nn.Module
     trace: Trace
@@ -90,6 +94,7 @@ class CheckInput:
     results: Mapping[tuple[str, int], Any]
     parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     rank: int = 0
+    surprising: bool = False
 
     @property
     def batch(self) -> int:
@@ -123,7 +128,7 @@ def compare(
     for (position, ours), theirs in zip(steps, runs, strict=False):
         found = _compare_rearranged(given, whole, *next(rearranged), values)
         found = found or _compare_operation(given, whole, position, ours, theirs, values)
-        found = found or _compare_operands(whole, position, ours, theirs, operands)
+        found = found or _compare_operands(given, whole, position, ours, theirs, operands, values)
         if found is not None:
             return found
     if failure:
@@ -212,12 +217,22 @@ def _compare_operation(
 
 
 def _compare_operands(
-    whole: Frame, position: int, ours: Operation, theirs: Operation, operands: Correspondence
+    given: CheckInput,
+    whole: Frame,
+    position: int,
+    ours: Operation,
+    theirs: Operation,
+    operands: Correspondence,
+    values: Sequence[Value],
 ) -> Mismatch | None:
     for place, (mine, its) in enumerate(zip(ours.inputs, theirs.inputs, strict=False)):
+        reason = ""
         if operands.differs(mine, its):
-            reason = f"operand {place + 1} of {ours.name} is another value than in the unsharded model"
-            return Mismatch(whole, ours, position, None, None, reason)
+            reason = "is another value than in the unsharded model"
+        elif not given.surprising and values[its].differentiable != given.trace.values[mine].differentiable:
+            reason = f"{'has a' if values[its].differentiable else 'has no'} gradient on a rank's part alone"
+        if reason:
+            return Mismatch(whole, ours, position, None, None, f"operand {place + 1} of {ours.name} {reason}")
     return None
 
 
@@ -234,11 +249,6 @@ def _compare_shapes(
         expected = promised_shape(given, given.trace.values[mine])
         if expected != values[its].shape:
             return Mismatch(whole, ours, position, expected, values[its].shape, reason)
-        if values[its].differentiable != given.trace.values[mine].differentiable:
-            has = "has a gradient" if values[its].differentiable else "has no gradient"
-            return Mismatch(
-                whole, ours, position, None, None, f"the result of {ours.name} {has} on a rank's part alone"
-            )
     if len(ours.outputs) != len(theirs.outputs):
         return Mismatch(whole, ours, position, None, None, reason)
     return None
@@ -290,7 +300,15 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
     if ours.name == CONVOLUTION:
         mine, its = ours.arguments, theirs.arguments
         return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
-    return scalars(ours) == scalars(theirs)
+    mine, its = scalars(ours), scalars(theirs)
+    return len(mine) == len(its) and all(a is b or _equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
+def _equal(ours: object, theirs: object) -> bool:
+    try:
+        return bool(ours == theirs)
+    except Exception:  # some objects of torch can't be compared
+        return False
 
 
 def _local_start(given: CheckInput, operation: Operation) -> tuple[Any, ...]:

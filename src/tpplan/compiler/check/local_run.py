@@ -120,6 +120,7 @@ def _check_rank(
         local, values, failed = error.root, tuple(state.recorder.values), error.frame
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
     frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
+    given = replace(given, surprising=bool(state.recorder.surprising))
     operands = Correspondence(given.trace.recorded, local, REARRANGING)
     found: list[Mismatch] = []
     for frame in local.walk():
@@ -138,7 +139,9 @@ def _check_rank(
     assert found or failed is None, failed.module
     if failed is None:
         found += _compare_numbers(given, state.results["", 0])
-    stream = None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen)
+    stream = (
+        None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen, given.trace.cached)
+    )
     return min(found, key=_when, default=None), stream
 
 

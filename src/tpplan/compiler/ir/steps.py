@@ -79,10 +79,12 @@ class Stream:
     Attributes:
         root: the call of the whole model.
         varying: calls, as (module, call), whose steps depend on what is found in a tensor; they aren't compared.
+        cached: code that runs only where a `functools.lru_cache` has no result yet; nor are its steps.
     """
 
     root: Heard
     varying: frozenset[tuple[str, int]] = frozenset()
+    cached: frozenset[CodeType] = frozenset()
     _calls: dict[tuple[str, int], Heard] = field(default_factory=dict[tuple[str, int], Heard])
 
     def __post_init__(self) -> None:
@@ -110,8 +112,8 @@ class Stream:
                 yield step
 
     def varying_code(self) -> frozenset[CodeType]:
-        """The code that runs in calls whose steps vary."""
-        found: set[CodeType] = set()
+        """The code whose steps aren't compared."""
+        found: set[CodeType] = set(self.cached)
         for key in self.varying:
             if key in self._calls:
                 for heard in _walk(self._calls[key]):

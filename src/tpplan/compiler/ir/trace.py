@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -216,6 +217,8 @@ class Trace:
         gradless: values made with gradients off, in calls that began with gradients on: under `no_grad`, or inside of a
             function with a backward of its own.
         takes_gradients: whether the forward takes gradients itself.
+        cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
+        tested: values that the model branches on, with the lines where it does.
     """
 
     root: Frame
@@ -234,6 +237,8 @@ class Trace:
     device: torch.device = field(default=torch.device("cpu"))
     gradless: frozenset[int] = frozenset()
     takes_gradients: bool = False
+    cached: frozenset[CodeType] = frozenset()
+    tested: dict[int, Location | None] = field(default_factory=dict["int", "Location | None"])
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import LinearForm
 from tpplan.compiler.ir.dataflow import DataFlow
@@ -227,7 +227,9 @@ def _is_exact(flow: DataFlow, frame: Frame, module: nn.Module, bound: Bound) -> 
     if bound.style is Style.VOCAB:
         return exact_lookup(flow, frame, module)
     product = exact_product(flow, frame, module)
-    return product is not None and isinstance(bound.form, LinearForm) and product.transposed == bound.form.transposed
+    if product is None or not isinstance(bound.form, LinearForm) or product.transposed != bound.form.transposed:
+        return False
+    return product.bias == (own_parameters(module).get("bias") is not None)  # the runtime adds a bias that is there
 
 
 def _no_lookup(bound: Bound, frame: Frame) -> Diagnostic:

@@ -238,7 +238,7 @@ def _record(
     }
     hidden = dict(_hidden(state, called))
     return Trace(
-        _without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign)),
+        _without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)),
         root,
         complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
@@ -254,6 +254,8 @@ def _record(
         recorder.device or torch.device("cpu"),
         frozenset(recorder.gradless),
         recorder.takes_gradients,
+        frozenset(code for cache in around.caches.values() if (code := getattr(cache.__wrapped__, "__code__", None))),
+        dict(recorder.tested),
     )
 
 

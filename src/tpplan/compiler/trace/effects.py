@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tpplan.compat import named_modules, own_buffers
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.ir.program import splits_sequence
-from tpplan.compiler.ir.trace import Path, Trace
+from tpplan.compiler.ir.trace import Location, Path, Trace
 from tpplan.plan import Diagnostic
 
 _STOCK = frozenset(vars(nn.Module()))  # tables of parameters, modules and hooks
@@ -54,6 +54,19 @@ def effect_findings(kept: Mapping[int, str], layouts: Mapping[int, Layout]) -> l
         )
         for value, name in kept.items()
         if layouts.get(value, REPLICATED) != REPLICATED
+    ]
+
+
+def branch_findings(tested: Mapping[int, Location | None], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
+    """Report branches on values that each rank has its own part of, so that the ranks would go different ways."""
+    return [
+        Diagnostic(
+            code="TP107",
+            message=f"the model branches on a value that lies {layouts[value]}: each rank would see its own part of it",
+            help="pin `output: replicate` for the module that the value comes from",
+            notes=(f"at {location}",) if location is not None else (),
+        )
+        for value, location in tested.items()
     ]
 
 
@@ -113,4 +126,4 @@ def path_name(path: Path) -> str:
     return f"{first}{''.join(f'[{part!r}]' for part in rest)}"
 
 
-__all__ = ["effect_findings", "held_tensors", "hidden_findings", "left_findings", "path_name"]
+__all__ = ["branch_findings", "effect_findings", "held_tensors", "hidden_findings", "left_findings", "path_name"]

@@ -63,6 +63,7 @@ class Recorder(RecordingMode):
         self.whole = True  # whether autograd's record reaches across modules, as no reshard cuts it
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
         self._taken = taken
+        self.tested: dict[int, Location | None] = {}  # values that the model branches on
         self.listening = False  # whether the steps of bodies are wanted
         self.values: list[Value] = []
         self.assumptions: list[Assumption] = []
@@ -288,6 +289,7 @@ class Recorder(RecordingMode):
             raise self.refuse_value()
         taken = location in self._taken
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken))
+        self.tested.setdefault(self.value_of(tensor), location)
         return taken
 
     def _follow(self, func: OpOverload, operands: list[Tensor], result: Any) -> None:

@@ -369,6 +369,25 @@ def forward(self, x):
 """,
     ),
     Entry(
+        code="TP136",
+        name="cannot-run",
+        severity=Severity.ERROR,
+        summary="The model's own code can't run with what a rank holds.",
+        explanation="""
+Each program is rehearsed before anything changes: the lowered model runs once on tensors without numbers, forward and
+backward, with parameters as they are read at run time. Code that looks at the model's parameters itself, such as
+`dict(self.named_parameters())` inside of a forward, finds DTensors there, which plain tensors can't be mixed with.
+""",
+        bad="""
+def forward(self, x):
+    return functional.linear(x, dict(self.named_parameters())["up.weight"])
+""",
+        good="""
+def forward(self, x):
+    return self.up(x)
+""",
+    ),
+    Entry(
         code="TP138",
         name="second-derivative",
         severity=Severity.ERROR,
