@@ -139,7 +139,7 @@ def parallelize(
             error = raised
     program = None if compiled is None else compiled.program
     draws = program is not None and any(module.random for module in program.modules)
-    agree(group, None if program is None else program.digest, error, draws)
+    agree(group, None if compiled is None else compiled.digest, error, draws)
     assert loaded is not None and compiled is not None and program is not None
     axis = ProcessGroupCommunicator(group)
     guard = CallGuard(make_skeleton(model).model, loaded, compiled, *call, axis)

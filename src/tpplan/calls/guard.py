@@ -313,7 +313,7 @@ class CallGuard:
         except Exception as raised:  # whatever a rank fails with, the others must not wait for it
             error = raised
         if self._axis is not None:
-            agree(self._axis.group, None if compiled is None else compiled.program.digest, error)
+            agree(self._axis.group, None if compiled is None else compiled.digest, error)
         if compiled is None:
             assert error is not None
             raise error

@@ -36,7 +36,7 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Assumption, Location, Operation, Path, Trace
+from tpplan.compiler.ir.trace import Assumption, Location, Operation, Path, Trace, digest_of
 from tpplan.compiler.later import after_a_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment, assign
 from tpplan.compiler.place.conflicts import (
@@ -72,6 +72,7 @@ class Compiled:
         program: the program.
         streams: for each rank, the steps that its bodies take in the example call.
         assumptions: the sides on which branches on data were taken.
+        traced: a digest of the operations of the example call.
         later: the steps of calls after the first, if what that one left behind lets them take others.
     """
 
@@ -79,6 +80,12 @@ class Compiled:
     streams: Mapping[int, Stream]
     assumptions: tuple[Assumption, ...]
     later: Mapping[int, Stream] = field(default_factory=dict[int, Stream])
+    traced: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Of the program, and of the run that it was made from: equal on ranks that will do the same."""
+        return f"{self.program.digest} {self.traced}"
 
 
 def compile_program(
@@ -190,7 +197,7 @@ def _compile(
         model, plan, size, flow, binding, assignment, work.attributes, tuple(work.findings), kernels, work.recorded
     )
     dump.program(program)
-    return Compiled(program, work.streams, trace.assumptions), trace, state
+    return Compiled(program, work.streams, trace.assumptions, traced=digest_of(trace.root)), trace, state
 
 
 def _warnings(work: Work, instance: Instance, assignment: Assignment) -> list[Diagnostic]:

@@ -18,8 +18,8 @@ from tpplan.runtime.writes import WRITES
 MISSING = object()
 NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | {WRITES, MARK, "forward"}
 
-TensorForm = tuple[tuple[int, ...], bool]
-"""The shape of a parameter or buffer, and whether it is a DTensor."""
+TensorForm = tuple[tuple[int, ...], object]
+"""The shape of a parameter or buffer, and of a DTensor its placements."""
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -41,7 +41,7 @@ def tensors(module: nn.Module) -> dict[str, TensorForm]:
 
 def form(held: Tensor) -> TensorForm:
     """What to remember of a parameter or buffer."""
-    return tuple(held.shape), isinstance(held, DTensor)
+    return tuple(held.shape), held.placements if isinstance(held, DTensor) else None
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tpplan.compiler.ir.region import LocalValue, OperationNode, picks_of
 from tpplan.compiler.ir.trace import BackwardGraph, ForeignBackward, Operation, Value
 from tpplan.compiler.rules.packed import EXPAND, SELECT, SPLITS
 from tpplan.compiler.rules.propagate import FILLS, Propagator, Refusal
+from tpplan.compiler.trace.draws import is_draw
 
 _SAME = frozenset(f"aten.{name}.default" for name in ("clone", "detach", "alias", "lift_fresh"))
 _SLICES = frozenset(("aten.slice.Tensor", SELECT))
@@ -55,6 +56,9 @@ def backward_fault(
     graph, run = whole.graph, local.graph
     if graph.failure or run.failure:
         return BackwardFault(f"there is no record of it: {graph.failure or run.failure}")
+    drawn = next((node for node in graph.body if is_draw(node.target, node.arguments, node.keywords)), None)
+    if drawn is not None:
+        return BackwardFault(f"{drawn.name} draws random numbers, which would have to differ between the ranks", drawn)
     differs = _compared(graph, run)
     if differs is not None:
         return differs

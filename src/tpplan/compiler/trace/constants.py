@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compiler.ir.steps import BRANCHES, step_of
@@ -20,6 +20,7 @@ from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
 from tpplan.compiler.trace.recorder import Recorder
 
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportFunctionMemberAccess]
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _HOOKS: dict[Callable[..., Any], bool] = {
     Tensor.register_hook: False,
@@ -38,6 +39,10 @@ def _index_of(index: Any) -> Any:
 
 def _row(item: Any) -> Any:
     return torch.tensor(item) if type(item) is list and item and all(type(n) is int for n in item) else item  # pyright: ignore
+
+
+class DataAssignedError(Exception):
+    """A forward assigns to a parameter's `.data`, which the sharded model's parameter wouldn't get."""
 
 
 class ConstantWatcher(TorchFunctionMode):
@@ -64,6 +69,10 @@ class ConstantWatcher(TorchFunctionMode):
             args = (args[0], _index_of(args[1]), *args[2:])
         if func is torch.autograd.grad:
             return record_gradient(self._recorder, args, keywords)
+        if func == _SET_DATA and isinstance(args[0], nn.Parameter):
+            raise DataAssignedError(
+                "a parameter's `.data` is assigned to; write to the parameter under `no_grad` instead"
+            )
         if func in _HOOKS:
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
