@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         load_plan,
     )
     from tpplan.runtime.draws import RandomnessError
-    from tpplan.runtime.reshard import UnevenShardError
+    from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
 
     __version__: str
@@ -58,6 +58,7 @@ __all__ = [
     "RankTimeoutError",
     "RanksDisagreeError",
     "ReplayError",
+    "SecondDerivativeError",
     "TooLargeError",
     "TpplanError",
     "UnevenShardError",
@@ -88,6 +89,7 @@ _ERRORS = {
     "RanksDisagreeError": "tpplan.parity.errors",
     "ReplayError": "tpplan.compiler.ir.script",
     "TooLargeError": "tpplan.parity.errors",
+    "SecondDerivativeError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
     "UnprovedCallError": "tpplan.calls.errors",
     "UnshardedError": "tpplan.parity.errors",

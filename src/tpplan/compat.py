@@ -180,8 +180,8 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something is called with a module's arguments, results or gradients besides its forward."""
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(tables)
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(bool(getattr(module, name)) for name in names)
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

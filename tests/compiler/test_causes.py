@@ -53,7 +53,7 @@ COMPUTED = [
 def test_a_weight_that_is_computed_is_no_parameter_to_split(norm, what, removed, name):
     model = Mlp()
     norm(getattr(model, name))
-    found = refusal(model, SPLIT)
+    found = refusal(model, SPLIT)  # pyright: ignore
     assert (found.code, found.subject) == ("TP112", name)
     assert found.message == (
         f"`{name}.weight` isn't a parameter: the {what} computes it anew for each forward, and `{SPLIT[name]}` has "
@@ -103,7 +103,7 @@ def test_a_pin_says_what_it_requires(rules, message, way_out):
 
 def test_a_pin_along_the_sequence_says_how_long_that_is():
     rules = {"up": {"style": "colwise", "output": "sequence"}, "down": "rowwise"}
-    found = refusal(Mlp(), rules, (torch.randn(2, 5, 16),))
+    found = refusal(Mlp(), rules, (torch.randn(2, 5, 16),))  # pyright: ignore
     assert found.message == (
         "the result of `up`, of shape [2, 5, 32], can't be `sequence`: dim 1 is the sequence, and 2 ranks can't share "
         "its 5 entries evenly"
@@ -147,14 +147,14 @@ class Cond(Mlp):
 
 
 def test_an_operator_of_higher_order_is_named():
-    found = refusal(Cond(), SPLIT)
+    found = refusal(Cond(), SPLIT)  # pyright: ignore
     assert found.message == "the model calls a higher-order operator such as `torch.cond`, which can't be captured"
     assert found.notes == (f"in the model, at {line_of(Cond)}",)
 
 
 def test_what_follows_from_a_write_in_place_is_not_reported():
     rules = {"up": {"style": "colwise", "output": "shard"}}
-    assert refusal(toys.WritesThroughAView(), rules, toys.activations()).code == "TP113"
+    assert refusal(toys.WritesThroughAView(), rules, toys.activations()).code == "TP113"  # pyright: ignore
 
 
 def test_two_calls_of_a_module_are_told_apart_by_their_layouts():

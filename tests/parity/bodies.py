@@ -44,7 +44,7 @@ class Writer:
         return [name for name, held in self.names.items() if isinstance(held, Tensor)]
 
     def shape(self, name: str) -> torch.Size:
-        return self.names[name].shape
+        return self.names[name].shape  # pyright: ignore
 
     def add(self, text: str, count: int = 1) -> bool:
         """Append a line that makes so many tensors, if it runs."""
@@ -57,7 +57,7 @@ class Writer:
         except (RuntimeError, IndexError, ValueError):
             return False
         tensors = [names[f"h{first + n}"] for n in range(count)]
-        if any(not 0 < t.numel() <= 4096 for t in tensors):
+        if any(not 0 < t.numel() <= 4096 for t in tensors):  # pyright: ignore
             return False
         self.names |= dict(zip((f"h{first + n}" for n in range(count)), tensors, strict=True))
         self.lines.append(line)
@@ -134,7 +134,7 @@ class Writer:
                 self.add(f"*{name}.split({pieces}, {dim})", len(pieces))
             case "chunk":
                 count = rng.choice((2, 3, 4))
-                self.add(f"*{name}.chunk({count}, {dim})", len(self.names[name].chunk(count, dim)))
+                self.add(f"*{name}.chunk({count}, {dim})", len(self.names[name].chunk(count, dim)))  # pyright: ignore
             case "unbind" if size <= 6:
                 self.add(f"*{name}.unbind({dim})", size)
             case "select":

@@ -54,5 +54,5 @@ def half_baked() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _raise(module: nn.Module, arguments: object) -> None:
-    if not next(module.parameters()).is_meta:
+    if next(module.parameters()).data_ptr():
         raise ValueError("half-baked")

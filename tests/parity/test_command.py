@@ -31,8 +31,8 @@ def test_json_is_all_there_is_on_standard_output(capsys):
 def test_a_divergence_exits_with_1_and_names_the_module(capsys, monkeypatch):
     compiled = tpplan.compiler.pipeline.compile_program
 
-    def miscompiled(*arguments):
-        program = compiled(*arguments)
+    def miscompiled(*arguments, **keywords):
+        program = compiled(*arguments, **keywords)
         return with_module(program, "blocks.1.mlp.down", lambda module: replace(module, exits=()))
 
     monkeypatch.setattr("tpplan.parity.run.compile_program", miscompiled)

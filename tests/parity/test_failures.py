@@ -46,7 +46,7 @@ class Choosy(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_meta:
+        if x.data_ptr():  # not while it is captured, on tensors without memory
             raise ValueError("not today")
         return self.down(self.up(x))
 

@@ -38,8 +38,8 @@ class Average(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
-        self.mean.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)
-        self.unread[1] += y.detach().sum((0, 1))
+        self.mean.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)  # pyright: ignore
+        self.unread[1] += y.detach().sum((0, 1))  # pyright: ignore
         return y - self.mean
 
 
@@ -74,10 +74,10 @@ def test_running_statistics_are_compared():
 def test_the_model_keeps_every_bit(processes):
     model = Average()
     before, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
-    unread, generator = model.unread.clone(), torch.get_rng_state()
+    unread, generator = model.unread.clone(), torch.get_rng_state()  # pyright: ignore
     assert tpplan.verify(model, PLAN, 2, SAMPLE, processes=processes).ok
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(model.unread, unread)
+    assert torch.equal(model.unread, unread)  # pyright: ignore
     assert set(vars(model)) == attributes
     assert torch.equal(torch.get_rng_state(), generator)
 

@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, length = q.shape[:2]
-        q, k = self.turn(q, self.turns), self.turn(k, self.turns)
+        q, k = self.turn(q, self.turns), self.turn(k, self.turns)  # pyright: ignore
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         k, v = (t.repeat_interleave(self.heads // self.keys, dim=1) for t in (k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -171,7 +171,7 @@ class Model(nn.Module):
 
 def plan(kind: type[Attention], sequence: bool) -> dict[str, object]:
     norms = {"layers.*.norm": "sequence"} if sequence else {}
-    return {"version": 1, "modules": {**kind.rules, "layers.*.mixer.out": "rowwise", **norms}}
+    return {"version": 1, "modules": {**kind.rules, "layers.*.mixer.out": "rowwise", **norms}}  # pyright: ignore
 
 
 CASES = [

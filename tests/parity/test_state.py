@@ -276,7 +276,7 @@ STEERS = {
 
 @pytest.mark.parametrize("how", STEERS)
 def test_what_depends_on_earlier_calls_is_refused(how: Callable[[Any, Tensor], Tensor]) -> None:
-    with pytest.raises(CompileError, match=rf"TP129 .*{STEERS[how]}"):
+    with pytest.raises(CompileError, match=rf"TP129 .*{STEERS[how]}"):  # pyright: ignore
         tpplan.compile_plan(Keeps(how), PLAN, 2, torch.randn(2, 3, 8))
 
 

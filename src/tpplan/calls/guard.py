@@ -29,14 +29,14 @@ from tpplan.calls.guarded import GuardedCall
 from tpplan.calls.key import CallKey, KeyReader
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
-from tpplan.calls.prove import prove
 from tpplan.calls.watch import Departure
+from tpplan.compat import without_dispatch_modes
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.ir.steps import Step
-from tpplan.compiler.ir.trace import Location
-from tpplan.compiler.pipeline import Compiled
+from tpplan.compiler.ir.trace import Location, Sides
+from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank
@@ -166,20 +166,27 @@ class CallGuard:
         """Take a call as proved: it kept to a proved path on every rank."""
         decision.proof.meet(decision.key)
 
-    def prove_sides(self, call: Call, decision: Decision) -> None:
-        """Prove the other sides of branches on data, if that wasn't done for calls of this kind."""
-        if not self._paths.of(decision.key.kind).both:
-            self._prove_sides(call, decision)
+    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> Proof:
+        """The proof of a call at its own sizes, by these sides of branches on data.
 
-    def prove_path(self, call: Call, decision: Decision, taken: frozenset[Location]) -> Proof:
-        """The proof of a call at its own sizes, with these branches on data taken on their true side.
+        Args:
+            call, decision: the call, and the proof that it left.
+            taken: the sides that it took.
+            branches: whether it left the proof at a branch; calls of its kind are then expected to do so again.
 
         Raises:
             UnprovedCallError: there is none.
         """
+        kind, before = decision.key.kind, dict(self._paths.of(decision.key.kind).sides)
         proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
-        self._paths.note(decision.key.kind, proof, compiled)
-        if proof is not decision.proof:
+        self._paths.note(kind, proof, compiled)
+        if proof is decision.proof:
+            self._paths.free(
+                kind, [at for at, sides in taken.exact.items() if {before.get(at), *sides} >= {True, False}]
+            )
+        elif branches:
+            self._proofs.cover(kind, proof)
+        else:
             self._paths.give_own(decision.key, proof)
         return proof
 
@@ -195,6 +202,8 @@ class CallGuard:
         path.both = True
         sides = dict(path.sides)
         for location, side in sides.items():
+            if location in path.free:
+                continue
             taken = frozenset(at for at, other in sides.items() if other) ^ {location}
             try:
                 proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
@@ -256,7 +265,7 @@ class CallGuard:
         size, training = self.main.program.size, call.training
         try:
             compiled = self._compiled(
-                lambda: prove(
+                lambda: compile_call(
                     self._stock,
                     base.plan,
                     size,
@@ -308,7 +317,7 @@ class CallGuard:
         error: Exception | None = None
         compiled: Compiled | None = None
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), without_dispatch_modes():
                 compiled = compile_it()
         except Exception as raised:  # whatever a rank fails with, the others must not wait for it
             error = raised
@@ -332,7 +341,7 @@ class CallGuard:
         plan = self.main.plan.with_whole_sequences()
         try:
             program = self._compiled(
-                lambda: prove(self._stock, plan, main.size, *self._example, main.training, device=self._device)
+                lambda: compile_call(self._stock, plan, main.size, *self._example, main.training, device=self._device)
             ).program
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error

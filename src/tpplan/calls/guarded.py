@@ -18,7 +18,7 @@ from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
 from tpplan.compiler.ir.steps import Step
-from tpplan.compiler.ir.trace import Location
+from tpplan.compiler.ir.trace import Sides
 from tpplan.plan import TpplanError
 from tpplan.runtime.watched import AGAIN
 
@@ -40,11 +40,7 @@ class Prover(Protocol):
         """Take a call as proved."""
         ...
 
-    def prove_sides(self, call: Call, decision: Decision) -> None:
-        """Prove the other sides of branches on data."""
-        ...
-
-    def prove_path(self, call: Call, decision: Decision, taken: frozenset[Location]) -> Proof:
+    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> Proof:
         """The proof of a call at its own sizes, by these sides of branches on data."""
         ...
 
@@ -73,22 +69,26 @@ class GuardedCall:
         """See `WatchedCall`."""
         versions = self._prover.buffer_versions()
         generators = _generators() if self._call.training else []
-        watch = Watch()
+        watch, result, error = Watch(), None, None
         try:
             with watch:
                 result = forward()
         except TpplanError:
             raise
-        except Exception as error:
-            departed = self._departure(watch.steps)
-            if departed is None or departed.real is None:  # it raised on the proved path: that's the model's own doing
-                raise
-            raise _refused(departed, f"and then raised {type(error).__name__}: {error}") from error
+        except Exception as raised:  # of the model itself, or since it left the path that was proved
+            error = raised
         departed = self._departure(watch.steps)
+        if error is not None and departed is not None and departed.real is None:
+            departed = None  # it kept to the path until it raised
         if not self._prover.on_any_rank(departed is not None):
+            if error is not None:
+                raise error
             self._prover.accept(self._decision)
             return result
-        return self._settled(result, watch.steps, departed, versions, generators)
+        settled = self._settled(result, watch.steps, departed, versions, generators)
+        if error is not None and settled is not AGAIN:
+            raise error
+        return settled
 
     def _departure(self, steps: Sequence[Step]) -> Departure | None:
         return self._prover.departure(self._decision, steps, self._replaced)
@@ -102,14 +102,9 @@ class GuardedCall:
         generators: list[tuple[Callable[[Tensor], None], Tensor]],
     ) -> Any:
         """The result, if the path that was taken can be proved for the program that ran."""
-        if self._prover.on_any_rank(departed is not None and departed.is_branch):
-            self._prover.prove_sides(self._call, self._decision)
-            departed = self._departure(steps)
-            if not self._prover.on_any_rank(departed is not None):
-                self._prover.accept(self._decision)
-                return result
+        branches = self._prover.on_any_rank(departed is not None and departed.is_branch)
         try:
-            proof = self._prover.prove_path(self._call, self._decision, sides(steps))
+            proof = self._prover.prove_path(self._call, self._decision, sides(steps), branches)
         except TpplanError as error:
             raise _refused(departed, f"which can't be proved\n{error}") from error
         if proof is self._decision.proof:

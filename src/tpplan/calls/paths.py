@@ -6,7 +6,7 @@ of each new combination of sizes. So is every call, if a branch on a tensor's va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tpplan.calls.key import CallKey, Kind, Part
@@ -59,6 +59,12 @@ class Paths:
             if self._rank in streams:
                 path.streams.append((proof, streams[self._rank]))
         path.sides.update({a.location: a.taken for a in compiled.assumptions if a.location is not None})
+
+    def free(self, kind: Kind, branches: Iterable[Location]) -> None:
+        """Let branches take either side, as one program was proved for both."""
+        path = self.of(kind)
+        path.free.update(branches)
+        path.watched = path.watched and not path.free.issuperset(path.sides)
 
     def of(self, kind: Kind) -> Path:
         """What is known of a kind of call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tpplan.calls.key import CallKey, Kind, Part
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
@@ -136,7 +137,8 @@ def cache_difference(program: Program, other: Program) -> str:
     """Where features of a value are split by one program alone, so that neither can read what the other has cached."""
     ours, theirs = program.feature_reshards, other.feature_reshards
     called = {module.name for module in other.modules if module.calls}
-    named = sorted({str(held[0]) for held in ours ^ theirs if isinstance(held, tuple) and held[0] in called})
+    places: list[Any] = [held for held in ours ^ theirs if isinstance(held, tuple)]
+    named = sorted({str(place[0]) for place in places if place[0] in called})
     return f"features are split in other places at `{named[0] or 'the model'}`" if named else ""
 
 

@@ -11,6 +11,7 @@ changes shapes alone. Calls that are equal to one that was run are left out.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from tpplan.compat import fake_mesh, named_modules, native_apply
 from tpplan.compiler.ir.layout import Layout
@@ -121,14 +123,19 @@ def _rehearse(
     axis = ShapeCommunicator(program.size, rank)
     distributor = MeshDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
     distributor.device = torch.device("meta")
-    lower(skeleton, program, distributor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that aren't there
+        lower(skeleton, program, distributor)
     standing = _stand_in(skeleton, compiled.streams[rank])
     around = Surroundings(skeleton)
     try:
-        with on_shapes(taken, torch.device(program.device)):
+        with on_shapes(skeleton, taken, torch.device(program.device)):
             result = skeleton(*call[0], **call[1])
-            if not _differentiate(result) and _differentiable(model, program, call, taken):
-                raise InternalError(f"the backward of the program can't run as rank {rank}")
+            error = _differentiate(result)
+        if isinstance(error, CheckpointError):
+            error = None  # what is computed again runs the calls that were left out
+        if error is not None and _differentiable(model, program, call, taken):
+            raise InternalError(f"its backward can't run as rank {rank}: {type(error).__name__}: {error}") from error
     except TpplanError:
         raise
     except Exception as error:
@@ -138,14 +145,14 @@ def _rehearse(
     return Rehearsed(axis.counts, _predicted(program, standing))
 
 
-def _differentiate(result: Any) -> bool:
-    """Run the backward of a result; whether that worked."""
+def _differentiate(result: Any) -> Exception | None:
+    """Run the backward of a result; what it raised."""
     outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
     try:
         torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return error
+    return None
 
 
 def _differentiable(
@@ -153,8 +160,8 @@ def _differentiable(
 ) -> bool:
     """Whether the stock model has a backward: a body may overwrite what that needs, and so be for evaluation alone."""
     skeleton = make_skeleton(model).model.train(program.training)
-    with on_shapes(taken, torch.device(program.device)):
-        return _differentiate(skeleton(*call[0], **call[1]))
+    with on_shapes(skeleton, taken, torch.device(program.device)):
+        return _differentiate(skeleton(*call[0], **call[1])) is None
 
 
 def _finding(error: Exception, rank: int) -> Diagnostic:
@@ -165,7 +172,7 @@ def _finding(error: Exception, rank: int) -> Diagnostic:
     return Diagnostic(
         code="TP136",
         message=f"the sharded model can't run as rank {rank}: {type(error).__name__}{': ' + text[0] if text else ''}",
-        help="leave out the rules of the module that the line belongs to, or take what it needs as an argument or a result",
+        help="leave out the rules of the module that the line belongs to, or take what it needs as an argument",
         notes=(f"at {at}",) if at else (),
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compiler.ir.steps import BRANCHES, Step, Stream, step_of
-from tpplan.compiler.ir.trace import Location
+from tpplan.compiler.ir.trace import Location, Sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ def departure(proved: Stream, real: Sequence[Step], replaced: frozenset[str]) ->
     return None
 
 
-def sides(steps: Iterable[Step]) -> frozenset[Location]:
-    """The conditions on tensors' values that were true."""
-    return frozenset(step.location for step in steps if step.taken)
+def sides(steps: Iterable[Step]) -> Sides:
+    """The sides that conditions on tensors' values took."""
+    return Sides.of((step.location, step.taken) for step in steps if step.taken is not None)
 
 
 class Watch(TorchFunctionMode):

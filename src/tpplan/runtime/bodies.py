@@ -125,7 +125,11 @@ def _reads(
     if spec.split_norm is None:
         return [(name, readers[name]) for name in spec.reads]
     layout, summed = replace(spec.split_norm.layout, dim=0), SummedReader(handed_out)
-    return [(name, PartReader(summed, layout, placements[name].shape, handed_out.axis)) for name in spec.reads]
+    parts = (spec.split_norm.weight, spec.split_norm.bias)
+    return [
+        (name, PartReader(summed, layout, placements[name].shape, handed_out.axis) if name in parts else readers[name])
+        for name in spec.reads
+    ]
 
 
 def _replaced(

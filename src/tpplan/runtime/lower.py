@@ -238,12 +238,12 @@ class Variants:
         if found is None:
             found = prepare(self._modules, program, self._axis, self._device, self._skeletons)
             self._held.append((program, found))
-        before = next(prepared for known, prepared in self._held if known is self._current)
         self.take_out()
         # Modules that this program doesn't call know whether a forward is under way, and may be called by themselves.
         idle = ModuleRuntime("", self._axis, found[0].runtime.handed_out if found else HandedOut(self._axis))
-        for held in before:
-            held.module.__dict__[RUNTIME] = idle
+        for _, prepared in self._held:  # what other programs before the last have left idle, too
+            for held in prepared:
+                held.module.__dict__[RUNTIME] = idle
         for held in found:
             if not isinstance(held.module, ShardedModule):
                 held.module.__class__ = swapped_class(type(held.module), held.style, False)

@@ -115,7 +115,7 @@ def _as_stock(module: nn.Module, stock: type[nn.Module], protocol: Any) -> tuple
     """How to pickle a module: as one of the stock class."""
     state: dict[str, Any] = module.__getstate__()  # pyright: ignore[reportAssignmentType]
     return (
-        copyreg.__newobj_ex__,
+        copyreg.__newobj_ex__,  # pyright: ignore
         (stock, (), {}),
         {name: held for name, held in state.items() if name != WRITES},
     )

@@ -185,7 +185,9 @@ def _compare_numbers(given: CheckInput, result: Any) -> list[Mismatch]:
         expected = whole.get(path)
         if type(held) not in _PLAIN or type(expected) not in _PLAIN or held == expected:
             continue
-        numbers = ((expected,), (held,)) if type(held) is type(expected) is int else (None, None)
+        numbers: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+        if isinstance(held, int) and isinstance(expected, int):
+            numbers = ((expected,), (held,))
         at = ".".join(map(str, path)) or "the result"
         reason = f"it returns {held!r} instead of {expected!r} (`{at}`)"
         return [Mismatch(given.trace.recorded, None, place, *numbers, reason, when=(place,))]

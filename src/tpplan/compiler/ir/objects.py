@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tpplan.compiler.ir.pytree import is_record
 
@@ -52,11 +52,11 @@ def fresh_object(held: Any) -> Any:
 def without_checkpoint(held: Any) -> Any:
     """A function for a capture: an activation checkpoint, which computes the same twice, is shown as the plain call."""
     function = held.func if isinstance(held, functools.partial) else held  # pyright: ignore[reportUnknownVariableType]
-    return _called if function is checkpoint else held
+    return _called if function is checkpoint else held  # pyright: ignore[reportUnknownVariableType]
 
 
 def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    own = inspect.signature(checkpoint).parameters
+    own = inspect.signature(checkpoint).parameters  # pyright: ignore[reportUnknownArgumentType]
     return function(*args, **{name: held for name, held in options.items() if name not in own})
 
 

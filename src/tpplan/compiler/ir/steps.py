@@ -140,18 +140,29 @@ def step_of(function: object, taken: bool | None = None) -> Step | None:
         if kind is None:
             kind = _kinds[code] = _kind_of(code)
         if kind == "body":
-            return Step(code, frame.f_lasti, function, taken)
+            return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken)
         if kind == "other":
             return None
         frame = frame.f_back
     return None
 
 
+def _is_hook(frame: FrameType) -> bool:
+    """Whether the code that is running was called by a module besides its forward."""
+    caller = frame.f_back
+    while caller is not None and _kinds.get(caller.f_code) in ("body", "passing"):
+        frame, caller = caller, caller.f_back
+    if caller is None or caller.f_code.co_filename != _CALLS:
+        return False
+    module = caller.f_locals.get("self")
+    return getattr(getattr(module, "forward", None), "__code__", frame.f_code) is not frame.f_code
+
+
 _kinds: dict[CodeType, str] = {}
 
 
 def _kind_of(code: CodeType) -> str:
-    """Whether code is a body's; passes a call of one on; or calls torch for a reason of its own (hooks, checkpoints)."""
+    """Whether code is a body's, passes a call of one on, or calls torch for a reason of its own, as a checkpoint."""
     name = code.co_filename
     if not name.startswith(_TORCH):
         return "other" if name.startswith(_OWN) else "body"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -196,6 +196,27 @@ class Assumption:
     taken: bool = False
 
 
+class Sides(frozenset[Location]):
+    """The branches on data that take their true side, by line; of some, the side that each test takes, in order."""
+
+    exact: Mapping[Location, tuple[bool, ...]] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, tests: Iterable[tuple[Location, bool]]) -> Sides:
+        """The sides of a run, test by test."""
+        exact: dict[Location, tuple[bool, ...]] = {}
+        for location, side in tests:
+            exact[location] = (*exact.get(location, ()), side)
+        made = cls(location for location, sides in exact.items() if any(sides))
+        made.exact = MappingProxyType(exact)
+        return made
+
+    def side(self, location: Location | None, number: int) -> bool:
+        """Which side a test takes that is the `number`th at its line."""
+        sides = self.exact.get(location, ()) if location is not None else ()
+        return sides[number] if number < len(sides) else location in self
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One run of the model.
@@ -218,6 +239,7 @@ class Trace:
         gradless: values made with gradients off, in calls that began with gradients on: under `no_grad`, or inside of a
             function with a backward of its own.
         takes_gradients: whether the forward takes gradients itself.
+        sides: those that branches on data were told to take.
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
         tested: values that the model branches on, with the lines where it does.
     """
@@ -238,6 +260,7 @@ class Trace:
     device: torch.device = field(default=torch.device("cpu"))
     gradless: frozenset[int] = frozenset()
     takes_gradients: bool = False
+    sides: Sides = field(default_factory=Sides)
     cached: frozenset[CodeType] = frozenset()
     tested: dict[int, Location | None] = field(default_factory=dict["int", "Location | None"])
 
@@ -247,9 +270,11 @@ class Trace:
         return self.parameters | self.buffers
 
     @property
-    def taken(self) -> frozenset[Location]:
+    def taken(self) -> Sides:
         """Where data-dependent branches were taken on their true side."""
-        return frozenset(a.location for a in self.assumptions if a.taken and a.location is not None)
+        if self.sides.exact:
+            return self.sides
+        return Sides(a.location for a in self.assumptions if a.taken and a.location is not None)
 
 
 def digest_of(frame: Frame) -> str:

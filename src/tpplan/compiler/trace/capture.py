@@ -126,15 +126,17 @@ def without_collection() -> Generator[None]:
 
 
 @contextmanager
-def on_shapes(taken: frozenset[Location], device: torch.device) -> Generator[Recorder]:
+def on_shapes(model: nn.Module, taken: frozenset[Location], device: torch.device) -> Generator[Recorder]:
     """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
 
     Args:
+        model: the model that runs.
         taken: the branches on data to take on their true side.
         device: where bodies are told that their tensors lie.
     """
     recorder = Recorder(taken, device)
     recorder.frames.append(OpenFrame("", 0, []))
+    recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
     with recorder, ConstantWatcher(recorder):
         yield recorder
 
@@ -254,6 +256,7 @@ def _record(
         recorder.device or torch.device("cpu"),
         frozenset(recorder.gradless),
         recorder.takes_gradients,
+        recorder.taken,
         frozenset(code for cache in around.caches.values() if (code := getattr(cache.__wrapped__, "__code__", None))),
         dict(recorder.tested),
     )

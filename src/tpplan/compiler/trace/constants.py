@@ -20,13 +20,13 @@ from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
 from tpplan.compiler.trace.recorder import Recorder
 
-_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportFunctionMemberAccess]
+_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _HOOKS: dict[Callable[..., Any], bool] = {
     Tensor.register_hook: False,
     Tensor.register_post_accumulate_grad_hook: True,
 }
-_VALUE_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+_VALUE_READS: frozenset[Any] = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))  # pyright: ignore
 _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
@@ -69,7 +69,7 @@ class ConstantWatcher(TorchFunctionMode):
             args = (args[0], _index_of(args[1]), *args[2:])
         if func is torch.autograd.grad:
             return record_gradient(self._recorder, args, keywords)
-        if func == _SET_DATA and isinstance(args[0], nn.Parameter):
+        if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func):
             raise DataAssignedError(
                 "a parameter's `.data` is assigned to; write to the parameter under `no_grad` instead"
             )

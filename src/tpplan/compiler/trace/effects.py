@@ -78,8 +78,8 @@ def hidden_findings(hidden: Mapping[int, str], layouts: Mapping[int, Layout]) ->
             code="TP107",
             message=f"the model returns a `{kind}` with a tensor that lies {layout}: it can't be made whole there, as "
             "tpplan doesn't know how such an object is made",
-            help="return a tuple, a dict or a dataclass instead; or pin `output: replicate` for the module that the tensor "
-            "comes from",
+            help="return a tuple, a dict or a dataclass instead; or pin `output: replicate` for the module that the "
+            "tensor comes from",
         )
         for kind, layout in parts.items()
     ]

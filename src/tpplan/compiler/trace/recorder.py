@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import OpOverload, PythonNode, RecordingMode, Unwatched, schema_mutates, schema_returns_view
-from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Value
+from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Sides, Value
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame
@@ -62,7 +63,8 @@ class Recorder(RecordingMode):
         self.twice = False  # whether a gradient is taken that is differentiated again
         self.whole = True  # whether autograd's record reaches across modules, as no reshard cuts it
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
-        self._taken = taken
+        self.taken = taken if isinstance(taken, Sides) else Sides(taken)
+        self._met: Counter[Location | None] = Counter()  # tests of branches, by line
         self.tested: dict[int, Location | None] = {}  # values that the model branches on
         self.listening = False  # whether the steps of bodies are wanted
         self.values: list[Value] = []
@@ -287,7 +289,9 @@ class Recorder(RecordingMode):
         location = self.location()
         if tensor.dtype is not torch.bool:
             raise self.refuse_value()
-        taken = location in self._taken
+        number = self._met[location]
+        self._met[location] += 1
+        taken = self.taken.side(location, number)
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken))
         self.tested.setdefault(self.value_of(tensor), location)
         return taken

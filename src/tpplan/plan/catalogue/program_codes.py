@@ -350,12 +350,12 @@ model = tpplan.parallelize(model, plan_for_the_adapted_model)
         severity=Severity.ERROR,
         summary="A call took a path through the model's code that wasn't proved.",
         explanation="""
-A proof runs once, on tensors without numbers, at the sizes of the example. The first real call of each kind, and of each
-new combination of sizes, is watched: the calls of torch that the model's code makes have to be those of the proof. A call
-that takes another path (a branch on a size, on a tensor's value, on a global or an environment variable) is proved anew,
-and runs by its own program if it needs one. This finding says that there is none, or that nothing which a proof can see
-explains the path. It is raised on every rank, before a result leaves the model. Under `TPPLAN_DEBUG=1`, read when
-`parallelize` is called, every call is watched.
+A proof runs once, on tensors without numbers, at the sizes of the example. The first real call of each kind, and of
+each new combination of sizes, is watched: the calls of torch that the model's code makes have to be those of the
+proof. A call that takes another path (a branch on a size, on a tensor's value, on a global or an environment
+variable) is proved anew, and runs by its own program if it needs one. This finding says that there is none, or that
+nothing which a proof can see explains the path. It is raised on every rank, before a result leaves the model. Under
+`TPPLAN_DEBUG=1`, read when `parallelize` is called, every call is watched.
 """,
         bad="""
 def forward(self, x):

@@ -181,8 +181,8 @@ modules:
         explanation="""
 Of several patterns that match a module the most specific wins: the one with more segments written out in full; then
 with fewer `**`; then with more segments, and more characters, written out in part; then with more segments; then with
-fewer alternatives in braces. These don't decide between the two here, and the order in the file doesn't count. Name the module in a
-rule of its own, or narrow one of the patterns.
+fewer alternatives in braces. These don't decide between the two here, and the order in the file doesn't count. Name
+the module in a rule of its own, or narrow one of the patterns.
 """,
         bad="""
 version: 1
