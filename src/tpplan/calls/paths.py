@@ -58,7 +58,11 @@ class Paths:
         for streams in (compiled.streams, compiled.later):
             if self._rank in streams:
                 path.streams.append((proof, streams[self._rank]))
-        path.sides.update({a.location: a.taken for a in compiled.assumptions if a.location is not None})
+        for assumed in compiled.assumptions:
+            if assumed.location is not None and not assumed.drawn:
+                path.sides[assumed.location] = assumed.taken
+            elif assumed.location is not None:  # which layers are skipped by chance is for no proof to say
+                path.free.add(assumed.location)
 
     def free(self, kind: Kind, branches: Iterable[Location]) -> None:
         """Let branches take either side, as one program was proved for both."""

@@ -189,11 +189,15 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """A branch of the model that depends on data: the trace holds the side on which `location`'s test was `taken`."""
+    """A branch of the model that depends on data: the trace holds the side on which `location`'s test was `taken`.
+
+    `drawn` is whether it depends on random numbers alone, as where a model skips layers by chance.
+    """
 
     module: str
     location: Location | None
     taken: bool = False
+    drawn: bool = False
 
 
 class Sides(frozenset[Location]):

@@ -65,6 +65,7 @@ class Recorder(RecordingMode):
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
         self.taken = taken if isinstance(taken, Sides) else Sides(taken)
         self._met: Counter[Location | None] = Counter()  # tests of branches, by line
+        self.drawn: set[int] = set()  # random numbers, and what is made of them alone
         self.tested: dict[int, Location | None] = {}  # values that the model branches on
         self.listening = False  # whether the steps of bodies are wanted
         self.values: list[Value] = []
@@ -219,6 +220,8 @@ class Recorder(RecordingMode):
             self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
         ):
             self.effects.update(output for output in outputs if output is not None)
+        if self.drawn.issuperset(inputs) if inputs else is_draw(func, args, keywords):
+            self.drawn.update(output for output in outputs if output is not None)
         if self.frames[-1].differentiates and not torch.is_grad_enabled():
             self.gradless.update(output for output in outputs if output is not None)
         self.frames[-1].body.append(
@@ -292,8 +295,9 @@ class Recorder(RecordingMode):
         number = self._met[location]
         self._met[location] += 1
         taken = self.taken.side(location, number)
-        self.assumptions.append(Assumption(self.frames[-1].module, location, taken))
-        self.tested.setdefault(self.value_of(tensor), location)
+        value = self.value_of(tensor)
+        self.assumptions.append(Assumption(self.frames[-1].module, location, taken, value in self.drawn))
+        self.tested.setdefault(value, location)
         return taken
 
     def _follow(self, func: OpOverload, operands: list[Tensor], result: Any) -> None:
