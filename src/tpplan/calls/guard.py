@@ -112,7 +112,12 @@ class CallGuard:
     def __call__(
         self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[Program, Callable[[frozenset[str]], WatchedCall] | None]:
-        """The program that the call runs by, and a watch over it if it has to be watched; see `decide`."""
+        """The program that the call runs by, and a watch over it if it has to be watched.
+
+        Raises:
+            UnprovedCallError: the call can't be proved.
+            UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
+        """
         call, decision = self._decide(training, arguments, keywords)
         proof, key = decision
         path = self._paths.of(key.kind)
@@ -122,16 +127,8 @@ class CallGuard:
             return proof.program, None
         return proof.program, functools.partial(GuardedCall, self, call, decision)
 
-    def decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Decision:
-        """The proof that covers a call; it is made now if there is none.
-
-        Raises:
-            UnprovedCallError: the call can't be proved.
-            UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
-        """
-        return self._decide(training, arguments, keywords)[1]
-
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
+        """The call, and the proof that covers it; it is made now if there is none."""
         if self._frozen and torch.is_grad_enabled():
             self._refuse_thawed()
         if self._changes is not None:

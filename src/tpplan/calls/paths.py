@@ -72,7 +72,10 @@ class Paths:
 
     def of(self, kind: Kind) -> Path:
         """What is known of a kind of call."""
-        return self._paths.setdefault(kind.traced, Path())
+        path = self._paths.get(kind.traced)
+        if path is None:
+            path = self._paths[kind.traced] = Path()
+        return path
 
     def must_watch(self, key: CallKey, proof: Proof) -> bool:
         """Whether a call is to be watched."""

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from tpplan.compat import fake_mesh, named_modules, native_apply
-from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
@@ -81,7 +80,6 @@ def rehearse(
     compiled: Compiled,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    parts: Mapping[Path, Layout],
 ) -> list[Rehearsed]:
     """Run a program on shapes, once for each kind of rank.
 
@@ -89,7 +87,6 @@ def rehearse(
         model: the stock model; not changed.
         compiled: the program, and what is known of its bodies.
         arguments, keywords: the call that it was compiled for.
-        parts: how tensors of the call lie of which a rank gets its part only; the call has them whole.
 
     Returns:
         For each kind of rank the collectives that ran, and those that were predicted.
@@ -102,15 +99,8 @@ def rehearse(
     ranks = {id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}
     found: list[Rehearsed] = []
     for rank in sorted(ranks.values()):
-
-        def local(path: Path, tensor: Tensor, rank: int = rank) -> Tensor:
-            if path not in parts:
-                return _like(tensor, tuple(tensor.stride()), tuple(tensor.shape))
-            shape = parts[path].local_shape(tuple(tensor.shape), compiled.program.size, rank)
-            return _like(tensor, None, shape)
-
         with without_collection():
-            found.append(_rehearse(model, compiled, with_tensors(arguments, keywords, names, local), rank))
+            found.append(_rehearse(model, compiled, with_tensors(arguments, keywords, names, _like), rank))
     return found
 
 
@@ -177,11 +167,8 @@ def _finding(error: Exception, rank: int) -> Diagnostic:
     )
 
 
-def _like(tensor: Tensor, stride: tuple[int, ...] | None, shape: tuple[int, ...]) -> Tensor:
-    if stride is None:
-        made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    else:
-        made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+def _like(_: Path, tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_().clone() if tensor.requires_grad else made  # no leaf: bodies may write to it
 
 

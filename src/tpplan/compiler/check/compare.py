@@ -306,7 +306,7 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
 
 def _equal(ours: object, theirs: object) -> bool:
     try:
-        return bool(ours == theirs)
+        return bool(ours == theirs) or (ours != ours and theirs != theirs)  # nan is no other number than nan
     except Exception:  # some objects of torch can't be compared
         return False
 
