@@ -16,6 +16,18 @@ from tests.battery.cases import (
     state,
 )
 
+# What isn't right yet; `python -m tests.battery.page` runs them, docs/architecture.md says why.
+OPEN = frozenset(
+    {
+        "batch_norm_cumulative",
+        "dict_attribute_changed_later",
+        "pre_hook_on_rows",
+        "prunes_later",
+        "records_features",
+        "requires_grad_of_split",
+        "saved_tensors_hooks",
+    }
+)
 SLOW = frozenset(
     {
         "colwise_clamped",
@@ -126,10 +138,11 @@ SLOW = frozenset(
     or name.startswith(("colwise_by", "colwise_bias", "colwise_ov", "colwise_re", "colwise_s", "colwise_t"))
 }
 """Siblings of other cases, and what takes long: left to `-m slow`."""
-assert CASES.keys() >= SLOW
+assert CASES.keys() >= SLOW | OPEN
 
 __all__ = [
     "CASES",
+    "OPEN",
     "SLOW",
     "backward",
     "bodies",
