@@ -19,6 +19,7 @@ from tests.compiler.toys import HIDDEN, MLP, Mlp
 from tests.runtime.simulated import on_ranks, worst
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
+from tpplan.calls.proofs import Proofs
 from tpplan.runtime.lower import Variants
 
 TOLERANCE = 1e-12
@@ -270,7 +271,7 @@ class Counts(Mlp):
 def test_what_a_forward_writes_is_no_change(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPPLAN_DEBUG", debug)
     changes: list[int] = []
-    forget = CallGuard.__dict__["decide"].__globals__["Proofs"].forget
+    forget = Proofs.forget
     monkeypatch.setattr("tpplan.calls.proofs.Proofs.forget", lambda self: (changes.append(1), forget(self)))
     on_ranks(Counts().double(), MLP, 2, EXAMPLE, lambda model, _: [model(x()) for _ in range(3)] and None)
     assert not changes

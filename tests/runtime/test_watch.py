@@ -161,3 +161,21 @@ def test_a_setting_changed_since_the_proof_is_seen_at_the_first_call_of_a_size()
 def test_a_path_that_one_rank_alone_takes_is_refused_on_every_rank() -> None:
     for text in world(2).run(other_ranks):
         assert text == "" or text.startswith(("TP131", "TP116", "TP117"))
+
+
+class Looks(nn.Module):
+    """A forward that looks up its own parameters, which it finds as DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = dict(self.named_parameters())
+        h = nn.functional.linear(x, state["up.weight"], state["up.bias"])
+        return nn.functional.linear(h.relu(), state["down.weight"], state["down.bias"])
+
+
+def test_what_a_lowered_model_cannot_run_is_told_when_it_is_compiled() -> None:
+    with pytest.raises(tpplan.CompileError, match="TP136"):
+        tpplan.compile_plan(Looks().double(), plan_of(MLP), 2, (x().detach(),))
