@@ -12,7 +12,7 @@ from tests.battery.cases import CASES, OPEN, SLOW
 from tests.battery.harness import result_of
 from tests.battery.page import is_met
 
-# Of each cause some are in the default suite; all take minutes.
+# Of each cause some are in the default suite; all take minutes, and are a sweep.
 _EVERY = 4
 
 
@@ -22,8 +22,8 @@ def _chosen() -> Iterator[Any]:
         if case.name in OPEN:
             continue
         seen[case.cause] += 1
-        slow = case.name in SLOW or seen[case.cause] % _EVERY != 1
-        yield pytest.param(case.name, marks=[pytest.mark.slow] if slow else [], id=f"{case.cause}-{case.name}")
+        swept = case.name in SLOW or seen[case.cause] % _EVERY != 1
+        yield pytest.param(case.name, marks=[pytest.mark.sweep] if swept else [], id=f"{case.cause}-{case.name}")
 
 
 @pytest.mark.processes
