@@ -27,7 +27,7 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None,
         Exception: this rank's own error.
         CompileError: TP116 for another rank's error or another program.
     """
-    if dist.get_backend(group) == "fake" or group.size() == 1:
+    if group.size() == 1 or dist.get_backend(group) == "fake":
         if error is not None:
             raise error
         return
@@ -57,7 +57,7 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None,
 
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     """Whether `flag` holds on any rank of `group`; on this one alone where there is no group."""
-    if group is None or dist.get_backend(group) == "fake" or group.size() == 1:
+    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
         return flag
     flags = [False] * group.size()
     with without_dispatch_modes():
