@@ -112,6 +112,57 @@ def test_a_side_that_needs_another_program_is_watched_at_every_call() -> None:
     assert on_ranks(body(large), MLP, 2, ((x(),), {}), work) == [[True, True, True]] * 2
 
 
+def mixed(length: int, scales: tuple[float, float]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    made = x(2, length).detach() * torch.tensor(scales, dtype=torch.float64)[:, None, None]
+    return (made.requires_grad_(),), {}
+
+
+class Blocks(nn.Module):
+    """Two branches on numbers, alike on both sides, and behind them one on a size, which isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        for part in x.unbind(0):
+            if part.abs().max() > 100:
+                h = h * 2
+        if x.shape[1] > 12:
+            h = torch.softmax(h, -1)
+        return self.down(h)
+
+
+@pytest.mark.parametrize("first", [1.0, 1000.0])
+@pytest.mark.parametrize("second", [1.0, 1000.0])
+def test_a_branch_that_may_go_either_way_hides_no_other(first: float, second: float) -> None:
+    torch.manual_seed(0)
+    example = mixed(12, (1.0, 1.0))
+    scales = [(1.0, 1.0), (first, second), (second, first)]
+    calls = [mixed(length, pair) for length in (12, 10, 20, 12, 22) for pair in scales]
+    assert max(worst(Blocks().double(), MLP, 2, example, calls)) < TOLERANCE
+
+
+class Interplay(nn.Module):
+    """Two branches, of which neither alone needs another program, and both together do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        scale = h.sum(-1, keepdim=True) if x[0].abs().max() > 100 else torch.ones_like(h[..., :1])
+        return self.down(h * scale if x[1].abs().max() > 100 else h)
+
+
+def test_sides_of_two_branches_are_proved_together() -> None:
+    torch.manual_seed(0)
+    pairs = [(1.0, 1.0), (1000.0, 1.0), (1.0, 1000.0), (1.0, 1.0), (1000.0, 1000.0), (1.0, 1.0), (1000.0, 1000.0)]
+    assert max(worst(Interplay().double(), MLP, 2, mixed(12, (1.0, 1.0)), [mixed(12, p) for p in pairs])) < 1e-9
+
+
 def by_setting(h: Tensor, x: Tensor) -> Tensor:
     return torch.softmax(h, -1) if os.environ.get("TPPLAN_TEST_WIDE") else h.relu()
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tpplan.calls.key import CallKey, Kind, Part
+from tpplan.calls.mixture import Mixture, signature
 from tpplan.calls.proofs import Proof
-from tpplan.calls.watch import Departure, departure
+from tpplan.calls.watch import Departure, departure, proved_steps
 from tpplan.compiler.ir.steps import Step, Stream
 from tpplan.compiler.ir.trace import Location
 from tpplan.compiler.pipeline import Compiled
@@ -27,6 +28,7 @@ class Path:
         sides: branches on data that one side is proved of.
         both: whether the other sides were looked at.
         free: branches that run by one program whichever side they take.
+        drawn: branches on random numbers.
         watched: whether each call is watched, as a side isn't proved.
     """
 
@@ -34,6 +36,7 @@ class Path:
     sides: dict[Location, bool] = field(default_factory=dict[Location, bool])
     both: bool = False
     free: set[Location] = field(default_factory=set[Location])
+    drawn: set[Location] = field(default_factory=set[Location])
     watched: bool = False
 
 
@@ -62,7 +65,7 @@ class Paths:
             if assumed.location is not None and not assumed.drawn:
                 path.sides[assumed.location] = assumed.taken
             elif assumed.location is not None:  # which layers are skipped by chance is for no proof to say
-                path.free.add(assumed.location)
+                path.drawn.add(assumed.location)
 
     def free(self, kind: Kind, branches: Iterable[Location]) -> None:
         """Let branches take either side, as one program was proved for both."""
@@ -87,14 +90,27 @@ class Paths:
     def departure(
         self, key: CallKey, proof: Proof, steps: Sequence[Step], replaced: frozenset[str]
     ) -> Departure | None:
-        """Where a call left all paths that are proved for its program; of several, where it left the latest."""
-        found: Departure | None = None
-        for stream in [stream for owner, stream in reversed(self.of(key.kind).streams) if owner is proof]:
-            differs = departure(stream, steps, replaced)
-            if differs is None or (differs.is_branch and differs.location in self.of(key.kind).free):
-                return None  # from there on, each side is proved; how they mix in a loop is for the data to say
-            found = found or differs
-        return found
+        """Where a call left all paths that are proved for its program; None if it kept to one.
+
+        How branches alternate, as in a loop over experts, is for the data to say: a call may be put together from
+        pieces of several proofs, if one of them took the same sides of all branches.
+        """
+        path = self.of(key.kind)
+        streams = [stream for owner, stream in reversed(path.streams) if owner is proof]
+        real, *proved = proved_steps(streams, steps, replaced)
+        departures = [departure(each, real) for each in proved]
+        if None in departures:
+            return None
+        if not departures:
+            return Departure(None, real[0]) if real else None
+        drawn = frozenset(path.drawn)
+        left = Mixture(proved, drawn).departure(real)
+        if left is not None:
+            return left
+        taken = signature(real, drawn)
+        if any(signature(each, drawn) == taken for each in proved):
+            return None
+        return next((each for each in departures if each is not None and each.is_branch), departures[0])
 
     # -- programs for single combinations of sizes ----------------------------------------------------------------
     def own_proof(self, key: CallKey) -> Proof | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import CodeType
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -55,20 +56,25 @@ class Departure:
         return self.proved is not None and self.real is not None and self.proved[:3] == self.real[:3]
 
 
-def departure(proved: Stream, real: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
-    """The first place at which a call left the proved path.
+def proved_steps(streams: Sequence[Stream], real: Sequence[Step], replaced: frozenset[str]) -> list[list[Step]]:
+    """The steps of a call and of its proofs, without those that may differ between two runs that are alike.
 
     Args:
-        proved: the steps of the proof.
+        streams: the steps of the proofs.
         real: those of the call.
         replaced: modules whose bodies are replaced at run time, and so take no steps of their own.
+
+    Returns:
+        The steps of the call, then those of each proof.
     """
-    varying = proved.varying_code()
+    varying = frozenset[CodeType]().union(*(stream.varying_code() for stream in streams))
+    runs: list[Iterable[Step]] = [real, *(stream.flat(replaced) for stream in streams)]
+    return [[step for step in steps if step.code not in varying] for steps in runs]
 
-    def settled(steps: Iterable[Step]) -> Iterable[Step]:
-        return (step for step in steps if step.code not in varying) if varying else steps
 
-    for mine, its in zip_longest(settled(proved.flat(replaced)), settled(real)):
+def departure(proved: Sequence[Step], real: Sequence[Step]) -> Departure | None:
+    """The first step at which a call left a proved path; None if there is none."""
+    for mine, its in zip_longest(proved, real):
         if mine != its:
             return Departure(mine, its)
     return None
@@ -99,4 +105,4 @@ class Watch(TorchFunctionMode):
         return result
 
 
-__all__ = ["Departure", "Watch", "departure", "sides"]
+__all__ = ["Departure", "Watch", "departure", "proved_steps", "sides"]

@@ -1,0 +1,90 @@
+"""Mixtures: a call whose branches on data alternate in another way than in any one proof.
+
+in:  the steps of several proofs of one program, and those of a call
+out: whether each piece of the call, from branch to branch, is a piece of a proof; else where it isn't
+
+A layer skips some of its experts, another layer others: no proof has to take the same combination. Each piece must
+follow the same side of the same branch as in a proof, and the call must end as a proof ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from tpplan.calls.watch import Departure
+from tpplan.compiler.ir.steps import Step
+from tpplan.compiler.ir.trace import Location
+
+Signature = frozenset[tuple[Location, bool]]
+_Position = tuple[int, int]
+
+
+def signature(steps: Iterable[Step], drawn: frozenset[Location]) -> Signature:
+    """Which sides the branches of a run took, in any order, but for those on random numbers."""
+    taken = {(step.location, step.taken) for step in steps if step.taken is not None}
+    return frozenset((location, side) for location, side in taken if location not in drawn)
+
+
+class Mixture:
+    """The proved pieces of one program."""
+
+    def __init__(self, proved: Sequence[Sequence[Step]], drawn: frozenset[Location]) -> None:
+        """Take the proofs.
+
+        Args:
+            proved: the steps of each proof.
+            drawn: branches on random numbers. Proofs keep what these skip, so that a call may leave steps out there.
+        """
+        self._proved = proved
+        self._drawn = drawn
+        self._after: dict[Step, list[_Position]] = defaultdict(list)
+        for number, steps in enumerate(proved):
+            for index, step in enumerate(steps):
+                if step.taken is not None:
+                    self._after[step].append((number, index + 1))
+
+    def departure(self, steps: Sequence[Step]) -> Departure | None:
+        """Where a call leaves the pieces; None if it is made of them."""
+        positions: set[_Position] = {(number, 0) for number in range(len(self._proved))}
+        skipping = False
+        for step in steps:
+            reached = {(n, at + 1) for n, at in positions if self._step(n, at) == step}
+            other = {(n, at) for n, at in positions if _is_other_side(self._step(n, at), step)}
+            if step.taken is not None and (reached or other):
+                reached.update(self._after.get(step, ()))
+            if skipping:
+                reached |= self._later(positions, step)
+            skipping = bool(other) and step.location in self._drawn
+            if skipping:
+                reached.update((n, at + 1) for n, at in other)
+            if not reached:
+                return Departure(self._any_step(positions), step)
+            positions = reached
+        if any(self._step(n, at) is None for n, at in positions) or skipping:
+            return None
+        return Departure(self._any_step(positions), None)
+
+    def _step(self, number: int, index: int) -> Step | None:
+        steps = self._proved[number]
+        return steps[index] if index < len(steps) else None
+
+    def _any_step(self, positions: Iterable[_Position]) -> Step | None:
+        return self._step(*min(positions))
+
+    def _later(self, positions: Iterable[_Position], step: Step) -> set[_Position]:
+        """The next place of a step, behind what was skipped."""
+        found: set[_Position] = set()
+        for number, index in positions:
+            steps = self._proved[number]
+            at = next((at for at in range(index, len(steps)) if steps[at] == step), None)
+            if at is not None:
+                found.add((number, at + 1))
+        return found
+
+
+def _is_other_side(proved: Step | None, real: Step) -> bool:
+    return real.taken is not None and proved is not None and proved[:3] == real[:3] and proved.taken != real.taken
+
+
+__all__ = ["Mixture", "Signature", "signature"]
