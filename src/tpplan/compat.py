@@ -55,6 +55,7 @@ __all__ = [
     "function_node",
     "has_gradient_hooks",
     "hook_counts",
+    "hooks_of",
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
@@ -187,6 +188,12 @@ def has_hooks(module: nn.Module) -> bool:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The table that holds a module's children, by name."""
     return module._modules
+
+
+def hooks_of(module: nn.Module) -> list[object]:
+    """What is called with a module's arguments, results or gradients besides its forward."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [hook for name in tables for hook in getattr(module, name).values()]
 
 
 def hook_counts(module: nn.Module) -> tuple[int, int]:

@@ -98,6 +98,7 @@ def _check_rank(
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str],
     recorded: frozenset[str],
+    every_call: bool = False,
 ) -> tuple[Mismatch | None, Stream | None]:
     shapes = _local_parameter_shapes(given)
     skeleton = make_skeleton(given.model, shapes)
@@ -106,7 +107,7 @@ def _check_rank(
         for attribute in held:
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
-    boundary = _LocalBoundary(given, excused, attributes)
+    boundary = _LocalBoundary(given, excused, attributes, every_call)
     state = Capture(Recorder(given.trace.taken, given.trace.device), boundary)
     state.recorder.listening = True
     state.recorder.whole = False
@@ -115,9 +116,9 @@ def _check_rank(
     reason = ""
     try:
         run = record(skeleton, *_local_call(given), given.trace.training, state)
-        local, values = run.recorded, run.values
+        local, values, numbers = run.recorded, run.values, run.written
     except BodyError as error:
-        local, values, failed = error.root, tuple(state.recorder.values), error.frame
+        local, values, failed, numbers = error.root, tuple(state.recorder.values), error.frame, dict[str, Any]()
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
     frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
     given = replace(given, surprising=bool(state.recorder.surprising))
@@ -139,6 +140,10 @@ def _check_rank(
     assert found or failed is None, failed.module
     if failed is None:
         found += _compare_numbers(given, state.results["", 0])
+        left = _compare_written(given, numbers)
+        if left and boundary.skipped - {key for key in boundary.skipped if key[0] in excused} and not every_call:
+            return _check_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
+        found += left
     stream = (
         None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen, given.trace.cached)
     )
@@ -192,6 +197,25 @@ def _compare_numbers(given: CheckInput, result: Any) -> list[Mismatch]:
         reason = f"it returns {held!r} instead of {expected!r} (`{at}`)"
         return [Mismatch(given.trace.recorded, None, place, *numbers, reason, when=(place,))]
     return []
+
+
+def _compare_written(given: CheckInput, numbers: Mapping[str, Any]) -> list[Mismatch]:
+    """Numbers that the run leaves in attributes and globals must be those of the unsharded model, too."""
+    place = len(given.trace.recorded.body)
+    for name, held in numbers.items():
+        expected = given.trace.written.get(name)
+        if held == expected:
+            continue
+        sizes = (_as_sizes(expected), _as_sizes(held))
+        reason = f"it leaves {held!r} instead of {expected!r} in `{name}`"
+        return [Mismatch(given.trace.recorded, None, place, *sizes, reason, when=(place,))]
+    return []
+
+
+def _as_sizes(held: object) -> tuple[int, ...] | None:
+    if isinstance(held, torch.Size):
+        return tuple(held)
+    return (held,) if isinstance(held, int) else None
 
 
 def _in_order(frame: Frame, place: tuple[int, ...] = ()) -> Iterator[tuple[Frame, tuple[int, ...]]]:
@@ -252,10 +276,15 @@ class _LocalBoundary:
     """Reshards shapes at boundaries, and stands in for calls that an equal, earlier call has already shown right."""
 
     def __init__(
-        self, given: CheckInput, excused: frozenset[str], attributes: Mapping[str, tuple[LocalAttribute, ...]]
+        self,
+        given: CheckInput,
+        excused: frozenset[str],
+        attributes: Mapping[str, tuple[LocalAttribute, ...]],
+        every_call: bool,
     ) -> None:
         self.given = given
         self.excused = excused
+        self.every_call = every_call
         self.skipped: set[tuple[str, int]] = set()
         self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
         self._instances: dict[tuple[str, int], Instance] = {}
@@ -297,7 +326,7 @@ class _LocalBoundary:
         replaced = decided is not None and decided.normed is not None
         # An exact look-up, see `rewrite/lemmas`: the padding row may be another rank's.
         replaced = replaced or (instance.region.reduced and instance.region.style is Style.VOCAB)
-        if module not in self.excused and not replaced and not self._repeats(module, instance):
+        if module not in self.excused and not replaced and (self.every_call or not self._repeats(module, instance)):
             return None
         self.skipped.update((f.module, f.call) for f in instance.frame.walk())
         return (self._promised(self.given.results[module, call], instance.frame),)

@@ -246,6 +246,7 @@ class Trace:
         sides: those that branches on data were told to take.
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
         tested: values that the model branches on, with the lines where it does.
+        written: numbers and texts that the run leaves in attributes, globals and what these hold, by place.
     """
 
     root: Frame
@@ -267,6 +268,7 @@ class Trace:
     sides: Sides = field(default_factory=Sides)
     cached: frozenset[CodeType] = frozenset()
     tested: dict[int, Location | None] = field(default_factory=dict["int", "Location | None"])
+    written: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

@@ -34,6 +34,7 @@ from tpplan.compiler.trace.gradient_flow import complete_gradients
 from tpplan.compiler.trace.hooks import note_module_hooks
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.skeleton import Skeleton
+from tpplan.compiler.trace.state import Slot, described, slots_of, written
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 
 _LOOKUPS = frozenset(
@@ -183,10 +184,10 @@ def _record(
     recorder.containers = frozenset(_alike(modules.values()))
     for name, module in modules.items():
         _wrap(module, name, state)
-    outliving = [tensor for _, tensor in held_tensors(skeleton.model)]
-    before = set(map(id, outliving))
-    for tensor in outliving:
+    for _, tensor in held_tensors(skeleton.model):
         recorder.outlives(tensor)
+    standing = slots_of(skeleton.model, around)
+    before, numbers = {id(tensor) for _, tensor in _tensors_of(skeleton.model, standing)}, described(standing)
     buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
     called = argument_names(type(skeleton.model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)
@@ -216,9 +217,10 @@ def _record(
     replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
     if replaced is not None:
         raise ReplacedModuleError(replaced)
+    standing = slots_of(skeleton.model, around)
     kept = {
         value: name
-        for name, tensor in held_tensors(skeleton.model)
+        for name, tensor in _tensors_of(skeleton.model, standing)
         if id(tensor) not in before and (value := recorder.held_value(tensor)) is not None
     }
     for cache in around.touched():
@@ -259,7 +261,14 @@ def _record(
         recorder.taken,
         frozenset(code for cache in around.caches.values() if (code := getattr(cache.__wrapped__, "__code__", None))),
         dict(recorder.tested),
+        written(numbers, described(standing)),
     )
+
+
+def _tensors_of(model: nn.Module, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules, their hooks and their surroundings hold."""
+    yield from ((name, slot.value) for name, slot in slots.items() if isinstance(slot.value, Tensor))
+    yield from held_tensors(model)
 
 
 def _refuse_swallowed(recorder: Recorder, outer: OpenFrame) -> NoReturn:

@@ -17,16 +17,18 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, own_buffers
+from tpplan.compat import hooks_of, named_modules, own_buffers
 from tpplan.compiler.ir.hidden import is_plain, members
 from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 _FEW = 1000  # items of a container that are told apart
+_LAST = 8  # of a longer list
 
 State = dict[str, Any]
 
@@ -50,7 +52,7 @@ class Slot:
 
 
 def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
-    """The places of a model and its surroundings that hold numbers, texts, tensors and containers, by name."""
+    """The places of a model, its hooks and its surroundings that hold numbers, tensors and containers, by name."""
     found: dict[str, Slot] = {}
     seen: set[int] = set()
     for prefix, module in named_modules(model):
@@ -58,6 +60,8 @@ def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
         for leaf in held:
             if leaf not in _STOCK:
                 _collect(f"{prefix}.{leaf}" if prefix else leaf, held[leaf], _item(held, leaf), found, seen)
+        for hook in hooks_of(module):
+            _collect(f"a hook of {f'`{prefix}`' if prefix else 'the model'}", hook, None, found, seen)
         for leaf, buffer in own_buffers(module).items():
             if buffer is not None:
                 found[f"{prefix}.{leaf}" if prefix else leaf] = Slot(buffer, None)
@@ -84,7 +88,7 @@ def _collect(
     if is_plain(held) or isinstance(held, (Tensor, Watched)):
         found[name] = Slot(held, put)
         return
-    if id(held) in seen or isinstance(held, nn.Module) or callable(held):
+    if id(held) in seen or isinstance(held, (nn.Module, type)):
         return
     kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
     if issubclass(kind, (list, dict, set)) and kind not in CONTAINERS and kind is not WatchedList:
@@ -93,11 +97,14 @@ def _collect(
     if isinstance(held, (list, dict, set)):
         count = len(held)  # pyright: ignore[reportUnknownArgumentType]
         found[f"{name} (its length)"] = Slot(count, put, held if type(held) is list else None)  # pyright: ignore
-        if count > _FEW:
+        if count > _FEW and not isinstance(held, list):
             return
     if isinstance(held, list):
-        for i, inner in enumerate(held):  # pyright: ignore
-            _collect(f"{name}[{i}]", inner, _item(held, i), found, seen)  # pyright: ignore[reportUnknownArgumentType]
+        for i in range(max(0, len(held) - _LAST) if len(held) > _FEW else 0, len(held)):  # pyright: ignore
+            _collect(f"{name}[{i}]", held[i], _item(held, i), found, seen)  # pyright: ignore
+    elif isinstance(held, FunctionType):
+        for leaf, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=False):
+            _collect_cell(f"{name}.{leaf}", cell, found, seen)
     elif isinstance(held, dict):
         for key, inner in held.items():  # pyright: ignore
             _collect(f"{name}[{key!r}]", inner, _item(held, key), found, seen)  # pyright: ignore
@@ -107,6 +114,14 @@ def _collect(
     else:
         for leaf, inner in list(members(held)):  # pyright: ignore[reportUnknownArgumentType]
             _collect(f"{name}.{leaf}", inner, _attribute(held, leaf), found, seen)  # pyright: ignore
+
+
+def _collect_cell(name: str, cell: CellType, found: dict[str, Slot], seen: set[int]) -> None:
+    """What a function closes over."""
+    try:
+        _collect(name, cell.cell_contents, lambda value: setattr(cell, "cell_contents", value), found, seen)
+    except ValueError:  # not filled yet
+        return
 
 
 def _attribute(held: object, leaf: str) -> Callable[[Any], None]:
@@ -133,6 +148,16 @@ def changes(before: State, after: State) -> Iterator[str]:
     for name in (*after, *(name for name in before if name not in after)):
         if name not in before or name not in after or before[name] != after[name]:
             yield name
+
+
+def written(before: State, after: State) -> dict[str, Any]:
+    """The numbers and texts that a call has written, by the name of the place."""
+    found: dict[str, Any] = {}
+    for name in changes(before, after):
+        held = after.get(name)
+        if isinstance(held, tuple) and isinstance(held[0], str):
+            found[name] = held[1]
+    return found
 
 
 class Watched:
@@ -240,4 +265,4 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
     return tensors
 
 
-__all__ = ["State", "StateError", "Watched", "changes", "described", "slots_of", "watch"]
+__all__ = ["State", "StateError", "Watched", "changes", "described", "slots_of", "watch", "written"]

@@ -101,8 +101,7 @@ class Surroundings:
             if not name.startswith("__")
             and (
                 type(held) in _SCALARS
-                or type(held) in CONTAINERS
-                or isinstance(held, Tensor)
+                or isinstance(held, (Tensor, *CONTAINERS))
                 or (type(held).__module__ in self._files and hasattr(held, "__dict__") and not callable(held))
             )
         }
