@@ -38,6 +38,7 @@ reduce_scatter_single: Callable[..., object] = getattr(
 
 __all__ = [
     "GATHERS_STRIDED_SHARDS",
+    "HOOK_TABLES",
     "FunctionNode",
     "ModuleHooks",
     "OpOverload",
@@ -49,12 +50,14 @@ __all__ = [
     "all_gather_single",
     "backward_hooks",
     "computed_weights",
+    "copy_hook",
     "derive_class",
     "fake_mesh",
     "fake_process_group",
     "function_node",
+    "global_hooks",
     "has_gradient_hooks",
-    "hook_counts",
+    "hook_tables",
     "hooks_of",
     "innermost_mode",
     "interleaved_shard",
@@ -190,15 +193,34 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """The tables of what is called with a module's arguments, results or gradients besides its forward."""
+    return {name: getattr(module, name) for name in HOOK_TABLES}
+
+
 def hooks_of(module: nn.Module) -> list[object]:
-    """What is called with a module's arguments, results or gradients besides its forward."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [hook for name in tables for hook in getattr(module, name).values()]
+    """What is in a module's tables of hooks."""
+    return [hook for table in hook_tables(module).values() for hook in table.values()]
 
 
-def hook_counts(module: nn.Module) -> tuple[int, int]:
-    """How many forward hooks and forward pre-hooks a module has."""
-    return len(module._forward_hooks), len(module._forward_pre_hooks)  # pyright: ignore[reportUnknownArgumentType]
+def copy_hook(source: nn.Module, target: nn.Module, table: str, key: int, hook: object) -> None:
+    """Register `hook` on `target` as that of `source` by the name `key`, with its options."""
+    getattr(target, table)[key] = hook
+    for options in ("with_kwargs", "always_called"):
+        chosen = getattr(source, f"{table}_{options}", None)
+        if chosen is not None and key in chosen:
+            getattr(target, f"{table}_{options}")[key] = True
+    if table == "_backward_hooks":
+        target._is_full_backward_hook = source._is_full_backward_hook
+
+
+def global_hooks() -> list[object]:
+    """The forward hooks and pre-hooks of all modules."""
+    tables = cast("Any", _modules)
+    return [*tables._global_forward_pre_hooks.values(), *tables._global_forward_hooks.values()]
 
 
 def transient_buffers(module: nn.Module) -> set[str]:

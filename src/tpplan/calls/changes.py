@@ -11,7 +11,6 @@ A module that only wraps sharded ones (an activation checkpoint) and holds no te
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,12 +18,13 @@ from torch import Tensor, nn
 
 from tpplan.calls.arguments import on_meta
 from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.hooks import Hooks
 from tpplan.calls.settings import Settings
 from tpplan.compiler.ir.objects import fresh_object, without_checkpoint
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES, is_same
-from tpplan.runtime.writes import WRITES, Writes
+from tpplan.runtime.writes import HOOKS, WRITES, Writes
 
 _Place = tuple[nn.Module, str]
 _HELP = (
@@ -57,7 +57,7 @@ class Changes:
         self._children = {module: contents.children(module) for module in self._names}
         self._tensors = {module: contents.tensors(module) for module in self._names}
         self._attributes = {module: contents.attributes(module) for module in self._names}
-        self._hooks = {module: contents.hooks(module) for module in self._names}
+        self._hooks = Hooks(model, self._stock)
         self._settings = self._find_settings()
         self._broken: dict[_Place, str] = {}
         self.modes: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ class Changes:
             UnprovedCallError: what no proof can follow.
         """
         writes = self._writes
-        changed = self._look_at_settings()
+        changed = self._look_at_settings() | self._hooks.look(module for module, name in writes.noted if name == HOOKS)
         if writes.modes:
             writes.modes = False
             self._find_modes()
@@ -83,10 +83,9 @@ class Changes:
     def compare(self) -> bool:
         """As `look`, for all that the model holds, however it was changed."""
         self._find_modes()
-        if self._always:
-            self._tell_of_hooks()
+        hooks = self._hooks.look_at_all()
         found = set(self._differing()) - self._writes.inside
-        return self._look_at({*self._writes.noted, *self._broken, *found})
+        return self._look_at({*self._writes.noted, *self._broken, *found}) or hooks
 
     # -- one place ------------------------------------------------------------------------------------------------
     def _look_at(self, places: set[_Place]) -> bool:
@@ -101,6 +100,8 @@ class Changes:
         """Whether calls have to be proved anew for what is at one place; notes what is `_broken`."""
         shown = f"`{f'{self._names[module]}.{name}'.lstrip('.')}`"
         changed, broken = False, ""
+        if name == HOOKS:
+            return False
         if (module, name) in self._writes.local:
             if vars(module).get(name) != self._writes.local[module, name]:
                 broken = f"{shown}, which counts what this rank holds, was set"
@@ -179,17 +180,6 @@ class Changes:
                 yield from ((module, n) for n in names if not is_same(before.get(n, MISSING), now.get(n, MISSING)))
             before, now = self._tensors[module], contents.tensors(module)
             yield from ((module, name) for name in {*before, *now} if before.get(name) != now.get(name))
-
-    def _tell_of_hooks(self) -> None:
-        """Warn once of each module inside that has got a hook, which sees what a rank has."""
-        for module, before in self._hooks.items():
-            if module is not self._model and contents.hooks(module) > before:
-                self._hooks[module] = contents.hooks(module)
-                warnings.warn(
-                    f"a forward hook was registered on `{self._names[module]}` after `parallelize`: it sees local "
-                    "tensors, and what it changes isn't proved",
-                    stacklevel=2,
-                )
 
     def _find_modes(self) -> None:
         """Let the skeleton's modules be in the modes that the model's are in."""

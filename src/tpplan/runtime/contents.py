@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import hook_counts, own_buffers, own_modules, own_parameters
+from tpplan.compat import own_buffers, own_modules, own_parameters
 from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.writes import WRITES
@@ -63,11 +63,6 @@ def is_same(before: Any, now: Any) -> bool:
     return type(before) is type(now) and type(now) in PLAIN and before == now
 
 
-def hooks(module: nn.Module) -> int:
-    """How many forward hooks and forward pre-hooks a module has."""
-    return sum(hook_counts(module))
-
-
 __all__ = [
     "MISSING",
     "NOT_ATTRIBUTES",
@@ -75,7 +70,6 @@ __all__ = [
     "attributes",
     "children",
     "form",
-    "hooks",
     "is_same",
     "kept",
     "tensor",

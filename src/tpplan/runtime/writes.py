@@ -12,13 +12,15 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 WRITES = "_tpplan_writes"
+HOOKS = "its hooks"
 _PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
 
 
@@ -88,6 +90,31 @@ class Watched(nn.Module):
         super().register_buffer(name, tensor, persistent)
         _note(self, name)
 
+    def register_forward_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:  # pyright: ignore
+        """Register a hook, and note it."""
+        _note(self, HOOKS)
+        return super().register_forward_hook(hook, **options)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:  # pyright: ignore
+        """Register a hook, and note it."""
+        _note(self, HOOKS)
+        return super().register_forward_pre_hook(hook, **options)
+
+    def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Register a hook, and note it."""
+        _note(self, HOOKS)
+        return super().register_full_backward_hook(hook, prepend)
+
+    def register_full_backward_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Register a hook, and note it."""
+        _note(self, HOOKS)
+        return super().register_full_backward_pre_hook(hook, prepend)
+
+    def register_backward_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook, and note it."""
+        _note(self, HOOKS)
+        return super().register_backward_hook(hook)
+
 
 def _note(module: nn.Module, name: str) -> None:
     writes: Writes | None = module.__dict__.get(WRITES)
@@ -121,4 +148,4 @@ def _as_stock(module: nn.Module, stock: type[nn.Module], protocol: Any) -> tuple
     )
 
 
-__all__ = ["WRITES", "Watched", "Writes", "watched_class"]
+__all__ = ["HOOKS", "WRITES", "Watched", "Writes", "watched_class"]

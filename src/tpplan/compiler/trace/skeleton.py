@@ -138,14 +138,17 @@ def _duplicate(held: Any, memo: dict[int, Any]) -> object:
 
 def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[FunctionType]:
     """Note copies of what `copy.deepcopy` would keep: numbers of tensors, functions; returns those with closures."""
-    seen = {id(module) for module in modules}
-    functions: list[FunctionType] = []
     waiting: list[Any] = [
         held
         for module in modules
         for name, held in vars(module).items()
         if name not in _OWN and type(held) not in _PLAIN and not (type(held) in _TABLES and not held)
     ]
+    return _memoise(waiting, {id(module) for module in modules}, memo)
+
+
+def _memoise(waiting: list[Any], seen: set[int], memo: dict[int, Any]) -> list[FunctionType]:
+    functions: list[FunctionType] = []
     while waiting:
         held = waiting.pop()
         if is_plain(held) or id(held) in seen:
@@ -160,6 +163,14 @@ def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[Fu
             functions.append(held)
         waiting.extend(inner for _, inner in members(held))
     return functions
+
+
+def transplanted(held: Any, twins: Mapping[nn.Module, nn.Module]) -> object:
+    """A copy of a function or object of a model for its skeleton: what it says of a module, it says of its twin."""
+    memo: dict[int, Any] = {id(module): twin for module, twin in twins.items()}
+    functions = _memoise([held], set(), memo)
+    _fill_closures(functions, memo)
+    return _duplicate(held, memo)
 
 
 def _fill_closures(functions: list[FunctionType], memo: dict[int, Any]) -> None:
