@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ __all__ = [
     "Unwatched",
     "all_gather_single",
     "backward_hooks",
+    "buffer_versions",
     "computed_weights",
     "copy_hook",
     "derive_class",
@@ -73,7 +75,9 @@ __all__ = [
     "own_buffers",
     "own_modules",
     "own_parameters",
+    "packs_saved_tensors",
     "propagate",
+    "random_state",
     "rebuild_container",
     "reduce_scatter_single",
     "register_sharding",
@@ -81,6 +85,7 @@ __all__ = [
     "schema_keywords",
     "schema_mutates",
     "schema_returns_view",
+    "set_random_state",
     "takes_device",
     "transient_buffers",
     "without_dispatch_modes",
@@ -191,6 +196,30 @@ def has_hooks(module: nn.Module) -> bool:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The table that holds a module's children, by name."""
     return module._modules
+
+
+_RANDOM = threading.Lock()
+
+
+def random_state() -> Tensor:
+    """The state of torch's generator on the CPU.
+
+    torch takes it under a lock of its own, in which garbage may be collected and another thread run: one that asked as
+    well would wait for ever. So threads ask one after the other.
+    """
+    with _RANDOM:
+        return torch.get_rng_state()
+
+
+def set_random_state(state: Tensor) -> None:
+    """Put torch's generator on the CPU back to a state."""
+    with _RANDOM:
+        torch.set_rng_state(state)
+
+
+def buffer_versions(module: nn.Module) -> list[int]:
+    """How often each buffer of a module and of those inside was written to."""
+    return [buffer._version for buffer in module.buffers()]
 
 
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -482,6 +511,13 @@ def function_node(node: Any) -> FunctionNode:
 def is_reentrant_checkpoint(node: Any) -> bool:
     """Whether a `PythonNode` is that of torch's activation checkpointing, with `use_reentrant=True`."""
     return node._forward_cls is CheckpointFunction
+
+
+def packs_saved_tensors() -> object:
+    """The innermost hook on what autograd saves for the backward, if it is a user's and not torch's own."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else hooks[0]
+    return None if f"{getattr(pack, '__module__', None)}.".startswith("torch.") else pack
 
 
 @contextmanager

@@ -127,6 +127,35 @@ def test_a_flag_in_settings_is_followed() -> None:
     assert max(worst(BySettings().double(), MLP, 2, EXAMPLE, calls)) < TOLERANCE
 
 
+class ByContents(Mlp):
+    """Dicts, lists and numbers in them decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {"wide": False, "more": {"factors": [1]}, "flag": 1}
+        self.names = ["narrow"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x) * self.options["more"]["factors"][0]
+        y = y.softmax(-1) if self.options["wide"] or "wide" in self.names else y
+        return self.down(y.log_softmax(-1) if self.options["flag"] is True else functional.gelu(y))
+
+
+CONTENTS: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda model: model.options.update(wide=True),
+    "list": lambda model: model.names.append("wide"),
+    "nested": lambda model: model.options["more"]["factors"].__setitem__(0, 3),
+    "type": lambda model: model.options.__setitem__("flag", True),
+}
+
+
+@pytest.mark.parametrize("change", CONTENTS.values(), ids=CONTENTS)
+def test_what_a_module_holds_may_be_changed_in_place(change: Callable[[Any], Any]) -> None:
+    torch.manual_seed(0)
+    calls = [((x(),), {}), change, ((x(),), {}), ((x(),), {})]
+    assert max(worst(ByContents().double(), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+
+
 class Lora(nn.Module):
     """As an adapter library's layer."""
 
@@ -267,13 +296,27 @@ class Counts(Mlp):
         return super().forward(x)
 
 
+class CountsInside(Mlp):
+    """A forward that writes to what its module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.settings = {"calls": 0}, Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        self.settings.scale += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsInside])
 @pytest.mark.parametrize("debug", ["", "1"])
-def test_what_a_forward_writes_is_no_change(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_forward_writes_is_no_change(kind: type[Mlp], debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPPLAN_DEBUG", debug)
     changes: list[int] = []
     forget = Proofs.forget
     monkeypatch.setattr("tpplan.calls.proofs.Proofs.forget", lambda self: (changes.append(1), forget(self)))
-    on_ranks(Counts().double(), MLP, 2, EXAMPLE, lambda model, _: [model(x()) for _ in range(3)] and None)
+    on_ranks(kind().double(), MLP, 2, EXAMPLE, lambda model, _: [model(x()) for _ in range(3)] and None)
     assert not changes
 
 

@@ -25,12 +25,12 @@ from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
-from tpplan.calls.guarded import GuardedCall
+from tpplan.calls.guarded import FirstCall, GuardedCall
 from tpplan.calls.key import CallKey, KeyReader
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
-from tpplan.compat import without_dispatch_modes
+from tpplan.compat import buffer_versions, without_dispatch_modes
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import with_tensors
@@ -123,7 +123,9 @@ class CallGuard:
         path = self._paths.of(key.kind)
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
-        if not self._paths.must_watch(key, proof) or _passes_objects(call):
+        if _passes_objects(call):
+            return proof.program, None if proof.has_met(key) else lambda _: FirstCall(self, decision)
+        if not self._paths.must_watch(key, proof):
             return proof.program, None
         return proof.program, functools.partial(GuardedCall, self, call, decision)
 
@@ -162,6 +164,8 @@ class CallGuard:
     def accept(self, decision: Decision) -> None:
         """Take a call as proved: it kept to a proved path on every rank."""
         decision.proof.meet(decision.key)
+        if self._changes is not None:
+            self._changes.settle()
 
     def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> Proof:
         """The proof of a call at its own sizes, by these sides of branches on data.
@@ -189,9 +193,7 @@ class CallGuard:
 
     def buffer_versions(self) -> list[int]:
         """How often each buffer of the model was written to."""
-        if self._model is None:
-            return []
-        return [buffer._version for buffer in self._model.buffers()]  # pyright: ignore[reportPrivateUsage]
+        return [] if self._model is None else buffer_versions(self._model)
 
     def _prove_sides(self, call: Call, decision: Decision) -> None:
         """Prove the other side of each branch on data; calls of this kind are watched if one needs another program."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from tpplan.calls.decision import Call, Decision
@@ -19,6 +18,7 @@ from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
+from tpplan.compiler.trace.surroundings import generators
 from tpplan.plan import TpplanError
 from tpplan.runtime.watched import AGAIN
 
@@ -49,6 +49,21 @@ class Prover(Protocol):
         ...
 
 
+class FirstCall:
+    """The first call of its kind and sizes, if it can't be watched, as it passes a cache."""
+
+    def __init__(self, prover: Prover, decision: Decision) -> None:
+        """Tell `prover` of the call."""
+        self._prover = prover
+        self._decision = decision
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """See `WatchedCall`."""
+        result = forward()
+        self._prover.accept(self._decision)
+        return result
+
+
 class GuardedCall:
     """One watched call of the root."""
 
@@ -68,7 +83,7 @@ class GuardedCall:
     def run(self, forward: Callable[[], Any]) -> Any:
         """See `WatchedCall`."""
         versions = self._prover.buffer_versions()
-        generators = _generators() if self._call.training else []
+        repeats = generators()
         watch, result, error = Watch(), None, None
         try:
             with watch:
@@ -85,7 +100,7 @@ class GuardedCall:
                 raise error
             self._prover.accept(self._decision)
             return result
-        settled = self._settled(result, watch.steps, departed, versions, generators)
+        settled = self._settled(result, watch.steps, departed, versions, repeats)
         if error is not None and settled is not AGAIN:
             raise error
         return settled
@@ -99,7 +114,7 @@ class GuardedCall:
         steps: Sequence[Step],
         departed: Departure | None,
         versions: list[int],
-        generators: list[tuple[Callable[[Tensor], None], Tensor]],
+        repeats: list[Callable[[], object]],
     ) -> Any:
         """The result, if the path that was taken can be proved for the program that ran."""
         branches = self._prover.on_any_rank(departed is not None and departed.is_branch)
@@ -115,8 +130,8 @@ class GuardedCall:
             return result
         if not self._repeats() or versions != self._prover.buffer_versions():
             raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
-        for restore, state in generators:
-            restore(state)
+        for restore in repeats:
+            restore()
         return AGAIN
 
     def _repeats(self) -> bool:
@@ -132,12 +147,4 @@ def _refused(departed: Departure | None, way: str) -> UnprovedCallError:
     )
 
 
-def _generators() -> list[tuple[Callable[[Tensor], None], Tensor]]:
-    """The random generators that a forward may draw from, as they are now."""
-    states: list[tuple[Callable[[Tensor], None], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
-    return states
-
-
-__all__ = ["GuardedCall"]
+__all__ = ["FirstCall", "GuardedCall"]

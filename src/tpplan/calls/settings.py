@@ -1,86 +1,182 @@
-"""Settings: the objects with flags that modules hold, such as a config, and that are written to behind their backs.
+"""Settings: objects with flags, dicts and lists that modules hold, and that are written to behind their backs.
 
 model.config.use_cache = False         the skeleton's config gets the flag, and calls are proved anew
+model.options["causal"] = True         so does its dict
+
+What a forward writes itself is for its proof to follow, and no longer looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 
-from tpplan.compiler.ir.objects import PLAIN, fresh_object, is_opaque
+from tpplan.compiler.ir.objects import PLAIN, is_opaque
+from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.runtime.contents import MISSING, is_same
 
-_CONTAINERS = (tuple, list, dict, set, frozenset, type)
+_CONTAINERS = (dict, list, set)
+_NUMBERS = frozenset((bool, int, float))
+_DEPTH = 4
+_MOST = 256  # entries of a container that is looked at
 
 
 @dataclass(slots=True)
-class _Watched:
-    """An object, what it held when it was looked at last, and the skeleton's copy."""
+class _Table:
+    """A container, what it held when it was looked at last, and how it hangs together with what a module holds.
+
+    Attributes:
+        held: a dict, also of an object's attributes, a list or a set.
+        root: the object or container that a module holds, which is `held` or leads to it.
+        copied: the skeleton's copy of the root.
+        entry: the root's attribute that leads here; empty where the root is a container.
+    """
 
     held: Any
-    before: dict[str, Any]
+    root: Any
     copied: Any
+    entry: str
+    before: Any = None
+    kinds: tuple[type, ...] = ()
 
-    @property
-    def now(self) -> dict[str, Any]:
-        """What it holds."""
-        return cast("dict[str, Any]", vars(self.held))
+    def remember(self) -> None:
+        """Take it as it is."""
+        self.before, self.kinds = self.held.copy(), _kinds(self.held)
 
-    def changed(self) -> list[str]:
-        """The names of what was set since."""
-        now = self.now
+    def changed(self) -> bool:
+        """Whether it was written to."""
         try:
-            if now == self.before:
-                return []
+            return not (self.held == self.before and _kinds(self.held) == self.kinds)
         except Exception:  # arrays compare entry by entry
-            pass
-        names = {*self.before, *now}
-        return [name for name in names if not is_same(self.before.get(name, MISSING), now.get(name, MISSING))]
+            return True
 
-    def follow(self, names: Iterable[str]) -> None:
+    def names(self) -> Iterator[str]:
+        """The names of what was set: attributes of the root, or none if that is a container."""
+        if self.entry or isinstance(self.root, _CONTAINERS):
+            yield self.entry
+            return
+        before, now = cast("dict[str, Any]", self.before), cast("dict[str, Any]", self.held)
+        for name in {*before, *now}:
+            if not is_same(before.get(name, MISSING), now.get(name, MISSING)):
+                yield name
+
+    def follow(self, twins: Mapping[nn.Module, nn.Module]) -> None:
         """Set the same in the skeleton's copy."""
-        for name in names:
+        if isinstance(self.root, _CONTAINERS):
+            made: Any = transplanted(self.root, twins)
+            self.copied.clear()
+            (self.copied.extend if isinstance(made, list) else self.copied.update)(made)
+            return
+        now = cast("dict[str, Any]", vars(self.root))
+        for name in self.names():
             vars(self.copied).pop(name, None)
-            if name in self.now:
-                vars(self.copied)[name] = fresh_object(self.now[name])
-        self.before = dict(self.now)
+            if name in now:
+                vars(self.copied)[name] = transplanted(now[name], twins)
 
 
 class Settings:
     """The settings of one model."""
 
-    def __init__(self, held: Mapping[nn.Module, Mapping[str, Any]], stock: Mapping[nn.Module, nn.Module]) -> None:
-        """Watch the settings among the attributes `held` by modules, of which `stock` has the skeleton's."""
-        self._watched = list(_settings(held, stock))
+    def __init__(self, held: Mapping[nn.Module, Mapping[str, Any]], twins: Mapping[nn.Module, nn.Module]) -> None:
+        """Watch the settings among the attributes `held` by modules, of which `twins` has the skeleton's."""
+        self._twins = twins
+        self._tables = list(_tables(dict(_roots(held, twins))))
+        for table in self._tables:
+            table.remember()
+        self._index()
+
+    def _index(self) -> None:
+        """Lay out what is compared at each call."""
+        self._held = [table.held for table in self._tables]
+        self._before = [table.before for table in self._tables]
+        # `True == 1`: of tables with numbers the types are compared as well.
+        self._numbered = [(t.held, t.kinds) for t in self._tables if not _NUMBERS.isdisjoint(t.kinds)]
+
+    def _is_unchanged(self) -> bool:
+        try:
+            return self._held == self._before and all(_kinds(held) == kinds for held, kinds in self._numbered)
+        except Exception:  # arrays compare entry by entry
+            return False
 
     def changed(self) -> list[tuple[type, str]]:
         """What was set since it was followed last, by the class of the settings."""
-        return [(type(one.held), name) for one in self._watched for name in sorted(one.changed())]
+        if self._is_unchanged():
+            return []
+        written = [table for table in self._tables if table.changed()]
+        return [(type(table.root), name) for table in written for name in sorted(table.names())]
 
     def follow(self) -> None:
         """Set the same in the skeleton."""
-        for one in self._watched:
-            one.follow(one.changed())
+        for table in [table for table in self._tables if table.changed()]:
+            table.follow(self._twins)
+            table.remember()
+        self._index()
+
+    def leave_out_changed(self) -> None:
+        """Look no more at what was written to since it was followed last."""
+        if not self._is_unchanged():
+            self._tables = [table for table in self._tables if not table.changed()]
+            self._index()
 
 
-def _settings(held: Mapping[nn.Module, Mapping[str, Any]], stock: Mapping[nn.Module, nn.Module]) -> Iterator[_Watched]:
-    seen: set[int] = set()
+def _kinds(held: Any) -> tuple[type, ...]:
+    return tuple(map(type, held.values() if isinstance(held, dict) else held))  # pyright: ignore
+
+
+def _roots(
+    held: Mapping[nn.Module, Mapping[str, Any]], twins: Mapping[nn.Module, nn.Module]
+) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """What modules hold that can be written to, with the skeleton's copies, by identity."""
     for module, attributes in held.items():
         for name, item in attributes.items():
-            if id(item) in seen or not _has_flags(item):
-                continue
-            seen.add(id(item))
-            copied = vars(stock[module]).get(name)
-            if type(copied) is type(item) and copied is not item:
-                yield _Watched(item, dict(cast("dict[str, Any]", vars(item))), copied)
+            if _has_flags(item) or type(item) in _CONTAINERS:
+                copied = vars(twins[module]).get(name)
+                if type(copied) is type(item) and copied is not item:
+                    yield id(item), (item, copied)
+
+
+def _tables(roots: Mapping[int, tuple[Any, Any]]) -> Iterator[_Table]:
+    seen = set[int]()
+    for root, copied in roots.values():
+        if isinstance(root, _CONTAINERS):
+            yield from _inside(root, root, copied, "", roots, seen, _DEPTH)
+            continue
+        yield _Table(vars(root), root, copied, "")
+        for name, item in cast("dict[str, Any]", vars(root)).items():
+            if id(item) not in roots:
+                yield from _inside(item, root, copied, name, roots, seen, _DEPTH)
+
+
+def _inside(
+    held: Any, root: Any, copied: Any, entry: str, roots: Mapping[int, object], seen: set[int], depth: int
+) -> Iterator[_Table]:
+    """The containers in one entry of a root."""
+    if type(held) in PLAIN or id(held) in seen or not depth or (id(held) in roots and held is not root):
+        return
+    items: list[Any]
+    if type(held) in _CONTAINERS:
+        if len(held) > _MOST:
+            return
+        seen.add(id(held))
+        yield _Table(held, root, copied, entry)
+        items = [*(held.values() if isinstance(held, dict) else held)]  # pyright: ignore[reportUnknownVariableType]
+    elif isinstance(held, tuple):
+        items = [*held]  # pyright: ignore[reportUnknownVariableType]
+    elif _has_flags(held):
+        seen.add(id(held))
+        yield _Table(vars(held), root, copied, entry)
+        items = [*vars(held).values()]
+    else:
+        return
+    for item in items:
+        yield from _inside(item, root, copied, entry, roots, seen, depth - 1)
 
 
 def _has_flags(held: object) -> bool:
-    if type(held) in PLAIN or isinstance(held, _CONTAINERS) or callable(held):
+    if type(held) in PLAIN or isinstance(held, (tuple, list, dict, set, frozenset, type)) or callable(held):
         return False
     return bool(getattr(held, "__dict__", None)) and not is_opaque(held)
 

@@ -292,7 +292,7 @@ def _search(work: Work, dump: Dump) -> tuple[Instance, Assignment]:
         work.streams = {}
         mismatch = local_run.check(given, work.attributes, work.excused, work.recorded, work.streams)
         if mismatch is None:
-            work.findings += effect_findings(work.trace.kept, assignment.layouts)
+            work.findings += effect_findings(work.trace.kept, work.trace.outside, assignment.layouts)
             work.findings += hidden_findings(work.trace.hidden, assignment.layouts)
             work.findings += left_findings(work.trace, assignment.layouts)
             return instance, assignment

@@ -20,6 +20,7 @@ from tpplan.compat import without_function_modes
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
+from tpplan.plan import InternalError
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
@@ -32,6 +33,7 @@ from tpplan.runtime.writes import WRITES, Watched, Writes
 
 Reader = Callable[[Tensor], Tensor]
 RUNTIME = MARK
+_ATTEMPTS = 8  # each by another program, as a body that is noisy may take another path each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,7 @@ class ShardedRoot(ShardedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on local tensors."""
         args, kwargs = whole_arguments(args, kwargs)
-        while True:
+        for _ in range(_ATTEMPTS):
             runtime: ModuleRuntime = self.__dict__[RUNTIME]
             watch = None if runtime.guard is None else runtime.guard(self.training, args, kwargs)
             if watch is None:
@@ -237,6 +239,7 @@ class ShardedRoot(ShardedModule):
                 self.__dict__[RUNTIME].handed_out.watched = False
             if result is not AGAIN:
                 return result
+        raise InternalError(f"a call still needed another program after {_ATTEMPTS} attempts")
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime: ModuleRuntime = self.__dict__[RUNTIME]

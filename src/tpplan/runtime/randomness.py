@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from tpplan.compat import random_state, set_random_state
 from tpplan.runtime.communicator import Communicator
 
 _RANK_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: far apart for neighbouring ranks
@@ -79,11 +80,11 @@ class ReplicatedRandomness:
 
 
 def _state_of(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else random_state()
 
 
 def _restore(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
-        torch.set_rng_state(state)
+        set_random_state(state)

@@ -20,12 +20,7 @@ from tests.battery.cases import (
 OPEN = frozenset(
     {
         "batch_norm_cumulative",
-        "dict_attribute_changed_later",
-        "pre_hook_on_rows",
         "prunes_later",
-        "records_features",
-        "requires_grad_of_split",
-        "saved_tensors_hooks",
     }
 )
 SLOW = frozenset(

@@ -247,6 +247,7 @@ class Trace:
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
         tested: values that the model branches on, with the lines where it does.
         written: numbers and texts that the run leaves in attributes, globals and what these hold, by place.
+        outside: of what is `kept` that which no attribute of a module holds, but a hook or a global.
     """
 
     root: Frame
@@ -269,6 +270,7 @@ class Trace:
     cached: frozenset[CodeType] = frozenset()
     tested: dict[int, Location | None] = field(default_factory=dict["int", "Location | None"])
     written: dict[str, Any] = field(default_factory=dict[str, Any])
+    outside: frozenset[int] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

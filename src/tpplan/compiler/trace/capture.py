@@ -223,6 +223,7 @@ def _record(
         for name, tensor in _tensors_of(skeleton.model, standing)
         if id(tensor) not in before and (value := recorder.held_value(tensor)) is not None
     }
+    outside = frozenset(value for value, name in kept.items() if name in standing and standing[name].outside)
     for cache in around.touched():
         for tensor in cached_tensors(cache):
             value = recorder.held_value(tensor)
@@ -262,6 +263,7 @@ def _record(
         frozenset(code for cache in around.caches.values() if (code := getattr(cache.__wrapped__, "__code__", None))),
         dict(recorder.tested),
         written(numbers, described(standing)),
+        outside,
     )
 
 

@@ -18,9 +18,11 @@ from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
+from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import Recorder
 
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
+_GRADIENT_FUNCTION: Any = Tensor.grad_fn.__get__  # pyright: ignore
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _HOOKS: dict[Callable[..., Any], bool] = {
     Tensor.register_hook: False,
@@ -39,10 +41,6 @@ def _index_of(index: Any) -> Any:
 
 def _row(item: Any) -> Any:
     return torch.tensor(item) if type(item) is list and item and all(type(n) is int for n in item) else item  # pyright: ignore
-
-
-class DataAssignedError(Exception):
-    """A forward assigns to a parameter's `.data`, which the sharded model's parameter wouldn't get."""
 
 
 class ConstantWatcher(TorchFunctionMode):
@@ -70,7 +68,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func is torch.autograd.grad:
             return record_gradient(self._recorder, args, keywords)
         if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func):
-            raise DataAssignedError(
+            raise UnfollowedError(
                 "a parameter's `.data` is assigned to; write to the parameter under `no_grad` instead"
             )
         if func in _HOOKS:
@@ -78,6 +76,10 @@ class ConstantWatcher(TorchFunctionMode):
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
         result = func(*args, **keywords)
+        if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
+            raise UnfollowedError(
+                "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
+            )
         if self._recorder.listening and func.__name__ != "__get__":
             step = step_of(func, result if func in BRANCHES else None)
             if step is not None and self._recorder.frames:

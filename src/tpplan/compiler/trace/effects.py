@@ -9,7 +9,7 @@ out: the tensors that modules now hold; findings for those that are only a rank'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -42,19 +42,36 @@ def _tensors_in(held: object) -> Sequence[Tensor]:
     return [item for item in items if isinstance(item, Tensor)]  # pyright: ignore[reportUnknownVariableType]
 
 
-def effect_findings(kept: Mapping[int, str], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
-    """Report attributes that wouldn't hold what they hold in the unsharded model."""
-    return [
+def effect_findings(
+    kept: Mapping[int, str], outside: Collection[int], layouts: Mapping[int, Layout]
+) -> list[Diagnostic]:
+    """Report what the forward leaves behind and what isn't as in the unsharded model.
+
+    A part that a hook or a global gets shows in its shape. A term of a sum doesn't, and a module may read its own.
+    """
+    parts = {value: name for value, name in kept.items() if layouts.get(value, REPLICATED) != REPLICATED}
+    shown = [name for value, name in parts.items() if value in outside and layouts[value].is_sharded]
+    findings = [
         Diagnostic(
             code="TP107",
             message=f"the forward leaves a tensor in `{name}`, which lies {layouts[value]} there: it isn't what the "
             "unsharded model would leave, in its numbers or in its gradient",
             help="return the tensor from the forward, or pin `output: replicate` for the module that it comes from",
-            subject=name.rpartition(".")[0] or None,
+            subject=None if value in outside else name.rpartition(".")[0] or None,
         )
-        for value, name in kept.items()
-        if layouts.get(value, REPLICATED) != REPLICATED
+        for value, name in parts.items()
+        if name not in shown
     ]
+    if shown:
+        findings.append(
+            Diagnostic(
+                code="TP125",
+                message=f"the forward, or a hook, leaves tensors of which each rank has its part, such as `{shown[0]}`",
+                help="nothing is wrong if that is expected; pin `output: replicate` for the module that they come from "
+                "to have them whole",
+            )
+        )
+    return findings
 
 
 def branch_findings(tested: Mapping[int, Location | None], layouts: Mapping[int, Layout]) -> list[Diagnostic]:

@@ -64,8 +64,12 @@ class NotedHook:
     impossible: str = ""
 
 
+class UnfollowedError(Exception):
+    """A body does what shows neither in its operations nor in their backward; the argument says what."""
+
+
 class UnrecordedError(Exception):
     """Why there is no record of a backward."""
 
 
-__all__ = ["Aside", "NotedFunction", "NotedHook", "OpenFrame", "UnrecordedError"]
+__all__ = ["Aside", "NotedFunction", "NotedHook", "OpenFrame", "UnfollowedError", "UnrecordedError"]

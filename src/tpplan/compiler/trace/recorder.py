@@ -20,11 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, PythonNode, RecordingMode, Unwatched, schema_mutates, schema_returns_view
+from tpplan.compat import (
+    OpOverload,
+    PythonNode,
+    RecordingMode,
+    Unwatched,
+    packs_saved_tensors,
+    schema_mutates,
+    schema_returns_view,
+)
 from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Sides, Value
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.draws import is_draw
-from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame
+from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame, UnfollowedError
 
 INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
 _META = torch.device("meta")
@@ -65,6 +73,7 @@ class Recorder(RecordingMode):
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
         self.taken = taken if isinstance(taken, Sides) else Sides(taken)
         self._met: Counter[Location | None] = Counter()  # tests of branches, by line
+        self._packing = packs_saved_tensors()
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
         self.tested: dict[int, Location | None] = {}  # values that the model branches on
         self.listening = False  # whether the steps of bodies are wanted
@@ -192,6 +201,12 @@ class Recorder(RecordingMode):
         return self._record(func, args, keywords, operands)
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]) -> Any:
+        packing = packs_saved_tensors()
+        if packing is not None and packing is not self._packing:
+            raise UnfollowedError(
+                "it runs under `saved_tensors_hooks`, which may change what the backward reads; hooks around the call "
+                "of the model see what a rank saves"
+            )
         inputs = tuple([self.value_of(operand) for operand in operands])
         arguments = tuple([self._refer(argument) for argument in args])
         named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}

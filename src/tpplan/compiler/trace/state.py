@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CellType, FunctionType
 from typing import Any
 
@@ -44,11 +44,19 @@ class StateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that holds state: its value, how to put another there, and the list whose length it is."""
+    """A place that holds state.
+
+    Attributes:
+        value: what it holds.
+        put: how to put another value there; None if nobody can.
+        counted: the list whose length it is.
+        outside: whether it is a hook's or Python's own, and no attribute of a module.
+    """
 
     value: Any
     put: Callable[[Any], None] | None
     counted: list[Any] | None = None
+    outside: bool = False
 
 
 def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
@@ -60,14 +68,17 @@ def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
         for leaf in held:
             if leaf not in _STOCK:
                 _collect(f"{prefix}.{leaf}" if prefix else leaf, held[leaf], _item(held, leaf), found, seen)
-        for hook in hooks_of(module):
-            _collect(f"a hook of {f'`{prefix}`' if prefix else 'the model'}", hook, None, found, seen)
         for leaf, buffer in own_buffers(module).items():
             if buffer is not None:
                 found[f"{prefix}.{leaf}" if prefix else leaf] = Slot(buffer, None)
+    own = set(found)
+    for prefix, module in named_modules(model):
+        for hook in hooks_of(module):
+            _collect(f"a hook of {prefix or 'the model'}", hook, None, found, seen)
     for name, space in around.spaces:
         for leaf, item in around.values(space).items():
             _collect(f"{name}.{leaf}", item, _name(space, leaf), found, seen)
+    found |= {name: replace(slot, outside=True) for name, slot in found.items() if name not in own}
     for cache in around.caches.values():
         found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, None)
     return found

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, random_state, set_random_state
 from tpplan.compiler.ir.hidden import hidden_tensors
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
@@ -73,7 +73,7 @@ class Surroundings:
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
-        self._random = _random_state()
+        self._random = generators()
 
     def _note(self, held: object) -> None:
         """Remember what a container holds, and what those in it do; and the numbers of a small tensor."""
@@ -214,12 +214,12 @@ def _refill(held: Any, contents: Any) -> None:
         (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
 
 
-def _random_state() -> list[Callable[[], object]]:
+def generators() -> list[Callable[[], object]]:
     """How to put each generator of random numbers back to where it is now."""
     own = random.getstate()
     found: list[Callable[[], object]] = [lambda: random.setstate(own)]
-    numbers = torch.get_rng_state()
-    found.append(lambda: torch.set_rng_state(numbers))
+    numbers = random_state()
+    found.append(lambda: set_random_state(numbers))
     if torch.cuda.is_initialized():
         devices = torch.cuda.get_rng_state_all()
         found.append(lambda: torch.cuda.set_rng_state_all(devices))
@@ -230,4 +230,4 @@ def _random_state() -> list[Callable[[], object]]:
     return found
 
 
-__all__ = ["CONTAINERS", "Space", "Surroundings", "cached_tensors"]
+__all__ = ["CONTAINERS", "Space", "Surroundings", "cached_tensors", "generators"]

@@ -1,0 +1,166 @@
+"""Hooks that are registered after `parallelize`: calls are proved with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compiler.toys import HIDDEN, MLP
+from tests.runtime.simulated import on_ranks, worst
+from tpplan.calls.guard import CallGuard
+from tpplan.calls.proofs import Proofs
+
+TOLERANCE = 1e-12
+WIDTH = 24
+
+
+class Body(nn.Module):
+    """A column and a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+def x() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(3, 12, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+CALL = ((x(),), {})
+
+
+def stock() -> nn.Module:
+    torch.manual_seed(0)
+    return Body().double()
+
+
+def normalised(module: nn.Module, arguments: Any, result: Any) -> Tensor:
+    return torch.softmax(result, -1)
+
+
+def doubled(module: nn.Module, arguments: Any, result: Any) -> Tensor:
+    return result * 2
+
+
+def softmax(model: nn.Module) -> None:
+    model.get_submodule("up").register_forward_hook(normalised)
+
+
+def centred(model: nn.Module) -> None:
+    def centre(module: nn.Module, arguments: tuple[Tensor], keywords: dict[str, Any]) -> Any:
+        return (arguments[0] - arguments[0].mean(-1, keepdim=True),), keywords
+
+    model.get_submodule("down").register_forward_pre_hook(centre, with_kwargs=True)
+
+
+def half_gradient(model: nn.Module) -> None:
+    def halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return tuple(None if held is None else held / (1 + held.norm()) for held in inputs)
+
+    model.get_submodule("down").register_full_backward_hook(halve)
+
+
+def with_own_module(model: nn.Module) -> None:
+    """The hook holds the model itself."""
+    down: Any = model.get_submodule("down")
+    model.get_submodule("up").register_forward_hook(lambda module, _, result: result * down.in_features / 24)
+
+
+def globally(model: nn.Module) -> None:
+    def clamp(module: nn.Module, _: Any, result: Any) -> Any:
+        return torch.log_softmax(result, -1) if type(module).__name__.endswith("Linear") else None
+
+    HANDLES.append(nn.modules.module.register_module_forward_hook(clamp))
+
+
+HANDLES: list[Any] = []
+
+
+@pytest.mark.parametrize("register", [softmax, centred, half_gradient, with_own_module])
+def test_a_hook_is_part_of_each_later_call(register: Callable[[nn.Module], None]) -> None:
+    calls = [CALL, register, CALL, CALL]
+    assert max(worst(stock(), MLP, 2, CALL, calls)) < TOLERANCE
+
+
+def test_a_hook_of_all_modules_is_too() -> None:
+    def work(model: nn.Module, _: CallGuard) -> list[Tensor]:
+        return [model(x()).detach()]
+
+    before = on_ranks(stock(), MLP, 2, CALL, work)
+    globally(stock())
+    try:
+        expected = stock()(x()).detach()
+
+        def later(model: nn.Module, _: CallGuard) -> Tensor:
+            return model(x()).detach()
+
+        for result in on_ranks(stock(), MLP, 2, CALL, later):
+            assert (result - expected).abs().max() < TOLERANCE
+            assert (result - before[0][0]).abs().max() > 1e-3
+    finally:
+        HANDLES.pop().remove()
+
+
+def test_a_removed_hook_is_gone() -> None:
+    handles: list[Any] = []
+
+    def register(model: nn.Module) -> None:
+        handles.append(model.get_submodule("up").register_forward_hook(normalised))
+
+    def remove(model: nn.Module) -> None:
+        while handles:
+            handles.pop().remove()
+
+    assert max(worst(stock(), MLP, 2, CALL, [register, CALL, remove, CALL])) < TOLERANCE
+
+
+def test_a_hook_that_was_there_before_may_be_removed() -> None:
+    model = stock()
+    softmax(model)
+
+    def remove(model: nn.Module) -> None:
+        model.get_submodule("up")._forward_hooks.clear()
+
+    assert max(worst(model, MLP, 2, CALL, [CALL, remove, CALL])) < TOLERANCE
+
+
+def test_without_following_the_old_program_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpplan.calls.hooks.Hooks.look", lambda self, modules=(): False)
+    assert max(worst(stock(), MLP, 2, CALL, [CALL, softmax, CALL])) > 1e-6
+
+
+def test_a_statistic_that_a_hook_keeps_is_that_of_all_features() -> None:
+    def work(model: nn.Module, _: CallGuard) -> Tensor:
+        kept: list[Tensor] = []
+        model.get_submodule("up").register_forward_hook(lambda m, a, result: kept.append(result.mean()))
+        model(x())
+        return kept[-1]
+
+    expected = stock().get_submodule("up")(x()).mean()
+    for seen in on_ranks(stock(), MLP, 2, CALL, work):
+        assert abs(seen - expected) < TOLERANCE
+
+
+def test_torchs_own_hooks_and_the_roots_need_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: list[int] = []
+    forget = Proofs.forget
+    monkeypatch.setattr("tpplan.calls.proofs.Proofs.forget", lambda self: (changes.append(1), forget(self)))
+
+    def work(model: nn.Module, _: CallGuard) -> None:
+        model(x())
+        model.register_forward_hook(doubled)
+        profiled = lambda module, arguments, result: None  # noqa: E731
+        profiled.__module__ = "torch.profiler"
+        model.get_submodule("up").register_forward_hook(profiled)
+        model(x())
+
+    on_ranks(stock(), MLP, 2, CALL, work)
+    assert not changes
