@@ -44,8 +44,8 @@ def after_norm(body: Callable[[Normed, Tensor, Tensor], Tensor]) -> nn.Module:
     ("body", "reason"),
     [
         (lambda m, h, x: m.proj(h) / h.shape[1], "is called with 6 instead of 12"),
-        (lambda m, h, x: m.proj(h) / torch.tensor(float(h.shape[1])), "constant that has other numbers"),
-        (lambda m, h, x: m.proj(h) + h.new_tensor([float(h.shape[1])]), "constant that has other numbers"),
+        (lambda m, h, x: m.proj(h) / torch.tensor(float(h.shape[1])), "constant with other values"),
+        (lambda m, h, x: m.proj(h) + h.new_tensor([float(h.shape[1])]), "constant with other values"),
         (lambda m, h, x: m.proj(h) + x[:, h.shape[1] - 12 :].sum(), "runs aten.slice.Tensor"),
         (lambda m, h, x: torch.roll(x, h.shape[1] // 2, 1) + m.proj(h).sum(), "is called with"),
         (lambda m, h, x: m.proj(h) * torch.arange(h.shape[1], device=h.device)[:, None], "arange"),

@@ -110,7 +110,7 @@ def test_heads_are_not_cut() -> None:
     with pytest.raises(tpplan.CompileError) as raised:
         compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=3)
     assert set(codes(raised.value)) == {"TP102"}
-    assert "4 heads, which 3 ranks can't share evenly" in str(raised.value)
+    assert "4 heads, which 3 ranks can't split evenly" in str(raised.value)
 
 
 def test_an_odd_vocabulary_is_split() -> None:

@@ -275,7 +275,7 @@ def test_what_is_whole_is_no_matter() -> None:
 
 
 def test_a_part_of_a_sequence_is_refused_since_no_later_call_could_know_it() -> None:
-    with pytest.raises(tpplan.CompileError, match=r"TP107.*leaves a tensor in `seen\[0\]` of its caller"):
+    with pytest.raises(tpplan.CompileError, match=r"TP107.*S\(1\) in the caller.s `seen\[0\]`"):
         program_of("sequence")
 
 

@@ -300,8 +300,8 @@ class CallGuard:
             difference = self._foreign(program, plan)
         if difference:
             raise UnprovedCallError(
-                f"{self._headline(call)}: it needs other reshards, and {difference}\n  help: pass `inputs=` like this "
-                "call to `parallelize`, so that the program is compiled for it"
+                f"{self._headline(call)}: it needs different reshards, and {difference}\n  help: pass `inputs=` like "
+                "this call to `parallelize`, so that the program is compiled for it"
             )
 
     def _headline(self, call: Call) -> str:
@@ -353,7 +353,7 @@ class CallGuard:
         """What a cache holds must be split alike by both programs, as each may read what the other has written."""
         if _passes_objects(call) and program.feature_reshards != self.main.program.feature_reshards:
             raise UnevenShardError(
-                f"{_TP118}, and the program that keeps it whole splits features in other places, so that it can't "
+                f"{_TP118}, and the program that keeps it whole splits features differently, so that it can't "
                 f"share a cache\n  help: pad the sequence to a multiple of {program.size}, or pass no cache"
             )
 
@@ -361,9 +361,9 @@ class CallGuard:
         for owner, leaf, name in self._frozen:
             if getattr(owner, leaf).requires_grad:
                 raise UnprovedCallError(
-                    f"TP117 unproved-call: `{name}` wants a gradient, but was frozen when the plan was compiled, so "
+                    f"TP117 unproved-call: `{name}` requires grad, but was frozen when the plan was compiled, so "
                     "that no sum over the ranks was placed for it\n  help: let all parameters that may ever be trained "
-                    "want a gradient when `parallelize` is called; they can be frozen afterwards"
+                    "require grad when `parallelize` is called; they can be frozen afterwards"
                 )
 
 

@@ -168,7 +168,7 @@ def _backward(given: CheckInput, whole: Frame, local: Frame) -> Mismatch | None:
     """The first code in a call's backward that isn't right on a rank's part."""
     propagator = Propagator(given.size, given.batch)
     if len(whole.backwards) != len(local.backwards):
-        message = "it registers other functions or hooks on a rank's part"
+        message = "it registers different functions or hooks on a rank's part"
         return Mismatch(whole, None, len(whole.body), None, None, message, backward=whole.backwards[0])
     for mine, its in zip(whole.backwards, local.backwards, strict=True):
         fault = backward_fault(given, propagator, mine, its)

@@ -215,7 +215,7 @@ class Placer:
         for boundary, source in zip(region.exits, self._numbering.layouts(sources), strict=True):
             branches.append(self.boundaries.exit_options(region, boundary, source))
             if not branches[-1]:
-                refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.source, source),))
+                refusal = Refusal("pin", "can't take the layout that is required here", ((boundary.source, source),))
                 failure = Failure((), None, refusal, (len(region.nodes),))
         if failure is not None:
             return failure
@@ -224,7 +224,7 @@ class Placer:
     def _entry_failure(self, region: Region, sources: Codes) -> Failure:
         for boundary, source in zip(region.entries, self._numbering.layouts(sources), strict=True):
             if not self.boundaries.entry_options(region, boundary, source):
-                refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.target, source),))
+                refusal = Refusal("pin", "can't take the layout that is required here", ((boundary.target, source),))
                 return Failure((), None, refusal, (-1,))
         result = tuple((boundary.source, PARTIAL) for boundary in region.exits[:1])
         refusal = Refusal("pin", "no layout of the result is possible here", result)
