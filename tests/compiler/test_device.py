@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.plan import CompileError, load_plan
 
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
@@ -63,7 +64,7 @@ def test_a_body_takes_the_other_side_on_another_device(question: str) -> None:
 
 def called(model: nn.Module, device: str) -> set[str]:
     plan = load_plan(PLAN)
-    program = compile_program(model, plan, 2, (X,), {}, device=torch.device(device))
+    program = compile_call(Request(model, plan, 2, (X,), {}, device=torch.device(device))).program
     assert program.device == device
     return {module.name for module in program.modules if module.calls}
 

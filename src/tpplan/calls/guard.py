@@ -37,6 +37,7 @@ from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Location, Sides
 from tpplan.compiler.pipeline import Compiled, compile_call
+from tpplan.compiler.request import Request
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank
@@ -260,20 +261,9 @@ class CallGuard:
 
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training
+        request = Request(self._stock, base.plan, size, *example, training, True, parts, taken, self._device)
         try:
-            compiled = self._compiled(
-                lambda: compile_call(
-                    self._stock,
-                    base.plan,
-                    size,
-                    *example,
-                    training,
-                    partly=True,
-                    parts=parts,
-                    taken=taken,
-                    device=self._device,
-                )
-            )
+            compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
         program = compiled.program
@@ -336,10 +326,9 @@ class CallGuard:
     def _compile_whole(self) -> Proof:
         main = self.main.program
         plan = self.main.plan.with_whole_sequences()
+        request = Request(self._stock, plan, main.size, *self._example, main.training, device=self._device)
         try:
-            program = self._compiled(
-                lambda: compile_call(self._stock, plan, main.size, *self._example, main.training, device=self._device)
-            ).program
+            program = self._compiled(lambda: compile_call(request)).program
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
         other = placement_difference(main, program)

@@ -98,9 +98,8 @@ class CheckInput:
 
     @property
     def batch(self) -> int:
-        """The example's batch size: the first size of its first tensor."""
-        shape = self.trace.values[self.trace.inputs[0]].shape if self.trace.inputs else ()
-        return shape[0] if shape else 1
+        """The example's batch size."""
+        return self.trace.batch
 
 
 def promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
