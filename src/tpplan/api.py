@@ -16,6 +16,7 @@ from tpplan.calls.prove import prove
 from tpplan.checkpoint import load_weights, save_weights
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled
+from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.inputs import example_call
 from tpplan.parity import ParityReport, verify
@@ -62,7 +63,7 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
     arguments, keywords = example_call(model, tp, inputs)
-    return prove(model, loaded, tp, arguments, keywords).program
+    return prove(Request(model, loaded, tp, arguments, keywords)).program
 
 
 def suggest_plan(model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None) -> Plan:
@@ -134,7 +135,8 @@ def parallelize(
     if loaded is not None:
         try:
             call = example_call(model, axis_mesh.size(), inputs)
-            compiled = prove(model, loaded, axis_mesh.size(), *call, device=device_of_mesh(axis_mesh))
+            device = device_of_mesh(axis_mesh)
+            compiled = prove(Request(model, loaded, axis_mesh.size(), *call, device=device))
         except Exception as raised:
             error = raised
     program = None if compiled is None else compiled.program

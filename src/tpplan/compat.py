@@ -489,7 +489,7 @@ class FunctionNode:
     Attributes:
         name: the class's name.
         outputs: shape and dtype of each result, as autograd fills in zeros for those without a gradient.
-        inputs: for each argument that wants a gradient, its position, and the node and the output that it came from.
+        inputs: for each argument that requires grad, its position, and the node and the output that it came from.
     """
 
     name: str

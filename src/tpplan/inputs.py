@@ -50,8 +50,8 @@ def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> d
             [
                 Diagnostic(
                     code="TP111",
-                    message=f"tpplan can't make up inputs for `{type(model).__name__}`, which is no transformers model "
-                    "that takes `input_ids`",
+                    message=f"tpplan can't make inputs for `{type(model).__name__}`, which isn't a transformers "
+                    "model that takes `input_ids`",
                     help="pass `inputs=`: a dict or tuple of tensors for one forward; tensors on `meta` will do",
                     subject=type(model).__name__,
                 )

@@ -16,7 +16,7 @@ from tpplan.bench.page import render_page, write_page
 from tpplan.bench.rounds import time_interleaved
 from tpplan.bench.run import BENCHMARKS, BenchmarkError, measurements, run, run_in_process
 from tpplan.bench.tables import Table, show, tables_of, verdicts
-from tpplan.compiler import pipeline
+from tpplan.compiler import search
 from tpplan.compiler.check import local_run
 
 
@@ -53,7 +53,7 @@ def test_compile_times_every_pass_and_puts_the_pipeline_back(compile_result: dic
     (row,) = compile_result["rows"]
     assert set(row["passes"]) == {name.strip("_") for name in compile_time.PASSES}
     assert row["peak_gib"] >= row["peak_before_gib"] > 0
-    assert not any(hasattr(held, "__wrapped__") for held in (local_run.check, pipeline.assign))
+    assert not any(hasattr(held, "__wrapped__") for held in (local_run.check, search.assign))
 
 
 def test_a_pass_that_calls_itself_is_counted_once(compile_result: dict[str, Any]) -> None:

@@ -300,7 +300,7 @@ class Switches(nn.Module):
 
 def test_a_model_that_replaces_its_modules_is_refused():
     plan = {"version": 1, "modules": {"inner": {"style": "colwise", "output": "replicate"}}}
-    with pytest.raises(CompileError, match=r"TP110 .* puts another module in the place of `inner`"):
+    with pytest.raises(CompileError, match=r"TP110 .* replaces the module `inner`"):
         tpplan.compile_plan(Switches(), plan, 2, (torch.randn(2, 3, 8),))
     assert tpplan.verify(Switches(), plan, 2, (torch.randn(2, 6, 8),)).ok
 

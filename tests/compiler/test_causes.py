@@ -56,7 +56,7 @@ def test_a_weight_that_is_computed_is_no_parameter_to_split(norm, what, removed,
     found = refusal(model, SPLIT)  # pyright: ignore
     assert (found.code, found.subject) == ("TP112", name)
     assert found.message == (
-        f"`{name}.weight` isn't a parameter: the {what} computes it anew for each forward, and `{SPLIT[name]}` has "
+        f"`{name}.weight` isn't a parameter: the {what} computes it in each forward, and `{SPLIT[name]}` has "
         "nothing to split"
     )
     assert found.help == (
@@ -105,8 +105,8 @@ def test_a_pin_along_the_sequence_says_how_long_that_is():
     rules = {"up": {"style": "colwise", "output": "sequence"}, "down": "rowwise"}
     found = refusal(Mlp(), rules, (torch.randn(2, 5, 16),))  # pyright: ignore
     assert found.message == (
-        "the result of `up`, of shape [2, 5, 32], can't be `sequence`: dim 1 is the sequence, and 2 ranks can't share "
-        "its 5 entries evenly"
+        "the result of `up`, of shape [2, 5, 32], can't be `sequence`: dim 1 is the sequence, and 2 ranks can't split "
+        "its 5 positions evenly"
     )
 
 
@@ -136,7 +136,7 @@ def line_of(kind: type[nn.Module]) -> str:
 def test_a_read_of_numbers_is_named_with_its_line(kind):
     found = refusal(nn.Sequential(kind()), {"0.up": "colwise", "0.down": "rowwise"})
     assert (found.code, found.subject) == ("TP110", "0")
-    assert found.message == "`0` reads the numbers in a tensor, and a capture has none"
+    assert found.message == "`0` reads a tensor's values, and a capture has none"
     assert found.notes == (f"in `0`, at {line_of(kind)}",)
     assert "torch.where" in (found.help or "")
 

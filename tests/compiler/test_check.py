@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, SEQUENCE, Block, Mlp, Normed, codes, compiled, plan_of, reshards, x_BSH
 from tpplan.compiler.check.compare import CheckInput, Mismatch
-from tpplan.compiler.check.local_run import check
+from tpplan.compiler.check.local_run import Passed, check
 from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.parity import verify_program
 
 
@@ -24,9 +25,10 @@ def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[Mismatch | None]:
     """What each check of a compilation found, in order."""
     found: list[Mismatch | None] = []
 
-    def spying(given: CheckInput, *more: Any) -> Mismatch | None:
-        found.append(check(given, *more))
-        return found[-1]
+    def spying(given: CheckInput, *more: Any) -> Mismatch | Passed:
+        checked = check(given, *more)
+        found.append(checked if isinstance(checked, Mismatch) else None)
+        return checked
 
     monkeypatch.setattr("tpplan.compiler.check.local_run.check", spying)
     return found
@@ -44,8 +46,8 @@ def after_norm(body: Callable[[Normed, Tensor, Tensor], Tensor]) -> nn.Module:
     ("body", "reason"),
     [
         (lambda m, h, x: m.proj(h) / h.shape[1], "is called with 6 instead of 12"),
-        (lambda m, h, x: m.proj(h) / torch.tensor(float(h.shape[1])), "constant that has other numbers"),
-        (lambda m, h, x: m.proj(h) + h.new_tensor([float(h.shape[1])]), "constant that has other numbers"),
+        (lambda m, h, x: m.proj(h) / torch.tensor(float(h.shape[1])), "constant with other values"),
+        (lambda m, h, x: m.proj(h) + h.new_tensor([float(h.shape[1])]), "constant with other values"),
         (lambda m, h, x: m.proj(h) + x[:, h.shape[1] - 12 :].sum(), "runs aten.slice.Tensor"),
         (lambda m, h, x: torch.roll(x, h.shape[1] // 2, 1) + m.proj(h).sum(), "is called with"),
         (lambda m, h, x: m.proj(h) * torch.arange(h.shape[1], device=h.device)[:, None], "arange"),
@@ -200,7 +202,7 @@ def test_equal_layers_that_hold_something_else_are_checked_each(
 def test_layers_that_hold_the_same_are_checked_once() -> None:
     model = nn.Sequential(*(Held(functools.partial(divided, by=32)) for _ in range(4)))
     plan = plan_of({"*.up": "colwise", "*.down": "rowwise"})
-    root = compile_call(model, plan, 2, (x_BSH(),), {}).streams[0].root
+    root = compile_call(Request(model, plan, 2, (x_BSH(),), {})).streams[0].root
     likes = {step.module: step.like for step in root.steps if isinstance(step, Heard)}
     # The first layer's input wants no gradient, those of the others do.
     assert likes == {"0": None, "1": None, "2": ("1", 0), "3": ("1", 0)}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.plan import CompileError, load_plan
 
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
@@ -63,7 +64,7 @@ def test_a_body_takes_the_other_side_on_another_device(question: str) -> None:
 
 def called(model: nn.Module, device: str) -> set[str]:
     plan = load_plan(PLAN)
-    program = compile_program(model, plan, 2, (X,), {}, device=torch.device(device))
+    program = compile_call(Request(model, plan, 2, (X,), {}, device=torch.device(device))).program
     assert program.device == device
     return {module.name for module in program.modules if module.calls}
 
@@ -127,5 +128,5 @@ def length_of(x: Tensor) -> int:
 def test_a_value_that_is_read_inside_of_try_is_no_secret(read: Callable[[Tensor], int]) -> None:
     model = Asks(lambda m, x: m.pair(x) * read(x))
     line = read.__code__.co_firstlineno + 2
-    with pytest.raises(CompileError, match=rf"(?s)TP110 .*reads the numbers in a tensor.*test_device\.py:{line}"):
+    with pytest.raises(CompileError, match=rf"(?s)TP110 .*reads a tensor's values.*test_device\.py:{line}"):
         tpplan.compile_plan(model, PLAN, 2, X)

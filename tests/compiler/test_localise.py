@@ -11,15 +11,10 @@ from torch.nn import functional
 
 import tpplan
 from tests.compiler.toys import ATTENTION, HIDDEN, Attention, Block, codes, compiled
-from tpplan.compiler.bind.bind import bind
-from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.check.attribute_reads import attributes_read
-from tpplan.compiler.check.compare import CheckInput
 from tpplan.compiler.ir.program import LocalAttribute
-from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.trace.capture import capture
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.plan import Plan
 
 
 def local(program: tpplan.Program) -> dict[str, tuple[LocalAttribute, ...]]:
@@ -173,9 +168,7 @@ def test_what_the_code_reads_is_seen_through_another_name() -> None:
 
     model = nn.Sequential(Held())
     trace = capture(make_skeleton(model), (torch.randn(2, HIDDEN),), {}, training=True)
-    given = CheckInput(model, trace, Assignment(), build_regions(trace, bind(model, Plan(), 2)[0]), 2,
-                       (torch.randn(2, HIDDEN),), {}, {})  # fmt: skip
-    assert attributes_read(given, "0") == {"width", "settings.heads"}
+    assert attributes_read(model, trace, (torch.randn(2, HIDDEN),), {}, "0") == {"width", "settings.heads"}
     assert type(model[0]) is Held
     assert type(model[0].settings) is Settings
 

@@ -13,7 +13,7 @@ from tests.compiler.toys import HIDDEN, Attention, Mlp, codes, compiled, reshard
 from tests.models.uneven import GATED, MLP, Gated
 from tpplan.compiler.check import local_run as check_module
 from tpplan.compiler.check.compare import CheckInput, Mismatch
-from tpplan.compiler.check.local_run import check, different_ranks
+from tpplan.compiler.check.local_run import Passed, check, different_ranks
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.report.program import render_program
 
@@ -23,7 +23,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The ranks whose shapes each check of a compilation ran on."""
     found: list[list[int]] = []
 
-    def spying(given: CheckInput, *more: Any) -> Mismatch | None:
+    def spying(given: CheckInput, *more: Any) -> Mismatch | Passed:
         found.append(different_ranks(given))
         return check(given, *more)
 
@@ -110,7 +110,7 @@ def test_heads_are_not_cut() -> None:
     with pytest.raises(tpplan.CompileError) as raised:
         compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=3)
     assert set(codes(raised.value)) == {"TP102"}
-    assert "4 heads, which 3 ranks can't share evenly" in str(raised.value)
+    assert "4 heads, which 3 ranks can't split evenly" in str(raised.value)
 
 
 def test_an_odd_vocabulary_is_split() -> None:

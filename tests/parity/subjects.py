@@ -14,7 +14,8 @@ from torch import nn
 from tests.models.tiny import tiny_model
 from tests.models.torch_transformer import TorchTransformer
 from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.plan import load_plan
 
 PLANS = Path(__file__).parents[2] / "plans"
@@ -25,7 +26,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 def subject(plan: str, tp: int) -> tuple[nn.Module, Program, Example]:
     """A tiny model, its program under a shipped plan, and a call."""
     model, keywords = tiny_model(plan.removesuffix("-sequence"))
-    program = compile_program(model, load_plan(PLANS / f"{plan}.yaml"), tp, (), keywords)
+    program = compile_call(Request(model, load_plan(PLANS / f"{plan}.yaml"), tp, (), keywords)).program
     return model, program, ((), keywords)
 
 

@@ -29,13 +29,14 @@ def test_json_is_all_there_is_on_standard_output(capsys):
 
 
 def test_a_divergence_exits_with_1_and_names_the_module(capsys, monkeypatch):
-    compiled = tpplan.compiler.pipeline.compile_program
+    compile_call = tpplan.compiler.pipeline.compile_call
 
-    def miscompiled(*arguments, **keywords):
-        program = compiled(*arguments, **keywords)
-        return with_module(program, "blocks.1.mlp.down", lambda module: replace(module, exits=()))
+    def miscompiled(request):
+        compiled = compile_call(request)
+        program = with_module(compiled.program, "blocks.1.mlp.down", lambda module: replace(module, exits=()))
+        return replace(compiled, program=program)
 
-    monkeypatch.setattr("tpplan.parity.run.compile_program", miscompiled)
+    monkeypatch.setattr("tpplan.parity.run.compile_call", miscompiled)
     assert main(["verify", "torch_transformer", "--model", MODEL]) == 1
     assert "diverges, first in the output of blocks.1.mlp.down" in " ".join(capsys.readouterr().out.split())
 

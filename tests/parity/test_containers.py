@@ -142,7 +142,7 @@ def test_a_copy_of_a_container_is_of_its_class_and_shares_nothing(kind: str) -> 
 
 @pytest.mark.parametrize("kind", OPAQUE)
 def test_a_part_in_an_object_that_nobody_can_look_into_is_refused(kind: str) -> None:
-    with pytest.raises(CompileError, match=r"TP107 .* returns a .* with a tensor that lies S\(2\)"):
+    with pytest.raises(CompileError, match=r"TP107 .* returns a .* with a tensor of layout S\(2\)"):
         tpplan.compile_plan(Wraps(OPAQUE[kind]), PLAN, 2, X)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from tests.models.mixed_draws import SUBJECTS, dropouts_that_drop_nothing, mixed_draws
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.parity import run as parity_run
 from tpplan.parity import verify_program
 from tpplan.plan import load_plan
@@ -42,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def compiled(name: str, tp: int) -> tuple[nn.Module, Program, dict[str, Any]]:
     model, plan, keywords = mixed_draws(name)
-    return model, compile_program(model, load_plan(plan), tp, (), keywords), keywords
+    return model, compile_call(Request(model, load_plan(plan), tp, (), keywords)).program, keywords
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

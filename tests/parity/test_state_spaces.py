@@ -18,8 +18,9 @@ import tpplan
 from tpplan.api import suggest_text
 from tpplan.calls.guard import CallGuard
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import Compiled, compile_program
+from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.place import split_norms
+from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity import verify_program
 from tpplan.parity.materialise import copy_structure, copy_with_numbers
@@ -224,7 +225,7 @@ def test_a_compiled_model_takes_other_lengths_and_a_cache(
     model = stock_model(kind)
     inputs = {"input_ids": tokens(3, 8), "use_cache": False}
     plan = load_plan(suggest_text(model, 2, False, inputs))
-    program = compile_program(model, plan, 2, (), inputs)
+    program = compile_call(Request(model, plan, 2, (), inputs)).program
     if version("torch") < "2.13":
         pytest.skip("DTensor of this version lacks rules for the scans, and the mixers stay whole")
     assert sharded_share(program) > 0.98

@@ -17,7 +17,8 @@ from tests.models.uneven import SUBJECTS, Subject, uneven_subject
 from tests.runtime.world import Member, world
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.cost.communication import bytes_sent
 from tpplan.parity import verify_program
 from tpplan.parity.errors import VerifyError
@@ -33,7 +34,7 @@ COARSE = ("llama", "tied llama", "phi3")  # their RMSNorm computes in float32
 @functools.cache
 def compiled(name: str, tp: int) -> tuple[Subject, Program]:
     model, plan, call = uneven_subject(name)
-    return (model, plan, call), compile_program(model, load_plan(plan), tp, *call)
+    return (model, plan, call), compile_call(Request(model, load_plan(plan), tp, *call)).program
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -190,9 +191,9 @@ def test_a_check_of_the_first_rank_alone_would_miss_the_others(monkeypatch: pyte
 
     plan = load_plan({"version": 1, "modules": {"up": "colwise", "down": "rowwise"}})
     model, call = LastRankTurns(), ((torch.randn(3, 12, 16),), {})
-    right = compile_program(model, plan, 2, *call)
+    right = compile_call(Request(model, plan, 2, *call)).program
     assert right.diagnostics[0].code == "TP104"  # gathered before the branch
     assert verify_program(model, right, call).ok
     monkeypatch.setattr(local_run, "different_ranks", lambda given: [0])
-    wrong = compile_program(model, plan, 2, *call)
+    wrong = compile_call(Request(model, plan, 2, *call)).program
     assert not verify_program(model, wrong, call).ok

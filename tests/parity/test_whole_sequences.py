@@ -20,7 +20,8 @@ from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import Compiled, compile_program
+from tpplan.compiler.pipeline import Compiled, compile_call
+from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
@@ -46,7 +47,7 @@ class Seen:
 def compiled(name: str, tp: int) -> tuple[nn.Module, Plan, Program, dict[str, Any]]:
     model, keywords = tiny_model(name)
     plan = load_plan(f"plans/{name}-sequence.yaml")
-    return model, plan, compile_program(model, plan, tp, (), keywords), keywords
+    return model, plan, compile_call(Request(model, plan, tp, (), keywords)).program, keywords
 
 
 def stepped(model: nn.Module, keywords: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -97,7 +98,7 @@ def worst(name: str, tp: int, ranks: list[list[Seen]]) -> float:
 def test_calls_of_any_length_compute_the_same(name: str, tp: int) -> None:
     _, plan, program, keywords = compiled(name, tp)
     model = compiled(name, tp)[0]
-    whole = compile_program(model, plan.with_whole_sequences(), tp, (), keywords)
+    whole = compile_call(Request(model, plan.with_whole_sequences(), tp, (), keywords)).program
     ranks = simulated(name, tp)
     assert worst(name, tp, ranks) < 1e-12
     for length, seen in zip(LENGTHS, ranks[tp - 1], strict=True):
@@ -153,7 +154,7 @@ def lengths_on_processes(member: Member, name: str) -> list[tuple[float, dict[st
 @pytest.mark.parametrize("name", ["torch_transformer", "llama"])
 def test_processes_compute_the_same_at_any_length(name: str) -> None:
     model, plan, program, keywords = compiled(name, 2)
-    whole = compile_program(model, plan.with_whole_sequences(), 2, (), keywords)
+    whole = compile_call(Request(model, plan.with_whole_sequences(), 2, (), keywords)).program
     for found in world(2).run(lengths_on_processes, name):
         for length, (error, counts) in zip(LENGTHS, found, strict=True):
             assert error < 1e-12

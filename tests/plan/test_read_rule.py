@@ -86,7 +86,7 @@ def test_every_mistake_of_a_file_is_reported_at_once() -> None:
     ("plan", "code", "help_text"),
     [
         ("version: '1'\nmodules: {a: none}\n", "TP004", "write `version: 1`"),
-        ("version: 1\nmodel.norm: sequence\nmodules: {a: none}\n", "TP003", "patterns stand under `modules:`"),
+        ("version: 1\nmodel.norm: sequence\nmodules: {a: none}\n", "TP003", "patterns go under `modules:`"),
         ("version: 1\nname: 405\nmodules: {a: none}\n", "TP004", 'write `name: "405"`'),
         ("version: 1\nmodules: {a: {style: none, local: x}}\n", "TP004", "write `local: [x]`"),
         ("version: 1\nmodules: {a: none}\nkernels: {layernorm: auto}\n", "TP003", "did you mean `layer_norm`?"),

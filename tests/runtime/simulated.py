@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_call, compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
@@ -32,7 +33,7 @@ def on_ranks(
 ) -> list[Any]:
     """`work` on each rank's sharded copy of `stock`, with its guard."""
     plan = plan_of(rules)
-    compiled = compile_call(stock, plan, tp, *example)
+    compiled = compile_call(Request(stock, plan, tp, *example))
 
     def one(axis: ThreadCommunicator) -> Any:
         guard = CallGuard(make_skeleton(stock).model, plan, compiled, *example, rank=axis.rank)
@@ -87,7 +88,7 @@ def worst(
 
     A function among the calls is applied to the sharded and to the stock model.
     """
-    program = compile_program(stock, plan_of(rules), tp, *example)
+    program = compile_call(Request(stock, plan_of(rules), tp, *example)).program
 
     def work(own: nn.Module, guard: CallGuard) -> list[tuple[Tensor, dict[str, Tensor]]]:
         found = walked(own, calls)

@@ -21,7 +21,8 @@ from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import Compiled, compile_program
+from tpplan.compiler.pipeline import Compiled, compile_call
+from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
@@ -148,7 +149,7 @@ def stepped(model: nn.Module, kind: str, ids: Tensor) -> tuple[list[Tensor], dic
 def simulated(kind: str, shared: int, tp: int) -> tuple[Program, list[tuple[list[Tensor], dict[str, Tensor]]]]:
     model, ids = build(kind, shared)
     plan = load_plan({"version": 1, "modules": RULES})
-    program = compile_program(model, plan, tp, (ids,), {})
+    program = compile_call(Request(model, plan, tp, (ids,), {})).program
 
     def work(axis: ThreadCommunicator) -> tuple[list[Tensor], dict[str, Tensor]]:
         guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (ids,), {})
@@ -275,12 +276,12 @@ def test_what_is_whole_is_no_matter() -> None:
 
 
 def test_a_part_of_a_sequence_is_refused_since_no_later_call_could_know_it() -> None:
-    with pytest.raises(tpplan.CompileError, match=r"TP107.*leaves a tensor in `seen\[0\]` of its caller"):
+    with pytest.raises(tpplan.CompileError, match=r"TP107.*S\(1\) in the caller.s `seen\[0\]`"):
         program_of("sequence")
 
 
 def test_a_single_token_does_not_pass_for_a_single_head() -> None:
     model, ids = build("list", HEADS)
-    program = compile_program(model, load_plan({"version": 1, "modules": RULES}), 2, (ids[:, :1],), {})
+    program = compile_call(Request(model, load_plan({"version": 1, "modules": RULES}), 2, (ids[:, :1],), {})).program
     layouts = {p.name: p.layout for p in program.parameters}
     assert all(layouts[f"layers.0.{name}.weight"] != REPLICATED for name in "qkv")

@@ -187,7 +187,7 @@ def test_a_refusal_says_how_the_call_differs() -> None:
 
 
 def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "placement_difference", lambda *_: "`up.weight` would have to lie as R for it")
+    monkeypatch.setattr(guards, "placement_difference", lambda *_: "`up.weight` would need layout R for it")
 
     def work(model: nn.Module, _: guards.CallGuard) -> str:
         with pytest.raises(tpplan.UnprovedCallError) as raised:
@@ -195,8 +195,8 @@ def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pyte
         return str(raised.value)
 
     for text in on_ranks(seeded(Steered), MLP, 2, EXAMPLE, work):
-        assert "(`wide` is True, which the example leaves out)" in text
-        assert "needs other reshards, and `up.weight` would have to lie as R" in text and "help: pass `inputs=`" in text
+        assert "(`wide` is True, which the example doesn't pass)" in text
+        assert "different reshards, and `up.weight` would need layout R" in text and "help: pass `inputs=`" in text
 
 
 LLAMA: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": 2}

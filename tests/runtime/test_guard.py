@@ -239,7 +239,7 @@ def test_a_call_that_one_rank_cannot_prove_is_refused_on_every_rank() -> None:
 @pytest.mark.processes
 def test_a_parameter_that_was_frozen_in_the_proof_may_not_be_trained() -> None:
     for text in world(2).run(a_thawed_parameter):
-        assert text.startswith("TP117 unproved-call: `down.bias` wants a gradient, but was frozen")
+        assert text.startswith("TP117 unproved-call: `down.bias` requires grad, but was frozen")
 
 
 @pytest.mark.processes

@@ -65,7 +65,7 @@ def test_a_split_batch_may_be_of_any_size() -> None:
 
 def test_parameters_that_lie_otherwise_are_named() -> None:
     text = placement_difference(PROGRAM, with_parameter("up.weight", layout=REPLICATED))
-    assert text == "`up.weight` would have to lie as R for it, and lies as S(0)"
+    assert text == "`up.weight` would need layout R for it, and has S(0)"
     assert placement_difference(PROGRAM, with_module("down", exits=())) == ""
 
 

@@ -77,7 +77,7 @@ def test_another_size_than_the_examples_is_refused() -> None:
         def work(axis: ThreadCommunicator) -> None:
             step_of(source, target, axis)(torch.zeros(6, 5, 16))  # noqa: B023
 
-        with pytest.raises(VerifyError, match=r"TP118.*as in the example"):
+        with pytest.raises(VerifyError, match=r"TP118.*must have the example.s size"):
             run_ranks(2, work)
 
 

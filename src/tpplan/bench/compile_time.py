@@ -81,10 +81,10 @@ def _peak() -> float:
 @contextmanager
 def _timed_passes(seconds: dict[str, float]) -> Generator[None]:
     """Add up what each pass of the pipeline takes, in processor time."""
-    from tpplan.compiler import pipeline
+    from tpplan.compiler import pipeline, search
     from tpplan.compiler.check import local_run
 
-    owners = {"solve": pipeline.Placer, "check": local_run}
+    owners = {"solve": search.Placer, "check": local_run, "build_regions": search, "assign": search}
     held = {name: (owners.get(name, pipeline), name) for name in PASSES}
     stock = {name: getattr(owner, attribute) for name, (owner, attribute) in held.items()}
     try:

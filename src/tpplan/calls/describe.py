@@ -1,6 +1,6 @@
 """Describe: how a call differs from the example, for people.
 
-`wide` is True, which the example leaves out; `attention_mask` is left out; the call is in evaluation
+`wide` is True, which the example doesn't pass; `attention_mask` isn't passed; the call is in evaluation
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def call_difference(example: Mapping[str, str], call: Mapping[str, str], modes: 
     found: list[str] = []
     for name, text in call.items():
         if name not in example:
-            found.append(f"`{name}` is {text}, which the example leaves out")
+            found.append(f"`{name}` is {text}, which the example doesn't pass")
         elif example[name] != text:
             found.append(f"`{name}` is {text}, and {example[name]} in the example")
-    found += [f"`{name}` is left out" for name in example if name not in call]
+    found += [f"`{name}` isn't passed" for name in example if name not in call]
     if len(found) > _SHOWN:
         found[_SHOWN:] = ["and more"]
     if modes[0] != modes[1] or not found:
@@ -46,7 +46,7 @@ def call_difference(example: Mapping[str, str], call: Mapping[str, str], modes: 
 
 def _argument(held: object) -> str:
     if isinstance(held, Tensor):
-        gradient = " that wants a gradient" if held.requires_grad else ""
+        gradient = " that requires grad" if held.requires_grad else ""
         return f"a {dtype_name(held.dtype)} tensor of {held.dim()} dims{gradient}"
     if isinstance(held, (tuple, list)):
         return f"a {type(held).__name__} of {len(held)}"  # pyright: ignore[reportUnknownArgumentType]

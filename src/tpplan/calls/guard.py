@@ -37,6 +37,7 @@ from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Location, Sides
 from tpplan.compiler.pipeline import Compiled, compile_call
+from tpplan.compiler.request import Request
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank
@@ -262,20 +263,9 @@ class CallGuard:
 
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training
+        request = Request(self._stock, base.plan, size, *example, training, True, parts, taken, self._device)
         try:
-            compiled = self._compiled(
-                lambda: compile_call(
-                    self._stock,
-                    base.plan,
-                    size,
-                    *example,
-                    training,
-                    partly=True,
-                    parts=parts,
-                    taken=taken,
-                    device=self._device,
-                )
-            )
+            compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
         program = compiled.program
@@ -302,8 +292,8 @@ class CallGuard:
             difference = self._foreign(program, plan)
         if difference:
             raise UnprovedCallError(
-                f"{self._headline(call)}: it needs other reshards, and {difference}\n  help: pass `inputs=` like this "
-                "call to `parallelize`, so that the program is compiled for it"
+                f"{self._headline(call)}: it needs different reshards, and {difference}\n  help: pass `inputs=` like "
+                "this call to `parallelize`, so that the program is compiled for it"
             )
 
     def _headline(self, call: Call) -> str:
@@ -338,10 +328,9 @@ class CallGuard:
     def _compile_whole(self) -> Proof:
         main = self.main.program
         plan = self.main.plan.with_whole_sequences()
+        request = Request(self._stock, plan, main.size, *self._example, main.training, device=self._device)
         try:
-            program = self._compiled(
-                lambda: compile_call(self._stock, plan, main.size, *self._example, main.training, device=self._device)
-            ).program
+            program = self._compiled(lambda: compile_call(request)).program
         except CompileError as error:
             raise UnevenShardError(f"{_TP118}, and the plan can't be compiled without `sequence`\n{error}") from error
         other = placement_difference(main, program)
@@ -355,7 +344,7 @@ class CallGuard:
         """What a cache holds must be split alike by both programs, as each may read what the other has written."""
         if _passes_objects(call) and program.feature_reshards != self.main.program.feature_reshards:
             raise UnevenShardError(
-                f"{_TP118}, and the program that keeps it whole splits features in other places, so that it can't "
+                f"{_TP118}, and the program that keeps it whole splits features differently, so that it can't "
                 f"share a cache\n  help: pad the sequence to a multiple of {program.size}, or pass no cache"
             )
 
@@ -363,9 +352,9 @@ class CallGuard:
         for owner, leaf, name in self._frozen:
             if getattr(owner, leaf).requires_grad:
                 raise UnprovedCallError(
-                    f"TP117 unproved-call: `{name}` wants a gradient, but was frozen when the plan was compiled, so "
+                    f"TP117 unproved-call: `{name}` requires grad, but was frozen when the plan was compiled, so "
                     "that no sum over the ranks was placed for it\n  help: let all parameters that may ever be trained "
-                    "want a gradient when `parallelize` is called; they can be frozen afterwards"
+                    "require grad when `parallelize` is called; they can be frozen afterwards"
                 )
 
 

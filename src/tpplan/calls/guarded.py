@@ -125,7 +125,7 @@ class GuardedCall:
         if proof is self._decision.proof:
             left = self._departure(steps)
             if self._prover.on_any_rank(left is not None):
-                raise _refused(left, "which its proof doesn't take")
+                raise _refused(left, "which its proof doesn't cover")
             self._prover.accept(self._decision)
             return result
         if not self._repeats() or versions != self._prover.buffer_versions():
@@ -143,7 +143,7 @@ def _refused(departed: Departure | None, way: str) -> UnprovedCallError:
     where = "another rank of the axis left the proved path" if departed is None else str(departed)
     return UnprovedCallError(
         f"TP131 departed-call: the call left the path that was proved: {where}, {way}\n  help: pass `inputs=` like "
-        "this call to `parallelize`; what steers the model must show in its arguments, or in its modules' attributes"
+        "this call to `parallelize`; what steers the model must be visible in its arguments or its modules' attributes"
     )
 
 

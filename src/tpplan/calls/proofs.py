@@ -129,7 +129,7 @@ def placement_difference(program: Program, other: Program) -> str:
     for parameter in other.parameters:
         ours, theirs = placed.get(parameter.names), _stored(parameter.layout)
         if read.intersection(parameter.names) and theirs != ours:
-            return f"`{parameter.name}` would have to lie as {theirs} for it, and lies as {ours}"
+            return f"`{parameter.name}` would need layout {theirs} for it, and has {ours}"
     return ""
 
 
@@ -139,7 +139,7 @@ def cache_difference(program: Program, other: Program) -> str:
     called = {module.name for module in other.modules if module.calls}
     places: list[Any] = [held for held in ours ^ theirs if isinstance(held, tuple)]
     named = sorted({str(place[0]) for place in places if place[0] in called})
-    return f"features are split in other places at `{named[0] or 'the model'}`" if named else ""
+    return f"features are split differently at `{named[0] or 'the model'}`" if named else ""
 
 
 def left_difference(known: dict[Path, Layout], other: Program) -> str:

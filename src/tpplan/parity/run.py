@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.inputs import example_call
 from tpplan.parity.budget import choose_dtype, refuse_too_large
@@ -69,7 +70,7 @@ def verify(
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     arguments, keywords = example_call(model, tp, inputs)
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")
-    program = compile_program(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))
+    program = compile_call(Request(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))).program
     return verify_program(
         model, program, (arguments, keywords),
         processes=processes, dtype=dtype, seed=seed, timeout=timeout, progress=progress,

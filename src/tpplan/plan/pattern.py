@@ -125,7 +125,7 @@ def _check_text(text: str) -> None:
         raise PatternError(f"the pattern is longer than {MAX_PATTERN_LENGTH} characters", 0, len(text))
     if bad := _FORBIDDEN.search(text):
         help_text = "write an index as a segment of its own: `layers.0`" if bad.group() in "[]" else None
-        raise PatternError(f"`{bad.group()}` can't stand in a pattern", bad.start(), 1, help_text)
+        raise PatternError(f"`{bad.group()}` isn't allowed in a pattern", bad.start(), 1, help_text)
     _check_braces(text)
 
 
@@ -154,7 +154,7 @@ def _expand(text: str) -> list[str]:
         options = group.group(1).split(",")
         count *= len(options)
         if count > MAX_ALTERNATIVES:
-            message = f"the braces stand for more than {MAX_ALTERNATIVES} alternatives"
+            message = f"the braces expand to more than {MAX_ALTERNATIVES} alternatives"
             raise PatternError(message, group.start(), len(group.group()), "split the rule, or use `*`")
         parts += [[text[end : group.start()]], options]
         end = group.end()

@@ -69,7 +69,7 @@ def wrong_type(node: Node, expected: str, problems: Problems, help_text: str | N
 def unknown_key(key: ScalarNode, known: tuple[str, ...], where: str, problems: Problems) -> None:
     """Report a key that isn't part of the language."""
     if where == "a plan" and ("." in key.text or "*" in key.text):
-        help_text = "patterns stand under `modules:`"
+        help_text = "patterns go under `modules:`"
     else:
         help_text = word_help(key.text, known)
     problems.add("TP003", f"`{shorten(key.text)}` isn't a key of {where}", key, label="unknown key", help=help_text)
@@ -152,7 +152,7 @@ def _option_not_for_style(name: ScalarNode, style: Style, problems: Problems) ->
     styles = [other.value for other, options in OPTIONS_BY_STYLE.items() if name.text in options]
     problems.add(
         "TP020",
-        f"`{name.text}` means nothing for the style `{style}`",
+        f"`{name.text}` doesn't apply to the style `{style}`",
         name,
         label=f"not for `{style}`",
         help=f"remove it; `{name.text}` goes with {one_of(styles)}",
@@ -200,7 +200,7 @@ def _names(node: ListNode, what: str, problems: Problems) -> list[str]:
         elif not _ATTRIBUTE.fullmatch(item.text):
             problems.add("TP021", f"`{shorten(item.text)}` can't be {what}", item, help="use letters, digits and `_`")
         elif item.text in names:
-            problems.add("TP021", f"`{item.text}` stands twice in this list", item, label="again here")
+            problems.add("TP021", f"`{item.text}` appears twice in this list", item, label="again here")
         else:
             names.append(item.text)
     return names

@@ -51,7 +51,7 @@ def compose(source: SourceText, text: str, problems: Problems) -> Node | None:
     except ReaderError as error:
         offset = int(getattr(error, "position", 0))
         at = source.span(offset, offset + 1)
-        message = f"the character U+{ord(text[offset]):04X} can't stand in a YAML file"
+        message = f"the character U+{ord(text[offset]):04X} isn't allowed in a YAML file"
         raise problems.stop("TP001", message, at, label="not allowed", help="remove the character") from None
     except MarkedYAMLError as error:
         raise _syntax_error(error, source, text, problems) from None
@@ -122,8 +122,8 @@ class _Composer:
         """Keep the number of nodes, aliases expanded, within bounds."""
         self.total += size
         if self.total > MAX_NODES:
-            message = f"the file stands for more than {MAX_NODES:,} values once its aliases are expanded"
-            raise self.problems.stop("TP016", message, self.span(event), help="write patterns instead of repetition")
+            message = f"the file expands to more than {MAX_NODES:,} values once its aliases are expanded"
+            raise self.problems.stop("TP016", message, self.span(event), help="use patterns instead of repeating rules")
 
     def alias(self, event: Any) -> Node:
         """The node that an alias stands for."""
@@ -177,7 +177,7 @@ class _Composer:
         line = first.span.start.line if first.span else 0
         self.problems.add(
             "TP002",
-            f"`{shorten(key.text)}` stands twice in this mapping, first in line {line}",
+            f"`{shorten(key.text)}` appears twice in this mapping, first in line {line}",
             key,
             label="again here",
             help="keep one of the two",

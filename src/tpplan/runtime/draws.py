@@ -115,8 +115,8 @@ class CallersStream:
         if not self._bodies:
             raise RandomnessError(
                 f"TP119 randomness-mixed: {quoted(self._name)} draws random numbers for sharded values in some calls "
-                "and for replicated ones in others, and which it is in this call only the body that calls it can tell"
-                "\n  help: set the activation checkpoint around that body, or give each of the two a module of its own"
+                "and for replicated ones in others, and only the body that calls it knows which this call is"
+                "\n  help: put the activation checkpoint around that body, or use two modules"
             )
 
     def __exit__(
@@ -176,8 +176,8 @@ class MixedStreams:
         if kind == "split" and _is_checkpointed(counter.frame):
             raise RandomnessError(
                 f"TP119 randomness-mixed: the body of {quoted(self.name)} draws random numbers for sharded and for "
-                "replicated values, and sets an activation checkpoint around a part of itself that would draw others "
-                "when it is computed again\n  help: set the checkpoint around the whole module"
+                "replicated values, and checkpoints a part of itself, which would draw different numbers when it is "
+                "recomputed\n  help: put the activation checkpoint around the whole module"
             )
         return self._streams[kind]
 
@@ -185,8 +185,8 @@ class MixedStreams:
         kinds = ", ".join("sharded" if kind == "split" else "replicated" for kind in self.draws)
         return RandomnessError(
             f"TP119 randomness-mixed: the body of {quoted(self.name)} draws random numbers {often} in this call "
-            f"instead of {len(self.draws)} times as in the example ({kinds}), so that it can't be said which of them "
-            "are for sharded values\n  help: call `parallelize` with the dropouts' probabilities as they are in this "
+            f"instead of {len(self.draws)} times as in the example ({kinds}), so it isn't known which of them are for "
+            "sharded values\n  help: call `parallelize` with the dropouts' probabilities as they are in this "
             "call, and with inputs that take the same path"
         )
 

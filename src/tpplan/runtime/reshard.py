@@ -33,8 +33,8 @@ class SecondDerivativeError(TpplanError):
         """What to do instead."""
         return (
             "TP138 second-derivative: the backward of a sharded model was called with `create_graph=True`\n  help: "
-            "take the gradient with `torch.autograd.grad(…, create_graph=True)` in the model's forward, by one of its "
-            "inputs: it is then part of what is proved"
+            "take the gradient with `torch.autograd.grad(…, create_graph=True)` in the model's forward, with respect "
+            "to one of its inputs: it is then part of what is proved"
         )
 
 
@@ -164,11 +164,11 @@ def _flattened(move: Move, context: CallContext) -> Move:
         if context.batch is None:
             raise UnevenShardError(
                 "TP118 uneven-sequence: a module whose sequence is flattened with the batch was called by itself\n"
-                "  help: call the whole model, whose inputs tell the batch size"
+                "  help: call the whole model, whose inputs show the batch size"
             )
         if tensor.shape[0] % context.batch:
             raise UnevenShardError(
-                f"TP118 uneven-sequence: {tensor.shape[0]} rows are no whole number of sequences for a batch of "
+                f"TP118 uneven-sequence: {tensor.shape[0]} rows aren't a whole number of sequences for a batch of "
                 f"{context.batch}\n  help: call the model with its batch as the first dim of its first tensor"
             )
         return move(tensor.reshape(context.batch, -1, *tensor.shape[1:])).flatten(0, 1)
@@ -237,9 +237,9 @@ def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
     def expect(tensor: Tensor, count: int) -> None:
         if tensor.shape[dim] != count:
             raise UnevenShardError(
-                f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} isn't of size {count} "
-                f"as in the example, and can't be shared by {size} ranks otherwise\n  help: pass `inputs=` of the "
-                "sizes that calls have, or remove the rule that splits this dim"
+                f"TP118 uneven-sequence: dim {dim} of a tensor of shape {tuple(tensor.shape)} must have the "
+                f"example's size {count} to be split over {size} ranks\n  help: pass `inputs=` of the sizes that "
+                "calls have, or remove the rule that splits this dim"
             )
 
     def part(tensor: Tensor) -> Tensor:

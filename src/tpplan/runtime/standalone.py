@@ -43,18 +43,18 @@ def _move(module: str, boundary: Boundary, axis: Communicator, context: CallCont
     ways = reshard_between(source, target)
     what = f"its argument `{'.'.join(map(str, boundary.path))}`" if boundary.inward else "its result"
     if ways is None:
-        return _refuse(module, f"{what} is {boundary.layout} there, of which a rank can't make the whole")
+        return _refuse(module, f"{what} is {boundary.layout} there, which one rank can't make whole")
     move = make_reshard(source, target, ways.forward, ways.backward, axis, False, context, boundary.shape)
     if boundary.differentiable or not boundary.inward:
         return move
-    refuse = _refuse(module, f"{what} has no gradient there, and wants one here")
+    refuse = _refuse(module, f"{what} doesn't require grad there, and does here")
     return lambda tensor: refuse(tensor) if tensor.requires_grad and torch.is_grad_enabled() else move(tensor)
 
 
 def _refuse(module: str, reason: str) -> Move:
     def move(_: Tensor) -> Tensor:
         raise AloneError(
-            f"TP117 unproved-call: `{module}` is called by itself otherwise than in the model: {reason}\n"
+            f"TP117 unproved-call: `{module}` is called by itself in another way than in the model: {reason}\n"
             "  help: call the whole model, or a module further out"
         )
 

@@ -294,10 +294,9 @@ class _Walk:
         sources = frozenset[str]().union(*(self.shared.get(outer[i], _NONE) for i in node.inputs))
         if not sources:
             return
-        self.propagator.heads = self.subject.heads
-        found = self.propagator.outcomes(node, instance.region.values, lambda i: self._assumed(instance, i))
-        self.propagator.heads = frozenset()
-        split = [o for o in found if o.outputs[0].is_sharded] if not isinstance(found, Refusal) else []
+        by_heads = self.propagator.splitting(self.subject.heads)
+        outcomes = by_heads.outcomes(node, instance.region.values, lambda i: self._assumed(instance, i))
+        split = [o for o in outcomes if o.outputs[0].is_sharded] if not isinstance(outcomes, Refusal) else []
         for position, output in enumerate(node.outputs):
             if output is not None and split:
                 self.layouts[outer[output]], self.sources[outer[output]] = split[0].outputs[position], sources

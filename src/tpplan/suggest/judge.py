@@ -14,7 +14,8 @@ from torch import nn
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.bind import stored_tensors
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_program
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severity
 from tpplan.plan.pattern import Pattern
 from tpplan.suggest.patterns import patterns_for
@@ -67,9 +68,9 @@ def rule_of(pattern: str, setting: Setting) -> Rule:
 def judge(subject: Subject, settings: Mapping[str, Setting]) -> Verdict:
     """Compile a trial plan."""
     try:
-        program = compile_program(
-            subject.model, plan_of(subject, settings), subject.size, subject.arguments, subject.keywords
-        )
+        program = compile_call(
+            Request(subject.model, plan_of(subject, settings), subject.size, subject.arguments, subject.keywords)
+        ).program
     except PlanError as error:
         return Verdict(None, next(iter((*error.errors, *error.diagnostics))))
     except Exception as error:  # a trial that trips the compiler up is a trial that failed

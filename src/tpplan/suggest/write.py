@@ -36,9 +36,7 @@ def write_plan(suggestion: Suggestion, name: str) -> str:
 def _header(suggestion: Suggestion) -> Iterator[str]:
     program = suggestion.program
     blocks, everything = block_share(program), model_share(program)
-    yield from _comment(
-        f"{program.model} over {program.size} ranks: found by the flow of its data, and proved by the compiler."
-    )
+    yield from _comment(f"{program.model} over {program.size} ranks: found by data flow, and proved by the compiler.")
     yield from _comment(
         f"Sharded: {blocks.percent:.1f}% of the parameters of the repeated blocks, "
         f"{everything.percent:.1f}% of all {everything.total:,}."
@@ -70,7 +68,7 @@ def _left_whole(suggestion: Suggestion, total: int) -> Iterator[str]:
         )
     rest = sum(whole.count for whole in held) - sum(whole.count for whole in listed)
     if rest:
-        yield from _comment(f"Norms, biases and what else is small ({100 * rest / total:.2f}%) are whole as well.")
+        yield from _comment(f"Norms, biases and other small parameters ({100 * rest / total:.2f}%) are whole as well.")
 
 
 def reason_for(suggestion: Suggestion, whole: Whole) -> str:

@@ -54,7 +54,7 @@ def _computed_weight(module: nn.Module, name: str, rule: Rule) -> Diagnostic | N
         remove = f"`torch.nn.utils.{_REMOVED_BY[hook]}({_last(name)})`" if hook in _REMOVED_BY else "removing the hook"
     return Diagnostic(
         code="TP112",
-        message=f"`{name}.{leaf}` isn't a parameter: {what} computes it anew for each forward, and `{rule.style}` has "
+        message=f"`{name}.{leaf}` isn't a parameter: {what} computes it in each forward, and `{rule.style}` has "
         "nothing to split",
         span=rule.style_span,
         help=f"turn it into a plain parameter first, by {remove}, or remove the rule, so that `{name}` stays whole",

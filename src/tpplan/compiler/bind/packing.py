@@ -322,7 +322,7 @@ def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnosti
 def _cut(bound: Bound, index: int, views: str, counted: str, count: int, size: int) -> Diagnostic:
     return Diagnostic(
         code="TP102",
-        message=f"{_what(bound, index)} can't be split: {views}, which {size} ranks can't share evenly",
+        message=f"{_what(bound, index)} can't be split: {views}, which {size} ranks can't split evenly",
         span=bound.rule.span_of("packed"),
         label=f"{counted} / {size} ranks",
         help=f"use a size of the axis that divides {count} ({_divisors(count)}), or remove the rule",
@@ -334,10 +334,10 @@ def _single_head(bound: Bound, size: int) -> Diagnostic:
     """TP126 for a column that is replicated."""
     return Diagnostic(
         code="TP126",
-        message=f"`{bound.name}` makes a single head, which all {size} ranks need: it stays whole on every rank",
+        message=f"`{bound.name}` produces a single head, which all {size} ranks need: it stays whole on every rank",
         span=bound.rule.style_span,
         label="replicated",
-        help="nothing is wrong; write `replicate` to say that it's meant",
+        help="nothing is wrong; write `replicate` to make it explicit",
         subject=bound.name,
     )
 

@@ -9,36 +9,32 @@ out: the names of integer attributes that were read, as `integer_attributes` nam
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from tpplan.compat import derive_class, named_modules
 from tpplan.compiler.bind.attributes import integer_attributes
-from tpplan.compiler.check.compare import CheckInput
+from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.trace.capture import Capture, record
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 
 
-def attributes_read(given: CheckInput, module: str) -> frozenset[str]:
+def attributes_read(
+    model: nn.Module, trace: Trace, arguments: Sequence[Any], keywords: Mapping[str, Any], module: str
+) -> frozenset[str]:
     """The counts of `module` that a run on whole tensors reads; all of them if none can be told from another."""
-    known = frozenset(name for name, _ in integer_attributes(dict(named_modules(given.model))[module]))
-    found: set[str] = set()
+    known = frozenset(name for name, _ in integer_attributes(dict(named_modules(model))[module]))
+    read: set[str] = set()
     try:
-        skeleton = make_skeleton(given.model)
-        _watch(dict(named_modules(skeleton.model))[module], known, found.add)
-        record(
-            skeleton,
-            given.arguments,
-            given.keywords,
-            given.trace.training,
-            Capture(Recorder(given.trace.taken, given.trace.device)),
-        )
+        skeleton = make_skeleton(model)
+        _watch(dict(named_modules(skeleton.model))[module], known, read.add)
+        record(skeleton, arguments, keywords, trace.training, Capture(Recorder(trace.taken, trace.device)))
     except Exception:  # a class that can't be derived from, or a body that looks at classes: nothing is known then
         return known
-    return frozenset(found)
+    return frozenset(read)
 
 
 def _watch(module: nn.Module, known: frozenset[str], note: Callable[[str], None]) -> None:

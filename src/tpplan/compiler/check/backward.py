@@ -55,7 +55,7 @@ def backward_fault(
         return None
     graph, run = whole.graph, local.graph
     if graph.failure or run.failure:
-        return BackwardFault(f"there is no record of it: {graph.failure or run.failure}")
+        return BackwardFault(f"it wasn't recorded: {graph.failure or run.failure}")
     drawn = next((node for node in graph.body if is_draw(node.target, node.arguments, node.keywords)), None)
     if drawn is not None:
         return BackwardFault(f"{drawn.name} draws random numbers, which would have to differ between the ranks", drawn)
@@ -98,11 +98,11 @@ def _compared(whole: BackwardGraph, local: BackwardGraph) -> BackwardFault | Non
     for mine, its in zip(whole.body, local.body, strict=False):
         same = mine.target is its.target or (mine.name in SPLITS and its.name in SPLITS)
         if not same or mine.inputs != its.inputs or mine.outputs != its.outputs:
-            return BackwardFault(f"it runs {its.name} where {mine.name} should come on a rank's part", mine)
+            return BackwardFault(f"it runs {its.name} instead of {mine.name} on a rank's part", mine)
         if _numbers(mine) != _numbers(its) or not _same_constants(whole, local, mine):
-            return BackwardFault(f"{mine.name} reads another number on a rank's part", mine)
+            return BackwardFault(f"{mine.name} reads a different number on a rank's part", mine)
     if len(whole.body) != len(local.body) or whole.results != local.results or whole.saved != local.saved:
-        return BackwardFault("it runs other operations on a rank's part")
+        return BackwardFault("it runs different operations on a rank's part")
     return None
 
 
@@ -144,7 +144,7 @@ class _Typing:
         """Why there are no layouts of all values; None if there are."""
         for value, held in layouts.items():
             if not self._fits(value, held):
-                return BackwardFault("it reads a value of another shape on a rank's part")
+                return BackwardFault("it reads a value of a different shape on a rank's part")
         return None if self._extend(0, layouts) else self.furthest[1]
 
     def _extend(self, position: int, layouts: dict[int, Layout]) -> bool:
@@ -165,7 +165,7 @@ class _Typing:
             if self._extend(position + 1, layouts | dict(zip(made, outputs, strict=True))):
                 return True
         if not tried:
-            self._note(position, BackwardFault(f"{node.name} makes another shape on a rank's part", node))
+            self._note(position, BackwardFault(f"{node.name} makes a different shape on a rank's part", node))
         return False
 
     def _finish(self, layouts: dict[int, Layout]) -> bool:

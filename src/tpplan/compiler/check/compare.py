@@ -98,9 +98,8 @@ class CheckInput:
 
     @property
     def batch(self) -> int:
-        """The example's batch size: the first size of its first tensor."""
-        shape = self.trace.values[self.trace.inputs[0]].shape if self.trace.inputs else ()
-        return shape[0] if shape else 1
+        """The example's batch size."""
+        return self.trace.batch
 
 
 def promised_shape(given: CheckInput, value: Value) -> tuple[int, ...]:
@@ -166,7 +165,7 @@ def _compare_rearranged(
     orders = [[_order(o) for _, o in held if o.name in _PERMUTING] for held in (ours, theirs)]
     if orders[0] != orders[1]:
         position, mine = next(((p, o) for p, o in ours if o.name in _PERMUTING), (0, None))
-        return Mismatch(whole, mine, position, None, None, "dims change places in another way")
+        return Mismatch(whole, mine, position, None, None, "dims are permuted in another order")
     if [o.target for _, o in ours] != [o.target for _, o in theirs]:
         return None
     for (position, mine), (_, its) in zip(ours, theirs, strict=True):
@@ -192,7 +191,7 @@ def _compare_crossings(
         layouts = given.assignment.layouts
         expected, found = promised_shape(given, given.trace.values[mine.target]), values[its.target].shape
         if mine.target in layouts and mine.path == its.path and expected != found:
-            reason = f"`{'.'.join(map(str, mine.path)) or 'the result'}` has another shape"
+            reason = f"`{'.'.join(map(str, mine.path)) or 'the result'}` has a different shape"
             return Mismatch(whole, None, position, expected, found, reason)
     return None
 
@@ -202,13 +201,15 @@ def _compare_operation(
 ) -> Mismatch | None:
     splits = ours.name in SPLITS and theirs.name in SPLITS  # of an empty dim, `chunk` takes the other one
     if ours.target is not theirs.target and not splits:
-        return Mismatch(whole, ours, position, None, None, f"runs {theirs.name} where {ours.name} should come")
+        return Mismatch(
+            whole, ours, position, None, None, f"runs {theirs.name} where the unsharded model runs {ours.name}"
+        )
     found = _compare_shapes(given, whole, position, ours, theirs, values)
     if found is not None:
         return found
     for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
         if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
-            return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant that has other numbers")
+            return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant with other values")
     if not _same_scalars(given, ours, theirs):
         mine, its = (tuple(n for n in scalars(held) if type(n) is int) for held in (ours, theirs))
         reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
@@ -230,7 +231,7 @@ def _compare_operands(
         if operands.differs(mine, its):
             reason = "is another value than in the unsharded model"
         elif not given.surprising and values[its].differentiable != given.trace.values[mine].differentiable:
-            reason = f"{'has a' if values[its].differentiable else 'has no'} gradient on a rank's part alone"
+            reason = f"{'has a' if values[its].differentiable else 'has no'} gradient only on a rank's part"
         if reason:
             return Mismatch(whole, ours, position, None, None, f"operand {place + 1} of {ours.name} {reason}")
     return None
@@ -240,7 +241,7 @@ def _compare_shapes(
     given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
 ) -> Mismatch | None:
     layouts = given.assignment.layouts
-    reason = f"{ours.name} makes another shape"
+    reason = f"{ours.name} makes a different shape"
     if len(ours.outputs) != len(theirs.outputs):
         reason = f"{ours.name} makes {len(theirs.outputs)} parts instead of {len(ours.outputs)}"
     for mine, its in zip(ours.outputs, theirs.outputs, strict=False):

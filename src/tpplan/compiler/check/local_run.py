@@ -1,7 +1,7 @@
 """Check: run the model once more, on local shapes, and hold every step against what the program promises.
 
 in:  the trace, the assignment, and the attributes that were made local
-out: None if every body does on one rank's shards what the trace did on whole tensors; the first `Mismatch` otherwise
+out: `Passed` if every body does on each rank's shards what the trace did on whole tensors; else the first `Mismatch`
 
     view(b, s, self.num_heads, d) on a shard  ->  Mismatch: expected (2, 16, 4, 8), got (2, 16, 8, 4)
     arange(x.shape[1]) with x: S(1)           ->  Mismatch: expected (16,), got (8,)
@@ -13,7 +13,7 @@ a run for each kind of rank: those with a full part, the one with what remains, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,13 +44,19 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 _COUNTS = _PLAIN - {type(None)}
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Every body does on each rank what the trace does: with the steps that its bodies take there."""
+
+    streams: Mapping[int, Stream]
+
+
 def check(
     given: CheckInput,
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str] = frozenset(),
     recorded: frozenset[str] = frozenset(),
-    heard: dict[int, Stream] | None = None,
-) -> Mismatch | None:
+) -> Mismatch | Passed:
     """Run the model on local shapes, once for each kind of rank.
 
     Args:
@@ -58,19 +64,19 @@ def check(
         attributes: integer attributes to set to local counts, by module.
         recorded: modules whose bodies run from their records.
         excused: modules that are not run, as they were reported already; their results are taken as promised.
-        heard: where to note the steps of each rank's bodies.
     """
     alike = ranks_alike(given)
     hidden = _hidden_backward(given.instance)
     if hidden is not None:
         return hidden
+    streams: dict[int, Stream] = {}
     for rank in different_ranks(given):
-        found, stream = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
-        if found is not None:
-            return replace(found, rank=rank)
-        if heard is not None and stream is not None:
-            heard.update((other, stream) for other, first in enumerate(alike) if first == rank)
-    return None
+        mismatch, stream = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
+        if mismatch is not None:
+            return replace(mismatch, rank=rank)
+        if stream is not None:
+            streams.update((other, stream) for other, first in enumerate(alike) if first == rank)
+    return Passed(streams)
 
 
 def different_ranks(given: CheckInput) -> list[int]:
@@ -173,7 +179,7 @@ def _backward(given: CheckInput, whole: Frame, local: Frame) -> Mismatch | None:
     """The first code in a call's backward that isn't right on a rank's part."""
     propagator = Propagator(given.size, given.batch)
     if len(whole.backwards) != len(local.backwards):
-        message = "it registers other functions or hooks on a rank's part"
+        message = "it registers different functions or hooks on a rank's part"
         return Mismatch(whole, None, len(whole.body), None, None, message, backward=whole.backwards[0])
     for mine, its in zip(whole.backwards, local.backwards, strict=True):
         fault = backward_fault(given, propagator, mine, its)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -47,7 +48,7 @@ def emit(
     flow: DataFlow,
     binding: Binding,
     assignment: Assignment,
-    attributes: dict[str, tuple[LocalAttribute, ...]],
+    attributes: Mapping[str, tuple[LocalAttribute, ...]],
     diagnostics: tuple[Diagnostic, ...] = (),
     kernels: tuple[KernelUse, ...] = (),
     recorded: frozenset[str] = frozenset(),
@@ -165,7 +166,7 @@ def _modules(
     binding: Binding,
     assignment: Assignment,
     origins: Origins,
-    attributes: dict[str, tuple[LocalAttribute, ...]],
+    attributes: Mapping[str, tuple[LocalAttribute, ...]],
     recorded: frozenset[str],
 ) -> tuple[ModuleProgram, ...]:
     by_module: dict[str, list[FrameAssignment]] = defaultdict(list)

@@ -27,14 +27,14 @@ def of_capture(error: BaseException) -> Diagnostic:
     if isinstance(cause, ReplacedModuleError):
         return Diagnostic(
             code="TP110",
-            message=f"the model puts another module in the place of `{cause}` while it runs on these inputs",
-            help="call it once on such inputs before, if it keeps the new module; or pass other `inputs=`",
+            message=f"the model replaces the module `{cause}` while it runs on these inputs",
+            help="if it keeps the new module, call it once on such inputs first; or pass other `inputs=`",
             subject=str(cause),
         )
     if isinstance(cause, StateError):
         return Diagnostic(
             code="TP129",
-            message=f"what the model computes depends on how often it was called before: {cause}",
+            message=f"what the model computes depends on how often it has been called: {cause}",
             help="keep such state in a buffer that the forward reads as a tensor, or count outside of the forward",
             subject=cause.name.rpartition(".")[0] or None,
         )
@@ -44,8 +44,8 @@ def of_capture(error: BaseException) -> Diagnostic:
     if isinstance(cause, DataDependentError) or any(told in str(cause) for told in _NO_NUMBERS):
         return Diagnostic(
             code="TP110",
-            message=f"{quoted(name)} reads the numbers in a tensor, and a capture has none",
-            help="compute it with tensor operations instead, such as `torch.where`, or read the numbers outside of the "
+            message=f"{quoted(name)} reads a tensor's values, and a capture has none",
+            help="compute it with tensor operations instead, such as `torch.where`, or read the values outside of the "
             "forward and pass them as arguments",
             notes=notes,
             subject=name or None,

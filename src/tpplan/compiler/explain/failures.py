@@ -108,7 +108,7 @@ def _way_out(bound: Bound | None, module: str, refusal: Refusal) -> str:
             f"module that calls {module}, after the ranks' sum, or remove the rule{_line(bound)}"
         )
     if bound is None:
-        return f"shard the inputs of {module} otherwise, or leave them replicated"
+        return f"shard the inputs of {module} differently, or leave them replicated"
     if bound.style is Style.SEQUENCE:
         return f"write `output: replicate` for `{bound.name}`, or remove its rule{_line(bound)}"
     return f"write `output: replicate` for `{bound.name}` to gather its result first, or remove its rule{_line(bound)}"
@@ -145,7 +145,7 @@ def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding
     number, held = next(iter(refusal.operands), (None, None))
     boundary = next((b for b in (*region.entries, *region.exits) if number in (b.source, b.target)), None)
     if number is None or held is None or boundary is None:
-        what, why = f"{quoted(name)} can't get or give the layout that the plan asks for", ""
+        what, why = f"{quoted(name)} can't take or return the layout that the plan asks for", ""
     else:
         outward = boundary in region.exits
         asked = _asked(own, boundary.pin, outward)
@@ -178,14 +178,14 @@ def _asked(own: Bound | None, pin: Pin | None, outward: bool) -> str:
 def _unmet(pin: Pin | None, shape: tuple[int, ...], held: Layout, size: int) -> str:
     """What a layout requires that a value of this shape doesn't have."""
     if pin is Pin.SEQUENCE and len(shape) > 2:
-        return f"dim 1 is the sequence, and {size} ranks can't share its {shape[1]} entries evenly"
+        return f"dim 1 is the sequence, and {size} ranks can't split its {shape[1]} positions evenly"
     if pin is Pin.SEQUENCE:
-        return f"it has no sequence dim that {size} ranks share evenly, as (batch, sequence, hidden) has"
+        return f"it has no sequence dim that {size} ranks can split evenly, as (batch, sequence, hidden) has"
     if pin is Pin.SHARD and shape and shape[-1] < size:
         return f"the last dim has {shape[-1]} features for {size} ranks"
     if pin is Pin.SHARD:
         return f"a bias of all {shape[-1]} features is added to it" if shape else "it has no dim"
-    return f"no collective makes that of {held}"
+    return f"no collective makes that out of {held}"
 
 
 def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int, Layout]) -> Diagnostic:
@@ -197,7 +197,7 @@ def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int,
     return Diagnostic(
         code="TP106",
         message=f"{quoted(here.frame.module)} takes the result of `{bound.name}` apart ({node.name} of {whole} into "
-        f"{shown}): it packs several projections, and a plain split hands out pieces that cut across them",
+        f"{shown}): it packs several projections, and a plain split cuts across them",
         span=bound.rule.style_span,
         label="splits the packed rows as if they were one projection",
         help=f"write `{{style: {bound.style}, {packed_option(sizes)}}}` to split each by itself"

@@ -48,7 +48,7 @@ def uncovered_finding(model: nn.Module, binding: Binding) -> list[Diagnostic]:
         Diagnostic(
             code="TP120",
             message=f"{share} of the parameters stay whole on every rank, since no rule covers them",
-            help="shard these modules, or say that it's meant by a `replicate` rule on them",
+            help="shard these modules, or make it explicit by a `replicate` rule on them",
             notes=tuple(_largest(bare, total)),
         )
     ]

@@ -24,7 +24,7 @@ from tpplan.cost.communication import bytes_sent
 from tpplan.plan import Diagnostic, Style
 from tpplan.plan.wording import all_of
 
-_OTHERWISE = "or write `output: replicate` if the gather is meant"
+_OTHERWISE = "or write `output: replicate` if you want the gather"
 
 
 def warnings_for(
@@ -141,7 +141,7 @@ def _packed(bound: Bound, taken: Taken, whole: int, notes: tuple[str, ...]) -> D
     return Diagnostic(
         code="TP106",
         message=f"`{bound.name}` packs {len(sizes)} projections ({' + '.join(map(str, sizes))} of {whole} features), "
-        f"which {quoted(taken.frame.module)} takes apart; a plain split gives ranks pieces that cut across them",
+        f"which {quoted(taken.frame.module)} takes apart; a plain split cuts across them",
         span=bound.rule.style_span,
         label="splits the packed features as if they were one projection",
         help=f"write `{{style: colwise, {packed_option(sizes)}}}` to split each by itself, or `output: replicate` to "
@@ -155,7 +155,7 @@ def _heads(bound: Bound, taken: Taken, size: int, notes: tuple[str, ...]) -> Dia
     heads, module = taken.heads[0], quoted(taken.frame.module)
     return Diagnostic(
         code="TP103",
-        message=f"{module} views the result of `{bound.name}` as {heads} heads, which {size} ranks can't share evenly",
+        message=f"{module} views the result of `{bound.name}` as {heads} heads, which {size} ranks can't split evenly",
         span=bound.rule.style_span,
         label=f"{heads} heads / {size} ranks",
         help=f"use a size of the axis that divides {heads}, or remove the rules for the modules of "
@@ -176,9 +176,9 @@ def _sliced(held: list[tuple[Bound, Frame]], seen: _Seen) -> Diagnostic:
         span=bound.rule.style_span,
         label="fed by something that isn't sharded",
         help=(
-            f"make {before} `colwise`, so that the work is split too; or write `input: shard` if the slice is meant"
+            f"make {before} `colwise`, so that the work is split too; or write `input: shard` if you want the slice"
             if whole
-            else "remove the rule, so that it stays whole; or write `input: shard` if the slice is meant"
+            else "remove the rule, so that it stays whole; or write `input: shard` if you want the slice"
         ),
         notes=_same_for(len(held) - 1),
         subject=bound.name,

@@ -278,6 +278,12 @@ class Trace:
         return self.parameters | self.buffers
 
     @property
+    def batch(self) -> int:
+        """The example's batch size: the first size of its first tensor."""
+        shape = self.values[self.inputs[0]].shape if self.inputs else ()
+        return shape[0] if shape else 1
+
+    @property
     def taken(self) -> Sides:
         """Where data-dependent branches were taken on their true side."""
         if self.sides.exact:

@@ -115,7 +115,7 @@ def mixed_gradient_findings(names: frozenset[str], assignment: Assignment) -> li
             code="TP109",
             message=f"the gradient of `{name}` is partial in `{assignment.partial[name][0]}` and whole in "
             f"`{assignment.whole[name][0]}`, so that they can't be added",
-            help=f"shard the modules that share `{name}` alike, or untie them",
+            help=f"shard the modules that share `{name}` in the same way, or untie them",
             subject=name,
         )
         for name in sorted(names)

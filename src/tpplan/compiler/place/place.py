@@ -6,8 +6,8 @@ out: the ways to run the root's region, each with all that was chosen on it
 A dynamic program over each region's body in order of execution. Its state is the layouts of the values that are still
 to be read; an operation maps a state to one (or refuses it), a boundary branches. Equal states keep the cheapest way
 there. A call inside a body is solved once for each choice of its input layouts, and remembered by its region, so that
-126 equal layers cost as much as one. What is remembered outlives a round of learning, except for the regions that the
-new constraints speak of.
+126 equal layers cost as much as one. What is remembered outlives a round of the search, except for the regions that the
+new constraints concern.
 
     x: S(1) -> self_attn(x) -> q, k, v: colwise   =>   one all-gather where x enters self_attn; its backward is one
                                                        reduce-scatter for the three gradients
@@ -49,37 +49,37 @@ _Solved = list[tuple[Codes, Solution]] | Failure
 class Placer:
     """Solves regions for one axis. Regions must live as long as it does: it knows them by identity."""
 
-    def __init__(self, propagator: Propagator, topology: Topology, constraints: Constraints) -> None:
-        """Solve under `constraints`, which may grow between two calls of `solve`."""
-        self.propagator = propagator
-        self.constraints = constraints
-        self.boundaries = Boundaries(propagator, topology, constraints)
-        self._norms = SplitNorms(propagator.size, topology, constraints, self.boundaries)
+    def __init__(self, propagator: Propagator, topology: Topology) -> None:
+        """Solve by these rules and costs."""
+        self._topology = topology
+        self._obey(propagator, Constraints())
+        self._norms = SplitNorms(propagator.size, topology)
         self._numbering = Numbering()
         self._bodies: dict[int, Body] = {}
         self._solved: dict[int, dict[Codes, _Solved]] = {}
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
         self._inside: dict[int, frozenset[Name]] = {}
-        self._obeyed = constraints.snapshot()
 
-    def solve(self, region: Region, inputs: State) -> list[Solution] | Failure:
+    def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
         """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
-        self._forget(region)
-        found = self._solve(region, tuple(map(self._numbering.code, inputs)))
-        return found if isinstance(found, Failure) else [solution for _, solution in found]
-
-    def _forget(self, region: Region) -> None:
-        """Drop what was remembered of regions for which other constraints hold now."""
-        now = self.constraints.snapshot()
-        before, self._obeyed = self._obeyed, now
         self._note_inside(region)
-        if now == before:
-            return
-        if now.everywhere != before.everywhere:
+        self._forget(constraints)
+        self._obey(self.propagator, constraints)
+        solved = self._solve(region, tuple(map(self._numbering.code, inputs)))
+        return solved if isinstance(solved, Failure) else [solution for _, solution in solved]
+
+    def _obey(self, propagator: Propagator, constraints: Constraints) -> None:
+        self.constraints = constraints
+        self.propagator = propagator.splitting(constraints.heads, constraints.features)
+        self.boundaries = Boundaries(self.propagator, self._topology, constraints)
+
+    def _forget(self, constraints: Constraints) -> None:
+        """Drop what is remembered of regions for which other constraints will hold."""
+        if constraints.everywhere != self.constraints.everywhere:
             self._solved.clear()
             self._steps.clear()
             return
-        changed = {name for name, *_ in now.places ^ before.places}
+        changed = constraints.differing(self.constraints)
         for key, names in self._inside.items():
             if not changed.isdisjoint(names):
                 self._solved.pop(key, None)
@@ -101,7 +101,9 @@ class Placer:
             else:
                 layouts = self._numbering.layouts
                 solved[inputs] = [(o, Solution(layouts(o), cost, steps)) for o, (cost, steps) in finished.items()]
-            normed = None if region.reduced else self._norms.solve(region, self._numbering.layouts(inputs))
+            normed = None
+            if not region.reduced:
+                normed = self._norms.solve(region, self._numbering.layouts(inputs), self.boundaries)
             if normed is not None:
                 known = solved[inputs]
                 ways = [] if isinstance(known, Failure) else known
@@ -215,7 +217,7 @@ class Placer:
         for boundary, source in zip(region.exits, self._numbering.layouts(sources), strict=True):
             branches.append(self.boundaries.exit_options(region, boundary, source))
             if not branches[-1]:
-                refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.source, source),))
+                refusal = Refusal("pin", "can't take the layout that is required here", ((boundary.source, source),))
                 failure = Failure((), None, refusal, (len(region.nodes),))
         if failure is not None:
             return failure
@@ -224,7 +226,7 @@ class Placer:
     def _entry_failure(self, region: Region, sources: Codes) -> Failure:
         for boundary, source in zip(region.entries, self._numbering.layouts(sources), strict=True):
             if not self.boundaries.entry_options(region, boundary, source):
-                refusal = Refusal("pin", "can't take the layout that is demanded here", ((boundary.target, source),))
+                refusal = Refusal("pin", "can't take the layout that is required here", ((boundary.target, source),))
                 return Failure((), None, refusal, (-1,))
         result = tuple((boundary.source, PARTIAL) for boundary in region.exits[:1])
         refusal = Refusal("pin", "no layout of the result is possible here", result)

@@ -1,12 +1,12 @@
-"""Solutions: what the placement obeys and what it hands on.
+"""Solutions: what the placement obeys and what it passes on.
 
-in:  constraints, grown by the passes that find a program wanting
+in:  constraints, of which the passes that reject a program make stricter ones
 out: the ways to run a region, each with what was chosen on it; or the place where no way goes on
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.rewrite.recognise import Norm
@@ -15,6 +15,8 @@ from tpplan.compiler.rules.propagate import Outcome, Refusal
 Cost = tuple[int, int]
 State = tuple[Layout, ...]
 Name = tuple[str, int]
+# A value or an operation of a region: the region's example, and the number there.
+Place = tuple[Name, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +43,17 @@ class Steps:
 
     def in_order(self) -> list[Choice]:
         """The choices, oldest first."""
-        found: list[Choice] = []
+        choices: list[Choice] = []
         step: Steps | None = self
         while step is not None:
-            found.append(step.choice)
+            choices.append(step.choice)
             step = step.before
-        return found[::-1]
+        return choices[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The layouts given to the region's entries on the inside."""
+    """The layouts of the region's entries on the inside."""
 
     layouts: State
 
@@ -75,7 +77,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The layouts given to the region's exits on the outside.
+    """The layouts of the region's exits on the outside.
 
     Attributes:
         layouts: these.
@@ -91,7 +93,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """The body, a norm over features that lie so, is replaced by one that sums its statistics over the ranks."""
+    """The body, a norm over features of this layout, is replaced by one that sums its statistics over the ranks."""
 
     norm: Norm
     layout: Layout
@@ -117,49 +119,42 @@ class Failure:
     progress: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Constraints:
-    """What the search must obey beyond the plan; grown by the passes that find a program wanting.
+    """What a placement must obey beyond the plan, and what it may try.
 
     Attributes:
-        unsharded: (region's example, local value): a value that must not be sharded there, as its size is read.
-        forgiven: (region's example, node): operations already reported; taken as replicated to find the next mistake.
-        whole_gradients: (region's example, local value): parameters whose gradient must not be partial there.
-        reduced_biases: (region's example, local value): biases that must be added after the reduction.
-        whole: (region's example, local value): a value that must be replicated there, and its gradient whole, as code
-            in the backward is right for no part of it.
+        unsharded: values that must not be sharded, as their size is read.
+        forgiven: operations already reported; taken as replicated to find the next mistake.
+        whole_gradients: parameters whose gradient must not be partial there.
+        reduced_biases: biases that must be added after the reduction.
+        whole: values that must be replicated there, and their gradient whole, as code in the backward is right for no
+            part of it.
         heads: numbers of heads; a dim of such a size may be split at any boundary. Empty until that is worth a try.
         features: numbers of features; a tensor made anew with a dim of such a size may be split. Empty until then.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
     """
 
-    unsharded: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
-    forgiven: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
-    whole_gradients: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
-    reduced_biases: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
-    whole: set[tuple[Name, int]] = field(default_factory=set["tuple[Name, int]"])
+    unsharded: frozenset[Place] = frozenset()
+    forgiven: frozenset[Place] = frozenset()
+    whole_gradients: frozenset[Place] = frozenset()
+    reduced_biases: frozenset[Place] = frozenset()
+    whole: frozenset[Place] = frozenset()
     heads: frozenset[int] = frozenset()
     features: frozenset[int] = frozenset()
     slice_constants: bool = False
     sequence: bool = False
 
-    def snapshot(self) -> Obeyed:
-        """What holds now."""
-        kinds = {
-            "size": self.unsharded,
-            "forgiven": self.forgiven,
-            "gradient": self.whole_gradients,
-            "bias": self.reduced_biases,
-            "whole": self.whole,
-        }
-        places = frozenset((name, number, kind) for kind, held in kinds.items() for name, number in held)
-        return Obeyed((self.heads, self.features, self.slice_constants, self.sequence), places)
+    @property
+    def everywhere(self) -> tuple[object, ...]:
+        """Those that hold in every region."""
+        return (self.heads, self.features, self.slice_constants, self.sequence)
+
+    def differing(self, other: Constraints) -> frozenset[Name]:
+        """The examples of the regions on which the two differ."""
+        pairs = ((getattr(self, kind), getattr(other, kind)) for kind in _PLACES)
+        return frozenset(name for ours, theirs in pairs for name, _ in ours ^ theirs)
 
 
-@dataclass(frozen=True, slots=True)
-class Obeyed:
-    """The constraints at one time: those on every region, and those on single ones by (example, number, kind)."""
-
-    everywhere: tuple[frozenset[int], frozenset[int], bool, bool]
-    places: frozenset[tuple[Name, int, str]]
+_PLACES = ("unsharded", "forgiven", "whole_gradients", "reduced_biases", "whole")

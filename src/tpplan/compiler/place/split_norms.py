@@ -1,6 +1,6 @@
 """Split norms: norms over features that are split; each rank normalizes its part by statistics of the whole.
 
-in:  a region, and how its input lies
+in:  a region, and the layouts of its inputs
 out: a `Solution` that sums the statistics over the ranks; None if the region is no norm, or its features aren't split
 
     q_norm(x: S(2))         ->   S(2), at the cost of an all-reduce of (batch, sequence, 1) each way
@@ -14,7 +14,7 @@ import math
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.region import Region
 from tpplan.compiler.place.boundaries import Boundaries
-from tpplan.compiler.place.solution import Constraints, Entered, Left, Normed, Solution, State, Steps
+from tpplan.compiler.place.solution import Entered, Left, Normed, Solution, State, Steps
 from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
 from tpplan.cost.communication import Topology, bytes_sent
 
@@ -22,16 +22,14 @@ from tpplan.cost.communication import Topology, bytes_sent
 class SplitNorms:
     """Solves norms; remembers what it recognised."""
 
-    def __init__(self, size: int, topology: Topology, constraints: Constraints, boundaries: Boundaries) -> None:
+    def __init__(self, size: int, topology: Topology) -> None:
         """Solve for an axis of `size` ranks."""
         self.size = size
         self.topology = topology
-        self.constraints = constraints
-        self.boundaries = boundaries
         self._norms: dict[int, object] = {}
 
-    def solve(self, region: Region, inputs: State) -> Solution | None:
-        """The way to run `region` on a part of its features."""
+    def solve(self, region: Region, inputs: State, boundaries: Boundaries) -> Solution | None:
+        """The way to run `region` on a part of its features, under the constraints of its boundaries."""
         count = len(region.entries)
         if region.has_own_backward:
             return None
@@ -52,12 +50,12 @@ class SplitNorms:
         parameters = [i for i in (norm.weight, norm.bias) if i is not None]
         partial = frozenset(i for i in parameters if region.values[i].differentiable)
         split = any(region.values[i].parameter != REPLICATED for i in parameters)
-        if split or any((region.example, i) in self.constraints.whole_gradients for i in partial):
+        if split or any((region.example, i) in boundaries.constraints.whole_gradients for i in partial):
             return None
         # No latency is counted: to gather the features would save a step of a ring, and repeat on every rank the work
         # that is done with them, of which this model of cost knows nothing.
         sent = 2 * bytes_sent("all-reduce", _statistic_bytes(norm, value.shape), self.size)
-        cost = self.topology.time(0, sent) + sum(self.boundaries.gradient_sum(region.values[i]) for i in partial)
+        cost = self.topology.time(0, sent) + sum(boundaries.gradient_sum(region.values[i]) for i in partial)
         steps = Steps(Normed(norm, held), Steps(Entered((held,) * count), None))
         return Solution((held,), (cost, 0), Steps(Left((held,), partial), steps))
 

@@ -238,7 +238,7 @@ def _no_lookup(bound: Bound, frame: Frame) -> Diagnostic:
     where = (f"in `{bound.name}`, at {nodes[0].location}",) if nodes and nodes[0].location is not None else ()
     return Diagnostic(
         code="TP112",
-        message=f"`{bound.name}` does more than look rows up in its table{shown}, and only the look-up can be split by "
+        message=f"`{bound.name}` does more than look up rows in its table{shown}, and only the look-up can be split by "
         "rows",
         span=bound.rule.style_span,
         help="do the rest in the module that calls it, or remove the rule, so that the table stays replicated",

@@ -130,7 +130,7 @@ class Replay:
     def _script(self, trace: Trace, state: Capture, model: nn.Module, layouts: Mapping[int, Layout]) -> Script:
         recorder = state.recorder
         if trace.chosen or trace.assumptions:
-            raise ReplayError("what the body runs depends on the numbers in its tensors")
+            raise ReplayError("what the body runs depends on its tensors' values")
         read = set(_read(trace))
         held = {value: names[0] for value, names in trace.parameters.items() if value in read}
         attributes = {id(tensor): name for name, tensor in held_tensors(model)}
@@ -187,7 +187,9 @@ class _Settler:
         known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
         found = self._from(0, known)
         if found is None:
-            raise ReplayError(self.refused.reason if self.refused is not None else "its results would lie otherwise")
+            raise ReplayError(
+                self.refused.reason if self.refused is not None else "its results would have other layouts"
+            )
         return found
 
     def _from(self, position: int, known: dict[int, Layout]) -> dict[int, Layout] | None:
@@ -323,7 +325,7 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
             start = held.local_start(along, first + (whole[along] if first < 0 else 0), whole[along], size, rank)
             arguments[2:4] = [start] if name == SELECT else [start, start + local(made)[along]]
     elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
-        raise ReplayError("the body picks entries of a packed dim by their numbers")
+        raise ReplayError("the body picks elements of a packed dim by index")
     elif name == CONVOLUTION:
         x = node.inputs[0]
         channels = trace.values[x].shape[1]

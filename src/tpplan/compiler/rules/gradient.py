@@ -30,7 +30,7 @@ def gradient_layouts(
         promised = _gradient(layout(output))
         arriving = REPLICATED if seeds is None else layout(_numbers(seeds)[place])
         if promised.forward != arriving.forward or promised.dim != arriving.dim or promised.packs != arriving.packs:
-            return f"differentiates a value that lies {layout(output)} by a gradient that lies {arriving}"
+            return f"differentiates a value of layout {layout(output)} by a gradient of layout {arriving}"
     if any(values[i].parameter is not None for i in _numbers(inputs)):
         return "differentiates by a parameter, whose gradients are summed after the forward"
     made = zip(node.outputs, _numbers(inputs), strict=True)

@@ -73,11 +73,11 @@ def results(
         return _joined(node, values, layouts)
     if node.name in VIEWS:
         made = viewed(shape, values[_output(node)].shape, held, size, batch)
-        return (made,) if made is not None else "cuts across what the sharded dim packs"
+        return (made,) if made is not None else "cuts across the packs of the sharded dim"
     if every_so_many(node, values, layouts):
         even = held.is_plain and held.interleave == 1 and held.is_even(shape[held.dim], size)
         fits = even and shape[held.dim] // size % node.arguments[4] == 0
-        return (held,) if fits else "takes every so many entries, of which the ranks hold parts"
+        return (held,) if fits else "takes every n-th element of a sharded dim"
     along = _taken_along(node, shape)
     if along is not None and (along == held.dim or held.shares(along, size, 0)[0]):
         stretches = _stretches(node, values, along)
@@ -89,7 +89,7 @@ def results(
     if node.name == GATHER:
         # Every rank looks up its own entries in its own part.
         alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
-        return (held,) if alike else "looks entries up that other ranks hold"
+        return (held,) if alike else "looks up elements that other ranks hold"
     if node.name == REPEAT:
         return _repeated(node, shape, held, size, batch)
     if node.name == EXPAND and _repeats(values, number, node, held):
@@ -159,7 +159,7 @@ def _stretches(node: OperationNode, values: Sequence[LocalValue], along: int) ->
         stretch = picked_stretch(values[numbers[0]].picks, count) if len(numbers) == 1 else None
         return [stretch] if stretch is not None else "needs values that other ranks hold"
     if len(node.arguments) > 4 and node.arguments[4] != 1:
-        return "takes every so many entries of a packed dim"
+        return "takes every n-th element of a packed dim"
     start = (node.arguments[2] if len(node.arguments) > 2 else 0) or 0
     return [(max(0, start + (count if start < 0 else 0)), values[_output(node)].shape[along])]
 
@@ -178,9 +178,9 @@ def _taken(held: Layout, along: int, stretches: Iterable[tuple[int, int]], size:
         inside = [p for p, edge in zip(packs, edges, strict=True) if start <= edge < start + length]
         everywhere = all(p.replicas == holders for p in inside)
         if start not in edges or sum(p.size for p in inside) != length or not (keeps or everywhere):
-            return "cuts across what the sharded dim packs"
+            return "cuts across the packs of the sharded dim"
         if any(p.among for p in inside) and inside != list(packs):
-            return "takes what some of the ranks hold"
+            return "takes elements that only some ranks hold"
         if along != held.dim:
             found.append(packed(held.dim, held.packs, inside if keeps else ()))
         else:
@@ -196,7 +196,7 @@ def _repeated(node: OperationNode, shape: tuple[int, ...], held: Layout, size: i
     if times[dim] == 1 and (not held.within or times[dim + 1] == 1):
         return (replace(held, dim=dim),)
     if not held.is_plain or held.interleave != 1 or not held.is_even(shape[held.dim], size):
-        return "repeats a dim that is packed, or that the ranks can't share evenly"
+        return "repeats a dim that is packed or unevenly split"
     if times[dim] == batch and dim == 0:
         return (sharded(0, interleave=batch),)
     return (packed(dim, [Pack(shape[held.dim])] * times[dim]),)
@@ -223,14 +223,16 @@ def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int
     rank = len(values[tensors[0].identifier].shape)
     dim: int = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
     if any(h.interleave != 1 or h.within for h in held):
-        return "joins values that are interleaved"
+        return "concatenates values that are interleaved"
     if all(h.dim == dim for h in held):
         # Elsewhere than in the features a split is along the sequence, whose order matters.
         if dim != rank - 1:
-            return "joins values along the dim that is sharded"
+            return "concatenates values along the sharded dim"
         sizes = [values[r.identifier].shape[dim] for r in tensors]
         return (packed(dim, [p for h, n in zip(held, sizes, strict=True) for p in h.packs or (Pack(n),)]),)
-    return (held[0],) if len(set(held)) == 1 and held[0].dim != dim else "joins values that are sharded differently"
+    return (
+        (held[0],) if len(set(held)) == 1 and held[0].dim != dim else "concatenates values that are sharded differently"
+    )
 
 
 def _alike(
@@ -243,7 +245,7 @@ def _alike(
     """An operation that does the same to each entry of the dim, whatever their order."""
     kinds = {(held.packs, held.within) for held in split.values()}
     if len(kinds) > 1:
-        return "meets a packed value with one that is sharded otherwise"
+        return "combines a packed value with one that is sharded differently"
     if node.name in _REORDERS:
         return "reorders a packed dim"
     ((packs, within),) = kinds
@@ -266,12 +268,12 @@ def _alike(
             if kept[0] != shape[held.dim] or result.interleave != 1:
                 return "changes the size of a packed dim"
             if after is not None and (after[position].dim != result.dim + 1 or kept[1] != shape[held.dim + 1]):
-                return "takes apart what the holders of a part share out"
+                return "splits a dim that the ranks with one part share"
             result = packed(result.dim, packs, within)
         elif output is not None and within:
-            return "reduces over what the holders of a part share out"
+            return "reduces over a dim that the ranks with one part share"
         elif output is not None and result.forward == "P" and any(pack.replicas > 1 for pack in packs):
-            return "sums parts that several ranks hold, each of which would count them"
+            return "sums parts that several ranks hold, and would count them more than once"
         found.append(result)
     return tuple(found)
 

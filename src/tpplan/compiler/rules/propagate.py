@@ -1,4 +1,4 @@
-"""Propagate: what one operation yields, forward and backward, when its operands lie as given, without communication.
+"""Propagate: what one operation yields, forward and backward, for operands of given layouts, without communication.
 
 in:  an operation and the layouts of its operands
 out: the possible layouts of its results (`Outcome`s), or a `Refusal` with the reason
@@ -77,13 +77,25 @@ class Refusal:
 class Propagator:
     """Answers for one axis size; remembers what it asked."""
 
-    def __init__(self, size: int, batch: int) -> None:
-        """Answer for an axis of `size` ranks and an example call of batch size `batch`."""
+    def __init__(
+        self, size: int, batch: int, heads: frozenset[int] = frozenset(), features: frozenset[int] = frozenset()
+    ) -> None:
+        """Answer for an axis of `size` ranks and an example call of batch size `batch`.
+
+        A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or of
+        `features`, may be split.
+        """
         self.size = size
         self.batch = batch
-        self.heads: frozenset[int] = frozenset()
-        self.features: frozenset[int] = frozenset()
+        self.heads = heads
+        self.features = features
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
+
+    def splitting(self, heads: frozenset[int], features: frozenset[int] = frozenset()) -> Propagator:
+        """The same rules for these numbers of heads and features; what either asks, both remember."""
+        other = Propagator(self.size, self.batch, heads, features)
+        other._rules = self._rules
+        return other
 
     def outcomes(
         self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]

@@ -88,7 +88,7 @@ class _Sources:
         leaf = getattr(node, "variable", None)
         found = self._recorder.held_value(leaf) if leaf is not None else self._values.get((id(node), number))
         if found is None:
-            raise UnrecordedError("an argument of it was written to later")
+            raise UnrecordedError("one of its arguments was written to later")
         return found
 
 
@@ -151,7 +151,7 @@ class _Writer:
         except Exception as error:  # whatever it raises when it runs again
             return f"what it calls can't run again: {_first_line(error)}"
         hides = len(recorder.functions) + len(recorder.hooks) > before
-        return "it hides functions or hooks that have a part in the backward" if hides else ""
+        return "it hides functions or hooks that take part in the backward" if hides else ""
 
     def hook(self, noted: NotedHook) -> ForeignBackward:
         outputs = tuple(value for value in noted.outputs if value is not None)
@@ -202,10 +202,10 @@ class _Writer:
         if aside.calls:
             raise UnrecordedError("it calls modules")
         if aside.branches:
-            raise UnrecordedError("it branches on the numbers of a tensor")
+            raise UnrecordedError("it branches on a tensor's values")
         body = [node for node in aside.body if isinstance(node, Operation)]
         if recorder.twice:
-            raise UnrecordedError("the forward differentiates a gradient again, and of this one there is no derivative")
+            raise UnrecordedError("the forward differentiates a gradient again, and this one has no derivative")
         saved, graph = self._graph(first, arriving, made, body)
         return ForeignBackward(name, noted.location, inputs, outputs, saved, graph)
 

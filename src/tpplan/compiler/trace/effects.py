@@ -54,8 +54,8 @@ def effect_findings(
     findings = [
         Diagnostic(
             code="TP107",
-            message=f"the forward leaves a tensor in `{name}`, which lies {layouts[value]} there: it isn't what the "
-            "unsharded model would leave, in its numbers or in its gradient",
+            message=f"the forward leaves a tensor of layout {layouts[value]} in `{name}`: its values or its gradient "
+            "differ from what the unsharded model would leave there",
             help="return the tensor from the forward, or pin `output: replicate` for the module that it comes from",
             subject=None if value in outside else name.rpartition(".")[0] or None,
         )
@@ -79,7 +79,7 @@ def branch_findings(tested: Mapping[int, Location | None], layouts: Mapping[int,
     return [
         Diagnostic(
             code="TP107",
-            message=f"the model branches on a value that lies {layouts[value]}: each rank would see its own part of it",
+            message=f"the model branches on a value of layout {layouts[value]}: each rank would see its own part of it",
             help="pin `output: replicate` for the module that the value comes from",
             notes=(f"at {location}",) if location is not None else (),
         )
@@ -93,8 +93,8 @@ def hidden_findings(hidden: Mapping[int, str], layouts: Mapping[int, Layout]) ->
     return [
         Diagnostic(
             code="TP107",
-            message=f"the model returns a `{kind}` with a tensor that lies {layout}: it can't be made whole there, as "
-            "tpplan doesn't know how such an object is made",
+            message=f"the model returns a `{kind}` with a tensor of layout {layout}: it can't be gathered there, as "
+            "tpplan doesn't know how to rebuild such an object",
             help="return a tuple, a dict or a dataclass instead; or pin `output: replicate` for the module that the "
             "tensor comes from",
         )
@@ -116,8 +116,8 @@ def left_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnosti
             found.append(
                 Diagnostic(
                     code="TP107",
-                    message=f"the forward leaves a tensor in `{path_name(path)}` of its caller, which lies {layout} "
-                    "there: a later call couldn't tell it from a whole one",
+                    message=f"the forward leaves a tensor of layout {layout} in the caller's `{path_name(path)}`: a "
+                    "later call couldn't tell it from a whole one",
                     help="return the tensor from the forward, or pin `output: replicate` for the module that it comes "
                     "from",
                 )
@@ -128,8 +128,8 @@ def left_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnosti
         found.append(
             Diagnostic(
                 code="TP125",
-                message=f"the forward leaves tensors in `{parts[0][0]}` of its caller of which each rank has its part, "
-                f"such as `{path_name(parts[0])}`",
+                message=f"the forward leaves each rank's own part of tensors in the caller's `{parts[0][0]}`, such as "
+                f"`{path_name(parts[0])}`",
                 help="nothing is wrong if only later calls of the model read them; return from the forward what the "
                 "caller reads itself",
             )

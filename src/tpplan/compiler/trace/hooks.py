@@ -31,7 +31,7 @@ def note_tensor_hook(recorder: Recorder, tensor: Tensor, hook: Callable[[Tensor]
 
     name = f"the hook `{_name_of(hook)}` on a tensor"
     place = (frame.module, frame.call)
-    reason = "in a sharded model, the parameters that a forward sees accumulate no gradient" if accumulated else ""
+    reason = "in a sharded model, the parameters that a forward sees don't accumulate gradients" if accumulated else ""
     recorder.hooks.append(NotedHook(name, recorder.location(), place, run, (value,), (value,), reason))
 
 

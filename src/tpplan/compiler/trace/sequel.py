@@ -77,13 +77,17 @@ def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Su
         third, recorder = record(skeleton, recorder)
         differs = shown(trace) != shown(third, recorder.blurred)
     except Exception as error:
-        raise StateError(f"it reads `{(read or [first])[0]}`, which each call changes", (read or [first])[0]) from error
+        raise StateError(
+            f"it reads `{(read or [first])[0]}`, which changes with each call", (read or [first])[0]
+        ) from error
     if recorder.steering:
-        raise StateError(f"it reads the value of `{first}` at {recorder.steering[0]}, which each call changes", first)
+        raise StateError(
+            f"it reads the value of `{first}` at {recorder.steering[0]}, which changes with each call", first
+        )
     if read:
-        raise StateError(f"it reads `{read[0]}`, which each call changes", read[0])
+        raise StateError(f"it reads `{read[0]}`, which changes with each call", read[0])
     if differs:
-        raise StateError(f"each call changes `{first}`, and runs other operations after it", first)
+        raise StateError(f"`{first}` changes with each call, and other operations run after it", first)
 
 
 def without_records(model: nn.Module) -> nn.Module:

@@ -272,7 +272,7 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
         elif type(slot.value) in (int, float) and slot.put is not None and not name.endswith("(its length)"):
             slot.put(Watched(slot.value, name, note))
         else:
-            raise StateError(f"each call changes `{name}`, which later calls may depend on", name)
+            raise StateError(f"`{name}` changes with each call, and later calls may depend on it", name)
     return tensors
 
 

@@ -108,8 +108,8 @@ module in every layer at once: `model.layers.*.mlp.up_proj`. Check that this is 
         severity=Severity.ERROR,
         summary="The file's aliases or nesting expand beyond the limit.",
         explanation="""
-A few lines of nested aliases can stand for billions of values. A plan may stand for 20,000 values once its aliases
-are expanded, and may nest 16 levels deep; a plan needs three. Use a pattern instead of repeating rules.
+A few lines of nested aliases can stand for billions of values. A plan may expand to 20,000 values once its aliases
+are resolved, and may nest 16 levels deep; a plan needs three. Use a pattern instead of repeating rules.
 """,
         bad="""
 version: 1
@@ -128,7 +128,7 @@ modules:
         severity=Severity.ERROR,
         summary="The file isn't UTF-8 text.",
         explanation="""
-A plan is UTF-8, with or without a byte order mark. The place is that of the first byte that isn't. Save the file as
+A plan is UTF-8, with or without a byte order mark. The position is that of the first invalid byte. Save the file as
 UTF-8, or check that it's a plan at all.
 """,
         bad="$ tpplan validate plan-in-latin-1.yaml",

@@ -45,7 +45,7 @@ to be as many features as ranks. Use a number of ranks that divides the heads, o
         code="TP103",
         name="heads-not-divisible",
         severity=Severity.ERROR,
-        summary="The attention heads can't be shared out evenly over the axis.",
+        summary="The attention heads can't be split evenly over the axis.",
         explanation="""
 A query head lives on one rank, so the number of query heads has to be divisible by the size of the axis, even if the
 number of features is. Key and value heads that are fewer than the ranks are replicated, which works if the
@@ -137,7 +137,7 @@ one placement, make the module `replicate`, or use a separate module for each ca
         code="TP112",
         name="unsupported-module",
         severity=Severity.ERROR,
-        summary="A module that can't be sharded as it stands.",
+        summary="A module that can't be sharded as it is.",
         explanation="""
 Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
 was assigned to the instance bypasses the class, a weight that a parametrization or a hook computes (`weight_norm`,

@@ -65,7 +65,7 @@ outside of the forward. Otherwise call the model on the same inputs without tppl
         severity=Severity.ERROR,
         summary="No example inputs could be made for the model.",
         explanation="""
-For transformers models tpplan makes example inputs from the config. For any other model give them: a dict of keyword
+For transformers models tpplan makes example inputs from the config. For any other model, pass them: a dict of keyword
 arguments, or a tuple. Fake or meta tensors will do; only shapes and dtypes count.
 """,
         bad="""
@@ -117,10 +117,10 @@ programs would deadlock. Use the same plan, config and versions of torch, transf
         severity=Severity.ERROR,
         summary="A call differs from the one that the program was proved for.",
         explanation="""
-A program is proved for a kind of call: which arguments are given, their dtypes, their number of dims and the values
-of flags; sizes may vary. A call of another kind is proved when it first comes, and runs by the same program or by one
-of its own. This call can't be proved, or parameters or caches would have to lie otherwise for it; the message says how
-it differs from the example. Compile with example inputs of this kind.
+A program is proved for a kind of call: which arguments are passed, their dtypes, their number of dims and the values
+of flags; sizes may vary. A call of another kind is proved the first time it occurs, and runs by the same program or by
+one of its own. This call can't be proved, or it would need parameters or caches laid out differently; the message says
+how it differs from the example. Compile with example inputs of this kind.
 """,
         bad="""
 model = tpplan.parallelize(model, plan, inputs={"input_ids": ids})
@@ -139,9 +139,9 @@ model(inputs_embeds=embeddings)
         explanation="""
 Under sequence parallelism each rank holds an equal part of the sequence between the blocks. A call whose sequence the
 axis doesn't divide, such as a token in decoding, runs by a second program, compiled from the same plan with all
-sequences whole. This code is left for calls of which that can't be said: the model's own tensors don't show the length
-of the sequence (it's made in the body, as of the patches of an image), a module inside the model is called by itself,
-or the plan can't be compiled without `sequence`. Pad the sequence to a multiple of the axis's size there, or
+sequences whole. This code remains for calls where that isn't possible: the inputs don't show the length of the
+sequence (it's created in the body, as the patches of an image are), a module inside the model is called by itself, or
+the plan can't be compiled without `sequence`. Pad the sequence to a multiple of the axis's size there, or
 parallelize with a plan without `sequence` styles.
 """,
     ),
@@ -149,14 +149,13 @@ parallelize with a plan without `sequence` styles.
         code="TP119",
         name="randomness-mixed",
         severity=Severity.ERROR,
-        summary="A forward that draws random numbers for replicated and for sharded values draws others than expected.",
+        summary="A forward doesn't draw random numbers for replicated and sharded values in the expected order.",
         explanation="""
-Where a value is replicated every rank has to draw the same numbers, and where it's sharded different ones. A forward
-that does both is given the right stream for each draw by their order in the example. This code is left for calls in
-which that order says nothing: the forward draws more or less often than in the example (a dropout was set to 0 or
-above it since, another path was taken); an activation checkpoint inside of it computes a part of it again; or a module
-that it calls for both (one `nn.Dropout` in two places) is called by itself. A call that draws nothing is right, as in
-evaluation.
+Where a value is replicated every rank has to draw the same numbers, and where it's sharded different ones. In a forward
+that does both, each draw gets its stream by its position in the example. This code is for calls where those positions
+don't apply: the forward draws more or less often than in the example (a dropout was switched on or off since, or
+another path was taken); an activation checkpoint inside it recomputes a part of it; or a module that it calls for both
+(one `nn.Dropout` in two places) is called by itself. A call that draws nothing, as in evaluation, is always fine.
 """,
         bad="""
 layer.activation_dropout = 0.0  # the forward's other dropouts go on
@@ -202,8 +201,8 @@ Nothing is downloaded.
         severity=Severity.ERROR,
         summary="No plan could be found for a model.",
         explanation="""
-`tpplan suggest` pairs linear layers by the flow of the data between them, and keeps what the compiler proves. In this
-model no pair is left. The notes say why for the largest layers: something between them needs all features at once, or
+`tpplan suggest` pairs linear layers by data flow, and keeps what the compiler proves. In this model no pair is
+left. The notes say why for the largest layers: something between them needs all features at once, or
 their sizes don't divide by the number of ranks. Another number of ranks helps only in the second case, and the message
 says which it is.
 """,
@@ -217,10 +216,10 @@ says which it is.
         summary="A module's body runs operation by operation from its record.",
         explanation="""
 Some bodies derive sizes from sizes, so that no attribute of theirs could be made local: `width // heads`, or
-`nn.MultiheadAttention`, whose heads are counted in a function of torch. Such a body is recorded on tensors of whole
+`nn.MultiheadAttention`, whose heads are counted inside of torch. Such a body is recorded on tensors of whole
 shapes, and its operations then run on a rank's shards with the sizes made local; the check runs them as well. The
-result is the same. What is lost is speed: a call with new shapes is recorded first, and attention runs as its single
-operations and not as one fused kernel.
+result is the same. What is lost is speed: a call with new shapes is recorded first, and attention runs as
+separate operations instead of one fused kernel.
 """,
         bad="""
 class Attention(nn.Module):
@@ -239,23 +238,23 @@ class Attention(nn.Module):
         code="TP125",
         name="part-with-the-caller",
         severity=Severity.NOTE,
-        summary="A call leaves a rank's part of a tensor in a list or dict of its caller.",
+        summary="A call leaves a rank's part of a tensor in a list or dict that the caller passed.",
         explanation="""
 Keys and values that a forward puts into lists, dicts or dataclasses among its arguments are those of this rank's heads.
-Later calls of the model know them by their sizes, however the caller sorts, cuts or copies them meanwhile, and work on
-them as they are. Only a caller that reads such a tensor itself finds less than the unsharded model would leave.
+Later calls of the model recognise them by their sizes, even if the caller has reordered, sliced or copied them, and use
+them as they are. Only a caller that reads such a tensor itself sees less than the unsharded model would have stored.
 """,
     ),
     Entry(
         code="TP126",
         name="single-head",
         severity=Severity.NOTE,
-        summary="A column-wise layer makes one head, and stays whole on every rank.",
+        summary="A column-wise layer produces a single head, and stays whole on every rank.",
         explanation="""
 In multi-query attention all queries use the same key and value head. The queries are split among the ranks, and each of
-them needs that head, so a `colwise` rule on the layer that makes it replicates the layer: its numbers are stored, and
-its product is computed, on every rank. That's right, and usually small. A `replicate` rule says that it's meant, and
-the note goes away; a model with more heads splits them by the same `colwise` rule.
+them needs that head, so a `colwise` rule on the layer that produces it replicates the layer: its weight is stored, and
+its product is computed, on every rank. That's correct, and usually cheap. A `replicate` rule makes it explicit and
+silences the note; a model with more heads splits them by the same `colwise` rule.
 """,
     ),
     Entry(
@@ -264,9 +263,9 @@ the note goes away; a model with more heads splits them by the same `colwise` ru
         severity=Severity.ERROR,
         summary="An operator that isn't in the table of audited operators meets a sharded or partial value.",
         explanation="""
-What an operator yields for shards is known by a rule, and the compiler goes by a rule only if a test has held it
-against numbers, forward and backward (`compiler/ir/operators.py` is the list). An operator outside of the list, which
-may be a custom one, runs on whole values alone: write `output: replicate` for the module whose result it reads, or
+A rule says what an operator yields for shards, and the compiler uses a rule only if a test has checked it numerically,
+forward and backward (`compiler/ir/operators.py` is the list). An operator that isn't in the list, such as a custom one,
+runs on whole values only: write `output: replicate` for the module whose result it reads, or
 leave out the rules of the module that calls it.
 """,
     ),
@@ -274,14 +273,14 @@ leave out the rules of the module that calls it.
         code="TP128",
         name="unproved-backward",
         severity=Severity.ERROR,
-        summary="A backward that torch didn't derive isn't right for a rank's part of the gradients.",
+        summary="A custom backward isn't correct on a rank's part of the gradients.",
         explanation="""
 The backward of torch's own operators follows from their derivatives. That of a `torch.autograd.Function`, of a custom
-operator or of a hook is code like any other: it is recorded, and held against the layouts of the gradients that it
-gets. On a rank, a gradient may be a part (of features, heads or a sequence), or a term of a sum. A part can't be
+operator or of a hook is code like any other: it is recorded, and checked against the layouts of the gradients that it
+receives. On a rank, a gradient may be a part (of features, heads or a sequence), or a term of a sum. A part can't be
 divided by the norm of the whole, nor by a size; a term of a sum can only be added and scaled, not clamped. tpplan then
-moves the gathers in front of the function, and the slices behind it, where there is a module boundary to put them;
-this finding says that there is none.
+moves the gathers in front of the function, and the slices behind it, if there is a module boundary to put them;
+this finding says that there isn't.
 """,
         bad="""
 class Normalized(torch.autograd.Function):
@@ -305,11 +304,11 @@ def forward(self, x):
         code="TP129",
         name="state-between-calls",
         severity=Severity.ERROR,
-        summary="What a forward computes depends on what earlier calls have left in Python.",
+        summary="What a forward computes depends on Python state that earlier calls left behind.",
         explanation="""
-A forward may count its calls, keep a table that it has made once, or leave tensors in attributes and buffers: that is
-recorded, and the calls after the first are proved too. It may not let a number, a text or the length of a list that
-each call changes decide what it computes: the program holds what the first calls do, and nobody has checked the tenth.
+A forward may count its calls, cache a table, or leave tensors in attributes and buffers: that is recorded, and the
+calls after the first are proved too. But what it computes must not depend on a number, a string or the length of a list
+that each call changes: only the first calls were proved, and the tenth may do something else.
 Keep such state in a buffer, and compute with it as a tensor; or count outside of the forward.
 """,
         bad="""
@@ -330,10 +329,10 @@ class Model(nn.Module):
         severity=Severity.ERROR,
         summary="A module or parameter of a sharded model was replaced after `parallelize`.",
         explanation="""
-What was proved isn't what would run: a module or a parameter was added, removed or replaced after `parallelize`, as
-adapter libraries do, or an attribute was set that counts what a rank holds (a number of heads). Change the stock model
+What would run is no longer what was proved: a module or a parameter was added, removed or replaced after `parallelize`,
+as adapter libraries do, or an attribute was set that counts what a rank has (a number of heads). Change the stock model
 first, and parallelize the result. Flags and functions that modules hold may be set at any time; calls are then proved
-anew. So may modules without parameters that only wrap a sharded one, such as activation checkpoints.
+again. Wrappers without parameters, such as activation checkpoints, may be added as well.
 """,
         bad="""
 model = tpplan.parallelize(model, plan)
@@ -350,11 +349,11 @@ model = tpplan.parallelize(model, plan_for_the_adapted_model)
         severity=Severity.ERROR,
         summary="A call took a path through the model's code that wasn't proved.",
         explanation="""
-A proof runs once, on tensors without numbers, at the sizes of the example. The first real call of each kind, and of
-each new combination of sizes, is watched: the calls of torch that the model's code makes have to be those of the
+A proof runs once, on meta tensors, at the sizes of the example. The first real call of each kind, and of
+each new combination of sizes, is watched: the torch functions that the model's code calls have to be those of the
 proof. A call that takes another path (a branch on a size, on a tensor's value, on a global or an environment
-variable) is proved anew, and runs by its own program if it needs one. This finding says that there is none, or that
-nothing which a proof can see explains the path. It is raised on every rank, before a result leaves the model. Under
+variable) is proved again, and runs by a program of its own if it needs one. This finding says that there is none, or
+that nothing the proof can see explains the path. It is raised on every rank, before a result leaves the model. Under
 `TPPLAN_DEBUG=1`, read when `parallelize` is called, every call is watched.
 """,
         bad="""
@@ -372,11 +371,11 @@ def forward(self, x):
         code="TP136",
         name="cannot-run",
         severity=Severity.ERROR,
-        summary="The model's own code can't run with what a rank holds.",
+        summary="The model's own code can't run on one rank's shards.",
         explanation="""
-Each program is rehearsed before anything changes: the lowered model runs once on tensors without numbers, forward and
-backward, with parameters as they are read at run time. Code that looks at the model's parameters itself, such as
-`dict(self.named_parameters())` inside of a forward, finds DTensors there, which plain tensors can't be mixed with.
+Each program is rehearsed before anything changes: the lowered model runs once on meta tensors, forward and backward,
+with parameters as they are read at run time. Code that looks up the model's parameters itself, such as
+`dict(self.named_parameters())` inside a forward, gets DTensors, which can't be mixed with plain tensors.
 """,
         bad="""
 def forward(self, x):
@@ -391,11 +390,11 @@ def forward(self, x):
         code="TP138",
         name="second-derivative",
         severity=Severity.ERROR,
-        summary="The backward of a sharded model is to be differentiated again.",
+        summary="The backward of a sharded model would have to be differentiated again.",
         explanation="""
-A gradient that a forward takes of its own values, `torch.autograd.grad(energy, positions, create_graph=True)`, is part
-of the program: it is proved, and so is its derivative. One that is taken of the whole model afterwards isn't, as its
-collectives have no derivative there. Rather than to leave terms out, the backward raises.
+A gradient that a forward computes itself, `torch.autograd.grad(energy, positions, create_graph=True)`, is part of the
+program: it is proved, and so is its derivative. A gradient of the whole model that is taken afterwards isn't, since the
+backwards of the collectives can't be differentiated. Rather than drop terms, the backward raises.
 """,
         bad="""
 loss = model(x).sum()
@@ -415,8 +414,8 @@ class Penalized(nn.Module):
         severity=Severity.ERROR,
         summary="A bug in tpplan.",
         explanation="""
-tpplan came upon something that it holds to be impossible. That's no mistake of the plan or the model: please report
-it, with the output of `--traceback` (or with `TPPLAN_TRACEBACK=1` set). The command exits with 2.
+tpplan reached a state that should be impossible. Neither the plan nor the model is at fault: please report it, with
+the output of `--traceback` (or with `TPPLAN_TRACEBACK=1` set). The command exits with 2.
 """,
     ),
 )

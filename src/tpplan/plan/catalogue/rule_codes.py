@@ -15,7 +15,7 @@ RULE_CODES: Final[tuple[Entry, ...]] = (
         explanation="""
 Ignoring a misspelt key would change what the plan means, so unknown keys are errors. A plan knows `version`, `name`,
 `extends`, `axis`, `modules` and `kernels`; a rule in its long form `style`, `input`, `output`, `packed` and `local`;
-`kernels` its kinds. Patterns stand under `modules:`.
+`kernels` its kinds. Patterns go under `modules:`.
 """,
         bad="""
 version: 1
@@ -223,7 +223,7 @@ modules:
         code="TP020",
         name="option-not-for-style",
         severity=Severity.ERROR,
-        summary="An option that means nothing for the rule's style.",
+        summary="An option that doesn't apply to the rule's style.",
         explanation="""
 `packed` says how a projection's features are cut, so it goes with `colwise` and `rowwise` alone. `input`, `output`
 and `local` go with every style but `none`, which takes no options: it means that the module has no rule.
@@ -243,10 +243,11 @@ modules:
         code="TP021",
         name="invalid-value",
         severity=Severity.ERROR,
-        summary="A value of the right type that can't be meant.",
+        summary="A value of the right type that isn't allowed.",
         explanation="""
 A pin that isn't `replicate`, `shard` or `sequence`, a kernel choice that isn't `auto`, `triton` or `torch`, a pack of
-fewer than one row, fewer than two packs, a name that stands twice in a list, or an attribute name that can't be one.
+fewer than one row, fewer than two packs, a name that appears twice in a list, or an attribute name that is no
+valid identifier.
 """,
         bad="""
 version: 1

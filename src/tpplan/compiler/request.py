@@ -1,0 +1,50 @@
+"""Request: the program that is wanted.
+
+in:  a model, a plan, an example call
+out: `Request`, which a compilation takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.trace import Location, Path
+from tpplan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The program that is wanted: `plan` for `model` on an axis of `size` ranks.
+
+    Attributes:
+        model: the stock model, materialised or on `meta`; not changed.
+        plan: the plan.
+        size: number of ranks.
+        arguments, keywords: an example call; only the tensors' geometry counts.
+        training: the mode to capture in; None captures in training mode, whose random numbers need care, or in
+            evaluation mode if training can't be captured.
+        partly: whether the call may leave out modules that the plan shards, as another call was proved with them.
+        parts: layouts of the call's tensors of which a rank gets its part only; the example has them whole.
+        taken: the branches on data to take on their true side; None for those without which modules stay uncalled.
+        device: where the model will run; None for where its parameters are.
+    """
+
+    model: nn.Module
+    plan: Plan
+    size: int
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    training: bool | None = None
+    partly: bool = False
+    parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
+    taken: frozenset[Location] | None = None
+    device: torch.device | None = None
+
+
+__all__ = ["Request"]

@@ -1,0 +1,187 @@
+"""The search for a program: place, check, and place again with what the check taught.
+
+in:  a problem
+out: `Solved`: the first placement that passes the check, with the steps that its bodies take
+
+    place -> reconcile -> check -> solved
+      ^__________|__________|
+           a `Learned` with one constraint more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tpplan.compiler.bind.regions import RegionTable, build_regions
+from tpplan.compiler.check import local_run
+from tpplan.compiler.check.compare import Mismatch
+from tpplan.compiler.dump import Dump
+from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.warnings import gathers_columns
+from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.steps import Stream
+from tpplan.compiler.place.assign import assign
+from tpplan.compiler.place.conflicts import (
+    conflicting_modules,
+    mixed_gradient_findings,
+    mixed_gradients,
+    shared_biases,
+    shared_module_findings,
+    uses_of,
+    uses_of_values,
+)
+from tpplan.compiler.place.place import Placer, root_solution
+from tpplan.compiler.place.solution import Failure
+from tpplan.compiler.problem import Learned, Placed, Problem
+from tpplan.compiler.refine import refine
+from tpplan.compiler.rules.propagate import Propagator
+from tpplan.compiler.trace.effects import branch_findings, effect_findings, hidden_findings, left_findings
+from tpplan.cost.communication import NVLINK
+from tpplan.plan import CompileError, Diagnostic, InternalError
+
+_ROUNDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A placement that passed the check, and for each rank the steps of its bodies."""
+
+    placed: Placed
+    streams: Mapping[int, Stream]
+
+
+def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
+    """Place and check until a program passes, or nothing more can be learned.
+
+    Raises:
+        CompileError: no program passes; with every finding.
+    """
+    solver = _Solver(problem)
+    for attempt in range(_ROUNDS):
+        placed = solver.place(learned)
+        dump.assignment(placed.assignment, attempt)
+        # Something that counts heads or features too may be in the way: a bias made elsewhere, a head that all share.
+        unasked = gathers_columns(problem.flow, problem.binding, placed.assignment)
+        again = (_widened(problem, placed.learned) if unasked else None) or _constrained(problem, placed)
+        if again is not None:
+            learned = again
+            continue
+        learned = placed.learned.reporting(*_conflict_findings(problem, placed))
+        subject = placed.to_check(problem)
+        checked = local_run.check(subject, learned.attributes, learned.excused, learned.recorded)
+        if isinstance(checked, Mismatch):
+            learned = refine(problem, subject, learned, checked)
+            continue
+        effects = _effect_findings(problem, placed)
+        return Solved(replace(placed, learned=learned.reporting(*effects)), checked.streams)
+    raise InternalError(f"no program was settled on in {_ROUNDS} rounds")
+
+
+class _Solver:
+    """Places one problem; remembers regions and their solutions from round to round."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._placer = Placer(Propagator(problem.request.size, problem.trace.batch), NVLINK)
+        self._table = RegionTable()
+        self._instances: dict[frozenset[str], Instance] = {}
+
+    def place(self, learned: Learned) -> Placed:
+        """The cheapest placement; on failure, set the operation aside and look for the next mistake, to report all."""
+        problem, trace = self._problem, self._problem.trace
+        for _ in range(_ROUNDS):
+            instance = self._instance(learned.fixed)
+            inputs = tuple(problem.parts.get(instance.values[i], REPLICATED) for i in instance.region.inputs)
+            solutions = self._placer.solve(instance.region, inputs, learned.constraints)
+            if not isinstance(solutions, Failure):
+                if learned.constraints.forgiven:
+                    break
+                assignment = assign(instance, root_solution(solutions), trace.parameters, inputs)
+                return Placed(instance, assignment, learned)
+            learned = self._after(learned, instance, solutions)
+        raise CompileError(learned.findings)
+
+    def _instance(self, fixed: frozenset[str]) -> Instance:
+        """The regions; of what a round teaches, they depend on the fixed modules alone."""
+        if fixed not in self._instances:
+            problem = self._problem
+            self._instances = {fixed: build_regions(problem.trace, problem.binding, fixed, self._table, problem.parts)}
+        return self._instances[fixed]
+
+    def _after(self, learned: Learned, instance: Instance, failure: Failure) -> Learned:
+        """What to try after a failure; raises if there is nothing."""
+        problem, constraints = self._problem, learned.constraints
+        if constraints.sequence and not constraints.slice_constants:
+            return learned.constrained(slice_constants=True)
+        wider = _widened(problem, learned)
+        if wider is not None:
+            return wider
+        if learned.reasons:
+            raise CompileError([*learned.findings, learned.reasons[-1]])
+        finding = failures.of_placement(instance, failure, problem.trace, problem.binding, problem.request.size)
+        learned = replace(learned, findings=tuple(failures.with_one_cause([*learned.findings, finding])))
+        place = (failures.instance_at(instance, failure.path).region.example, failure.node)
+        if place[1] is None or place in constraints.forgiven:
+            raise CompileError(learned.findings)
+        return learned.constrained(forgiven=constraints.forgiven | {place})
+
+
+def _widened(problem: Problem, learned: Learned) -> Learned | None:
+    """From now on, let new tensors be split by features; then, let values be split by heads at every boundary."""
+    if problem.features and not learned.constraints.features:
+        return learned.constrained(features=problem.features)
+    if problem.heads and not learned.constraints.heads:
+        return learned.constrained(heads=problem.heads)
+    return None
+
+
+def _constrained(problem: Problem, placed: Placed) -> Learned | None:
+    """What one module or one parameter, which can't serve two ways, demands of the next placement."""
+    learned, assignment, instance, trace = placed.learned, placed.assignment, placed.instance, problem.trace
+    constraints = learned.constraints
+    clashes = conflicting_modules(assignment)
+    if clashes - learned.fixed:
+        return replace(learned, fixed=learned.fixed | clashes)
+    biases = shared_biases(assignment, trace)
+    if biases:
+        uses = uses_of(biases, instance, trace)
+        return learned.constrained(reduced_biases=constraints.reduced_biases | uses)
+    uses = uses_of(mixed_gradients(assignment), instance, trace)
+    if uses - constraints.whole_gradients:
+        return learned.constrained(whole_gradients=constraints.whole_gradients | uses)
+    places = uses_of_values(_tested(problem, placed), instance)
+    if places - constraints.whole:
+        return learned.constrained(whole=constraints.whole | places)
+    return None
+
+
+def _tested(problem: Problem, placed: Placed) -> set[int]:
+    """Values that the model branches on, and that aren't whole on every rank."""
+    layouts = placed.assignment.layouts
+    return {value for value in problem.trace.tested if layouts.get(value, REPLICATED) != REPLICATED}
+
+
+def _conflict_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
+    """Report what no constraint could reconcile."""
+    assignment = placed.assignment
+    tested = {value: problem.trace.tested[value] for value in _tested(problem, placed)}
+    return [
+        *shared_module_findings(conflicting_modules(assignment), assignment, problem.binding),
+        *mixed_gradient_findings(mixed_gradients(assignment), assignment),
+        *branch_findings(tested, assignment.layouts),
+    ]
+
+
+def _effect_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
+    """Report what a call would leave behind that isn't what the unsharded model leaves."""
+    trace, layouts = problem.trace, placed.assignment.layouts
+    return [
+        *effect_findings(trace.kept, trace.outside, layouts),
+        *hidden_findings(trace.hidden, layouts),
+        *left_findings(trace, layouts),
+    ]
+
+
+__all__ = ["Solved", "search"]
