@@ -13,6 +13,7 @@ import pytest
 
 import tpplan
 from tests.models.tiny import ARCHITECTURES, tiny_model
+from tpplan.calls.rehearse import Rehearsed, rehearse
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -44,7 +45,11 @@ def shown(program: tpplan.Program) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_program_of_a_plan_is_as_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    rehearsals: list[Rehearsed] = []
+    monkeypatch.setattr("tpplan.calls.prove.rehearse", lambda *call: rehearsals.extend(rehearse(*call)))
     program = compiled(name)
+    assert rehearsals
+    assert all(rehearsed.ran == rehearsed.predicted for rehearsed in rehearsals)
     path = HERE / f"{name}.json"
     if UPDATE:
         path.write_text(shown(program), encoding="utf-8")
