@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -212,10 +213,59 @@ def packing(h: Tensor) -> Tensor:
         return h.tanh()
 
 
-@pytest.mark.parametrize(("look", "told"), [(by_name, "grad_fn"), (packing, "saved_tensors_hooks")])
+def in_a_thread(h: Tensor) -> Tensor:
+    norms: list[Tensor] = []
+    thread = threading.Thread(target=lambda: norms.append(h.norm(dim=-1, keepdim=True)))
+    thread.start()
+    thread.join()
+    return h / norms[0]
+
+
+def as_parameter(h: Tensor) -> Tensor:
+    return h / nn.Parameter(h.detach().norm(dim=-1, keepdim=True))
+
+
+def seeded(h: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return h + torch.randn_like(h)
+
+
+LOOKS = [
+    (by_name, "grad_fn"),
+    (packing, "saved_tensors_hooks"),
+    (in_a_thread, "no recorded operation made"),
+    (as_parameter, "no recorded operation made"),
+    (seeded, "seeds the random numbers"),
+]
+
+
+@pytest.mark.parametrize(("look", "told"), LOOKS)
 def test_what_no_record_shows_is_refused(look: Callable[[Tensor], Tensor], told: str) -> None:
     with pytest.raises(tpplan.CompileError, match=told):
         tpplan.compile_plan(Reads(look), plan_of(MLP), 2, (torch.zeros(2, 12, HIDDEN),))
+
+
+class ReturnsConstant(Reads):
+    """A constant among the results that counts features."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.up(x)
+        return self.down(h.relu()), torch.tensor(h.shape[-1]), torch.full((2,), h.shape[-1], device=x.device)
+
+
+def test_a_constant_among_the_results_counts_all_features() -> None:
+    x = torch.zeros(2, 12, HIDDEN)
+    found = on_ranks(ReturnsConstant(torch.relu), MLP, 2, ((x,), {}), lambda own, _: own(x)[1:])
+    assert [[t.tolist() for t in tensors] for tensors in found] == [[24, [24, 24]]] * 2
+
+
+def test_seeding_for_whole_values_is_let_through() -> None:
+    class Seeded(Reads):
+        def forward(self, x: Tensor) -> Tensor:
+            return seeded(self.down(self.up(x)))
+
+    tpplan.compile_plan(Seeded(torch.relu), plan_of(MLP), 2, (torch.zeros(2, 12, HIDDEN),))
 
 
 def test_hooks_around_the_call_are_no_matter_of_the_forward() -> None:

@@ -218,6 +218,23 @@ def test_a_path_that_one_rank_alone_takes_is_refused_on_every_rank() -> None:
         assert text.startswith("TP116"), text
 
 
+class ByClass(Body):
+    """A body that asks for the class of a layer, which is another one once it is sharded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h.relu() if type(self.up).__name__ == "Linear" else torch.softmax(h, -1))
+
+
+def test_what_only_a_sharded_model_does_is_refused_at_its_first_call() -> None:
+    def work(own: nn.Module, _: CallGuard) -> str:
+        return error_of(own, x())
+
+    for text in on_ranks(ByClass(longer).double(), MLP, 2, ((x(),), {}), work):
+        assert text.startswith("TP131 departed-call")
+        assert "calls `softmax` where the proof calls `relu`" in text
+
+
 class Looks(nn.Module):
     """A forward that looks up its own parameters, which it finds as DTensors."""
 

@@ -37,7 +37,13 @@ from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.refine import refine
 from tpplan.compiler.rules.propagate import Propagator
-from tpplan.compiler.trace.effects import branch_findings, effect_findings, hidden_findings, left_findings
+from tpplan.compiler.trace.effects import (
+    branch_findings,
+    effect_findings,
+    hidden_findings,
+    left_findings,
+    seeded_findings,
+)
 from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError
 
@@ -180,6 +186,7 @@ def _effect_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
     return [
         *effect_findings(trace.kept, trace.outside, layouts),
         *hidden_findings(trace.hidden, layouts),
+        *seeded_findings(trace.seeded, layouts),
         *left_findings(trace, layouts),
     ]
 

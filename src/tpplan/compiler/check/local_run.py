@@ -114,17 +114,18 @@ def _check_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes, every_call)
-    state = Capture(Recorder(given.trace.taken, given.trace.device), boundary)
+    state = Capture(Recorder(given.trace.taken, given.trace.device), boundary, leaves=bool(given.trace.written))
     state.recorder.listening = True
     state.recorder.whole = False
     state.recorder.unused = dict(_unused_gradients(given.trace))
+    run: Trace | None = None
     failed: Frame | None = None
     reason = ""
     try:
         run = record(skeleton, *_local_call(given), given.trace.training, state)
-        local, values, numbers = run.recorded, run.values, run.written
+        local, values = run.recorded, run.values
     except BodyError as error:
-        local, values, failed, numbers = error.root, tuple(state.recorder.values), error.frame, dict[str, Any]()
+        local, values, failed = error.root, tuple(state.recorder.values), error.frame
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
     frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
     given = replace(given, surprising=bool(state.recorder.surprising))
@@ -144,9 +145,9 @@ def _check_rank(
         if differs is not None:
             found.append(replace(differs, when=(*place, differs.position)))
     assert found or failed is None, failed.module
-    if failed is None:
-        found += _compare_numbers(given, state.results["", 0])
-        left = _compare_written(given, numbers)
+    if run is not None:
+        found += _compare_numbers(given, state.results["", 0], run)
+        left = _compare_written(given, run.written)
         if left and boundary.skipped - {key for key in boundary.skipped if key[0] in excused} and not every_call:
             return _check_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
         found += left
@@ -188,12 +189,18 @@ def _backward(given: CheckInput, whole: Frame, local: Frame) -> Mismatch | None:
     return None
 
 
-def _compare_numbers(given: CheckInput, result: Any) -> list[Mismatch]:
-    """Numbers and texts among the model's results must be those of the unsharded model: a size may be a rank's own."""
+def _compare_numbers(given: CheckInput, result: Any, run: Trace) -> list[Mismatch]:
+    """Constants among the model's results must be those of the unsharded model: a size may be a rank's own."""
     whole = dict(leaves(given.results["", 0]))
+    moved = {crossing.path: given.trace.values[crossing.source].numbers for crossing in given.trace.root.exits}
+    constants = [(run.values[crossing.source].numbers, moved.get(crossing.path)) for crossing in run.root.exits]
     place = len(given.trace.recorded.body)
     for path, held in leaves(result):
         expected = whole.get(path)
+        if isinstance(held, Tensor):
+            if isinstance(expected, Tensor) and not held.is_meta and not expected.is_meta:
+                constants.append((held, expected))
+            continue
         if type(held) not in _PLAIN or type(expected) not in _PLAIN or held == expected:
             continue
         numbers: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
@@ -202,7 +209,19 @@ def _compare_numbers(given: CheckInput, result: Any) -> list[Mismatch]:
         at = ".".join(map(str, path)) or "the result"
         reason = f"it returns {held!r} instead of {expected!r} (`{at}`)"
         return [Mismatch(given.trace.recorded, None, place, *numbers, reason, when=(place,))]
+    for held, expected in constants:
+        if held is not None and expected is not None and not _are_equal(held, expected):
+            reason = f"it returns {_listed(held)} instead of {_listed(expected)}"
+            return [Mismatch(given.trace.recorded, None, place, None, None, reason, when=(place,))]
     return []
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _listed(numbers: Tensor) -> str:
+    return str(numbers.tolist())  # pyright: ignore
 
 
 def _compare_written(given: CheckInput, numbers: Mapping[str, Any]) -> list[Mismatch]:

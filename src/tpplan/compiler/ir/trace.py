@@ -248,6 +248,7 @@ class Trace:
         tested: values that the model branches on, with the lines where it does.
         written: numbers and texts that the run leaves in attributes, globals and what these hold, by place.
         outside: of what is `kept` that which no attribute of a module holds, but a hook or a global.
+        seeded: random numbers that were drawn after the forward had set the generator.
     """
 
     root: Frame
@@ -271,6 +272,7 @@ class Trace:
     tested: dict[int, Location | None] = field(default_factory=dict["int", "Location | None"])
     written: dict[str, Any] = field(default_factory=dict[str, Any])
     outside: frozenset[int] = frozenset()
+    seeded: frozenset[int] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

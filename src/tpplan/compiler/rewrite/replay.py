@@ -103,7 +103,7 @@ class Replay:
         given = tuple(whole(a, (names[i] if i < len(names) else f"*{i}",)) for i, a in enumerate(args))
         named = {name: whole(a, (name,)) for name, a in kwargs.items()}
         first = next((tensor for _, tensor in tensors_in((args, kwargs)) if not tensor.is_meta), None)
-        state = Capture(Recorder(device=None if first is None else first.device), arguments={})
+        state = Capture(Recorder(device=None if first is None else first.device), arguments={}, leaves=False)
         skeleton = make_skeleton(self._stock)
         try:
             trace = record(skeleton, given, named, training, state)

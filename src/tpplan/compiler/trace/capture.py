@@ -26,12 +26,13 @@ from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
 from tpplan.compiler.ir.objects import fresh_object
 from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
-from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace, quoted
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients
 from tpplan.compiler.trace.hooks import note_module_hooks
+from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.skeleton import Skeleton
 from tpplan.compiler.trace.state import Slot, described, slots_of, written
@@ -87,7 +88,7 @@ class Capture:
 
     `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
     what each was called with; `heard` is the steps of the run, if the recorder listens;
-    `later` says whether later calls run other operations.
+    `later` says whether later calls run other operations; `leaves` whether to look for what the run leaves behind.
     """
 
     recorder: Recorder
@@ -98,6 +99,7 @@ class Capture:
     heard: Heard | None = None
     arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     later: bool = False
+    leaves: bool = True
 
 
 def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool) -> Trace:
@@ -186,7 +188,7 @@ def _record(
         _wrap(module, name, state)
     for _, tensor in held_tensors(skeleton.model):
         recorder.outlives(tensor)
-    standing = slots_of(skeleton.model, around)
+    standing = slots_of(skeleton.model, around) if state.leaves else {}
     before, numbers = {id(tensor) for _, tensor in _tensors_of(skeleton.model, standing)}, described(standing)
     buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
     called = argument_names(type(skeleton.model).forward)
@@ -202,7 +204,10 @@ def _record(
             warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
+            if state.boundary is None:
+                recorder.familiar = before | set(map(id, _read_from(skeleton, example, called, around)))
             skeleton.model(*example[0], **example[1])
+            recorder.familiar = None
             backwards = record_backwards(recorder, outer.body)
     except Exception as error:
         if state.failed is None:  # raised before any forward ran: by a hook, or for the arguments
@@ -217,7 +222,13 @@ def _record(
     replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
     if replaced is not None:
         raise ReplacedModuleError(replaced)
-    standing = slots_of(skeleton.model, around)
+    if recorder.unfamiliar:
+        name, at = recorder.unfamiliar[0]
+        raise UnfollowedError(
+            f"{quoted(name)} uses a tensor at {at} that no recorded operation made: compute it in the thread of the "
+            "forward, by operations of torch"
+        )
+    standing = slots_of(skeleton.model, around) if state.leaves else {}
     kept = {
         value: name
         for name, tensor in _tensors_of(skeleton.model, standing)
@@ -264,7 +275,22 @@ def _record(
         dict(recorder.tested),
         written(numbers, described(standing)),
         outside,
+        frozenset(recorder.seeded),
     )
+
+
+def _read_from(
+    skeleton: Skeleton, call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str], around: Surroundings
+) -> list[Tensor]:
+    """The tensors that a run may read which it hasn't made."""
+    attributes = [held for _, module in named_modules(skeleton.model) for held in vars(module).values()]
+    return [
+        *(parameter for parameter, _ in skeleton.parameters),
+        *(buffer for buffer, _ in skeleton.buffers),
+        *(tensor for _, tensor in tensors_of(*call, names)),
+        *(tensor for _, tensor in hidden_tensors(attributes)),
+        *(tensor for cache in around.caches.values() for tensor in cached_tensors(cache)),
+    ]
 
 
 def _tensors_of(model: nn.Module, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:

@@ -87,6 +87,21 @@ def branch_findings(tested: Mapping[int, Location | None], layouts: Mapping[int,
     ]
 
 
+def seeded_findings(seeded: Collection[int], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
+    """Report numbers that a forward draws after seeding: a rank's part would get those of another part."""
+    return [
+        Diagnostic(
+            code="TP107",
+            message="the model seeds the random numbers that it draws for a value whose layout is "
+            f"{layouts[value]}: every rank would draw the same for its part, and not what the unsharded model draws",
+            help="seed outside of the forward, draw such numbers once and keep them in a buffer, or pin `output: "
+            "replicate` for the module that the value comes from",
+        )
+        for value in sorted(seeded)
+        if layouts.get(value, REPLICATED) != REPLICATED
+    ][:1]
+
+
 def hidden_findings(hidden: Mapping[int, str], layouts: Mapping[int, Layout]) -> list[Diagnostic]:
     """Report objects among the results that would take a rank's part with them, as nobody can look into them."""
     parts = {kind: layouts[value] for value, kind in hidden.items() if layouts.get(value, REPLICATED) != REPLICATED}
@@ -143,4 +158,12 @@ def path_name(path: Path) -> str:
     return f"{first}{''.join(f'[{part!r}]' for part in rest)}"
 
 
-__all__ = ["branch_findings", "effect_findings", "held_tensors", "hidden_findings", "left_findings", "path_name"]
+__all__ = [
+    "branch_findings",
+    "effect_findings",
+    "held_tensors",
+    "hidden_findings",
+    "left_findings",
+    "path_name",
+    "seeded_findings",
+]

@@ -26,6 +26,7 @@ from tpplan.compat import (
     RecordingMode,
     Unwatched,
     packs_saved_tensors,
+    random_state,
     schema_mutates,
     schema_returns_view,
 )
@@ -74,6 +75,10 @@ class Recorder(RecordingMode):
         self.taken = taken if isinstance(taken, Sides) else Sides(taken)
         self._met: Counter[Location | None] = Counter()  # tests of branches, by line
         self._packing = packs_saved_tensors()
+        self._random = random_state()
+        self.familiar: set[int] | None = None  # ids of tensors from before the run; None while any may be met
+        self.unfamiliar: list[tuple[str, Location | None]] = []  # where tensors were met that no operation made
+        self.seeded: set[int] = set()  # random numbers drawn after the body has set the generator
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
         self.tested: dict[int, Location | None] = {}  # values that the model branches on
         self.listening = False  # whether the steps of bodies are wanted
@@ -96,6 +101,8 @@ class Recorder(RecordingMode):
         """The value that `tensor` stands for; a tensor never seen before becomes a constant."""
         found = self._identity.get(id(tensor))
         if found is None:
+            if self.familiar is not None and tensor.is_meta and id(tensor) not in self.familiar:
+                self.unfamiliar.append((self.frames[-1].module, self.location()))
             return self.new_value(tensor, tensor.requires_grad)
         if tensor.requires_grad:
             if isinstance(tensor.grad_fn, PythonNode):
@@ -237,12 +244,19 @@ class Recorder(RecordingMode):
             self.effects.update(output for output in outputs if output is not None)
         if self.drawn.issuperset(inputs) if inputs else is_draw(func, args, keywords):
             self.drawn.update(output for output in outputs if output is not None)
+        if is_draw(func, args, keywords) and self._is_seeded():
+            self.seeded.update(output for output in outputs if output is not None)
         if self.frames[-1].differentiates and not torch.is_grad_enabled():
             self.gradless.update(output for output in outputs if output is not None)
         self.frames[-1].body.append(
             Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self.location())
         )
         return result  # pyright: ignore[reportUnknownVariableType]
+
+    def _is_seeded(self) -> bool:
+        """Whether the body has set the generator of random numbers: a capture doesn't draw from it."""
+        with Unwatched():
+            return not torch.equal(self._random, random_state())
 
     def _aliases_of(self, targets: list[Tensor]) -> tuple[int, ...]:
         found: list[int] = []

@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -149,9 +149,9 @@ def _described(held: Any) -> object:
         return held.number
     if not isinstance(held, Tensor):
         return (type(held).__name__, held)
-    if held.is_meta or held.dim():
+    if held.is_meta or held.numel() > _FEW:
         return (tuple(held.shape), held.dtype)
-    return held.item()
+    return ("Tensor", cast("object", held.tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
 def changes(before: State, after: State) -> Iterator[str]:
