@@ -49,7 +49,7 @@ REPORT_IMPORTS = (
     "tpplan.plan",
 )
 
-# What `suggest` asks of the compiler goes through one module; beside it there are plain data and the compilation itself.
+# What `suggest` asks of the compiler goes through one module; plain data and the compilation itself are free to use.
 SUGGEST_IMPORTS = (
     "tpplan.compiler.queries",
     "tpplan.compiler.ir",
