@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import implicit_replication as _implicit_replication
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
@@ -61,6 +62,7 @@ __all__ = [
     "has_gradient_hooks",
     "hook_tables",
     "hooks_of",
+    "implicit_replication",
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
@@ -433,6 +435,30 @@ def rebuild_container(value: Any, transform: Callable[[Any], Any]) -> Any:
     node = pytree.SUPPORTED_NODES[type(value)]
     children, context = node.flatten_fn(value)
     return node.unflatten_fn([transform(child) for child in children], context)
+
+
+_REPLICATION_IS_PER_THREAD = hasattr(torch._C, "_set_dtensor_allow_implicit_replication")
+_replicating = threading.Lock()
+_replicators = 0
+
+
+@contextmanager
+def implicit_replication() -> Generator[None]:
+    """As torch's own; where torch has one setting for all threads, until the last of them has left the block."""
+    if _REPLICATION_IS_PER_THREAD:
+        with _implicit_replication():
+            yield
+        return
+    global _replicators
+    with _replicating:
+        _replicators += 1
+        DTensor._op_dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        with _replicating:
+            _replicators -= 1
+            DTensor._op_dispatcher._allow_implicit_replication = _replicators > 0
 
 
 def local_of(tensor: Tensor) -> Tensor:

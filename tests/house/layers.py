@@ -49,6 +49,14 @@ REPORT_IMPORTS = (
     "tpplan.plan",
 )
 
+# What `suggest` asks of the compiler goes through one module; plain data and the compilation itself are free to use.
+SUGGEST_IMPORTS = (
+    "tpplan.compiler.queries",
+    "tpplan.compiler.ir",
+    "tpplan.compiler.request",
+    "tpplan.compiler.pipeline",
+)
+
 TORCH_FREE = ("tpplan.plan", "tpplan.report.diagnostics")
 HEAVY_PACKAGES = frozenset({"torch", "triton", "transformers", "safetensors", "numpy"})
 
@@ -166,6 +174,17 @@ def report_outsiders(package: Path) -> list[str]:
         if source.layer == "report"
         for name in source.imports
         if _layer_of(name.target) is not None and not name.typing_only and not _inside(name.target, REPORT_IMPORTS)
+    ]
+
+
+def suggest_outsiders(package: Path) -> list[str]:
+    """What `suggest` takes from inside of the compiler, past its queries."""
+    return [
+        source.at(name.line, f"`suggest` imports {name.target}; it may use {', '.join(SUGGEST_IMPORTS)}")
+        for source in sources(package)
+        if source.layer == "suggest"
+        for name in source.imports
+        if _layer_of(name.target) == "compiler" and not _inside(name.target, SUGGEST_IMPORTS)
     ]
 
 

@@ -18,6 +18,7 @@ CHECKS = (
     layers.unknown_stages,
     layers.compat_outsiders,
     layers.report_outsiders,
+    layers.suggest_outsiders,
     layers.private_torch_names,
     layers.torch_in_torch_free,
     layers.mutations,
@@ -114,6 +115,13 @@ def test_report_uses_only_the_plan_and_the_program(package):
     )
     (finding,) = layers.report_outsiders(root)
     assert finding.startswith("tpplan/report/tree.py:2:")
+
+
+def test_suggest_asks_the_compiler_through_its_queries(package):
+    allowed = "from tpplan.compiler.queries import Study\nfrom tpplan.compiler.ir.trace import Trace\n"
+    root = package({"suggest/flow.py": f"{allowed}from tpplan.compiler.rules.propagate import Propagator"})
+    (finding,) = layers.suggest_outsiders(root)
+    assert finding.startswith("tpplan/suggest/flow.py:3:")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from typing import Any
 
 import pytest
@@ -62,6 +63,50 @@ def outside(member: Member, sequence: bool) -> list[float]:
     return errors
 
 
+class Meeting(Prompted):
+    """Runs outside of its forward while another one does, in another thread; `leaves` says who ends first."""
+
+    leaves: str
+
+    def prompted(self, x: Tensor) -> Tensor:
+        MEETING.wait(60)
+        y = super().prompted(x)
+        if self.leaves == "last":
+            FIRST_LEFT.wait(60)
+            y = super().prompted(x)
+        return y
+
+
+MEETING, FIRST_LEFT = threading.Barrier(2), threading.Event()
+
+
+def in_two_threads(member: Member) -> list[float]:
+    """The largest difference of the results of two sharded models that are called at the same time."""
+    rules = {f"{half}.{name}": style for half in ("first", "second") for name, style in MLP.items()}
+    x = torch.randn(BATCH, LENGTH, HIDDEN, dtype=torch.float64)
+    errors: list[float] = []
+
+    def call(model: nn.Module, expected: Tensor, leaves: str) -> None:
+        with torch.no_grad():
+            errors.append(float((model.prompted(x) - expected).abs().max()))  # pyright: ignore
+        if leaves == "first":
+            FIRST_LEFT.set()
+
+    threads: list[threading.Thread] = []
+    for leaves in ("first", "last"):
+        stock = Meeting().double()
+        stock.leaves = leaves
+        with torch.no_grad():
+            expected = Prompted.prompted(stock, x)
+        model = tpplan.parallelize(stock, {"version": 1, "modules": rules}, member.mesh(), (x,))
+        threads.append(threading.Thread(target=call, args=(model, expected, leaves), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return errors
+
+
 def signature_of(member: Member) -> list[str]:
     torch.manual_seed(0)
     x = torch.zeros(BATCH, LENGTH, HIDDEN)
@@ -110,6 +155,13 @@ def generated(member: Member) -> bool:
 def test_parameters_read_outside_of_a_forward_work_beside_plain_tensors(sequence: bool) -> None:
     for errors in world(2).run(outside, sequence):
         assert max(errors) < 1e-12
+
+
+@pytest.mark.processes
+def test_two_models_are_called_outside_of_their_forwards_in_two_threads() -> None:
+    (errors,) = world(1).run(in_two_threads)
+    assert len(errors) == 2
+    assert max(errors) < 1e-12
 
 
 @pytest.mark.processes

@@ -1,7 +1,7 @@
 """Outside: what a model's own code does with parameters elsewhere than in a forward, as some models' `generate` does.
 
     tokens = self.query_tokens.expand(batch, -1, -1)     a DTensor, as the parameter is to everyone outside
-    self.encoder(torch.cat([tokens, embeddings], 1))     beside plain tensors, which all ranks hold alike
+    self.encoder(torch.cat([tokens, embeddings], 1))     with plain tensors, which are equal on all ranks
 
 There a plain tensor counts as a replicated one, and a module that is called with a DTensor gets the whole tensor.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
+
+from tpplan.compat import implicit_replication
 
 
 def whole(held: Any) -> Any:
@@ -45,20 +47,21 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
     }
 
 
-_served: set[int] = set()
+# Whether such a method runs in this thread (or task): in another one, another model may be called at the same time.
+_serves: ContextVar[bool] = ContextVar("tpplan serves", default=False)
 
 
 def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _served or not is_outside(self):
+        if _serves.get() or not is_outside(self):
             return method(self, *args, **kwargs)
-        _served.add(id(self))
+        token = _serves.set(True)
         try:
             with implicit_replication():
                 return method(self, *args, **kwargs)
         finally:
-            _served.clear()
+            _serves.reset(token)
 
     return call
 

@@ -7,7 +7,7 @@ out: `Flow`: the columns, the linear layers that would contract their features (
     q: S(2) -> view -> S(2, heads) -> bmm -> … -> view -> S(2) -> o_proj   ->   o_proj is a row of {q, k, v}
     dense: S(2) -> add(R)                                                  ->   dense is refused at `aten.add.Tensor`
 
-The rules are the compiler's own propagator's. Nothing is known here of names or architectures.
+The rules are the compiler's own. Nothing is known here of names or architectures.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tpplan.compiler.bind.linear import Product
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import Instance, OperationNode
 from tpplan.compiler.ir.trace import Frame, quoted
-from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
-from tpplan.compiler.rules.convolution import CONVOLUTION, weight_layout
-from tpplan.compiler.rules.packed import VIEWS
-from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal
+from tpplan.compiler.queries import (
+    CREATION_OPERATORS,
+    VIEW_OPERATORS,
+    Outcome,
+    Product,
+    Refusal,
+    Rules,
+    convolution_weight,
+    is_convolution,
+    is_norm,
+)
 from tpplan.suggest.subject import Column, Subject
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
-_RESHAPES = VIEWS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
+_RESHAPES = VIEW_OPERATORS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
 
 
 @dataclass(slots=True)
@@ -63,17 +69,17 @@ class Flow:
     mixed: set[str] = field(default_factory=set[str])
 
 
-def flow(subject: Subject, propagator: Propagator, columns: Mapping[str, Column], lenient: bool) -> Flow:
+def flow(subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool) -> Flow:
     """Walk the trace once.
 
     Args:
         subject: the model.
-        propagator: the compiler's rules for the subject's number of ranks.
+        rules: the compiler's rules for the subject's number of ranks.
         columns: how linear layers are split by columns; those that aren't named stay whole.
         lenient: whether a value that wants no gradient (a mask), or depends on no data (a table of biases by head), may
             be sliced to stand beside a sharded one; the compiler then has the last word.
     """
-    walk = _Walk(subject, propagator, columns, lenient)
+    walk = _Walk(subject, rules, columns, lenient)
     walk.frame(subject.root)
     for crossing in subject.root.frame.exits:
         walk.found.leaving |= walk.sources.get(crossing.target, _NONE)
@@ -84,9 +90,9 @@ def flow(subject: Subject, propagator: Propagator, columns: Mapping[str, Column]
 
 
 class _Walk:
-    def __init__(self, subject: Subject, propagator: Propagator, columns: Mapping[str, Column], lenient: bool) -> None:
+    def __init__(self, subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool) -> None:
         self.subject = subject
-        self.propagator = propagator
+        self.rules = rules
         self.columns = columns
         self.lenient = lenient
         self.found = Flow()
@@ -131,7 +137,7 @@ class _Walk:
             self._column(frame.module, made, len(self.subject.trace.values[made].shape) - 1)
 
     def _norm(self, instance: Instance) -> bool:
-        """A norm over split features leaves them as they lie: its statistics are summed over the ranks."""
+        """A norm over split features keeps their layout: its statistics are summed over the ranks."""
         frame, region = instance.frame, instance.region
         if len(frame.entries) not in (1, 2) or len(frame.exits) != 1:
             return False
@@ -143,7 +149,7 @@ class _Walk:
         if held is None or held.dim != len(self.subject.trace.values[given].shape) - 1 or held.within:
             return False
         if id(region) not in self.norms:
-            self.norms[id(region)] = isinstance(recognise_gated(region) if gated else recognise(region), Norm)
+            self.norms[id(region)] = is_norm(region)
         if self.norms[id(region)]:
             self._copy(given, made)
             self.sources[made] = frozenset().union(*(self.sources[c.target] for c in frame.entries))
@@ -253,7 +259,7 @@ class _Walk:
         outer = instance.values
         inputs = [outer[i] for i in dict.fromkeys((*node.inputs, *node.overwritten))]
         outputs = [outer[o] for o in node.outputs if o is not None]
-        if node.name in NEW:
+        if node.name in CREATION_OPERATORS:
             return
         if any(i in self.dynamic for i in inputs):
             self.dynamic.update(outputs)
@@ -294,7 +300,7 @@ class _Walk:
         sources = frozenset[str]().union(*(self.shared.get(outer[i], _NONE) for i in node.inputs))
         if not sources:
             return
-        by_heads = self.propagator.splitting(self.subject.heads)
+        by_heads = self.rules.splitting(self.subject.heads)
         outcomes = by_heads.outcomes(node, instance.region.values, lambda i: self._assumed(instance, i))
         split = [o for o in outcomes if o.outputs[0].is_sharded] if not isinstance(outcomes, Refusal) else []
         for position, output in enumerate(node.outputs):
@@ -304,7 +310,7 @@ class _Walk:
                 self.shared[outer[output]] = sources
 
     def _assumed(self, instance: Instance, number: int) -> Layout:
-        """How a value that isn't split lies."""
+        """The layout of a value that isn't split."""
         value = instance.region.values[number]
         return REPLICATED_PARTIAL if value.differentiable and value.parameter is None else REPLICATED
 
@@ -318,7 +324,7 @@ class _Walk:
         def layout(i: int) -> Layout:
             return instead.get(i) or self.layouts.get(instance.values[i]) or self._assumed(instance, i)
 
-        answer = self.propagator.outcomes(node, values, layout)
+        answer = self.rules.outcomes(node, values, layout)
         return answer if isinstance(answer, Refusal) else answer[0]
 
     def _beside_slices(self, instance: Instance, node: OperationNode) -> Outcome | None:
@@ -328,7 +334,7 @@ class _Walk:
         instead = self._with_channels(instance, node)
         for i in (*node.inputs, *node.overwritten):
             outer = instance.values[i]
-            if outer in self.layouts or node.name == CONVOLUTION:
+            if outer in self.layouts or is_convolution(node):
                 continue
             for j, held in split:
                 assert held.dim is not None
@@ -350,15 +356,13 @@ class _Walk:
         return answer
 
     def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:
-        """How the weight and the bias of a convolution lie if they are split like its channels."""
-        if node.name != CONVOLUTION:
+        """The layouts of the weight and the bias of a convolution if they are split like its channels."""
+        if not is_convolution(node):
             return {}
         held = self.layouts.get(instance.values[node.inputs[0]])
         weights = [i for i in node.inputs[1:] if instance.values[i] in self.subject.beside]
-        split = (
-            None if held is None else weight_layout(node.arguments, instance.region.values, held, self.propagator.size)
-        )
-        return dict.fromkeys(weights, split) if isinstance(split, Layout) else {}
+        split = None if held is None else convolution_weight(node, instance.region, held, self.rules.size)
+        return {} if split is None else dict.fromkeys(weights, split)
 
     def _refuse(self, instance: Instance, node: OperationNode, sources: Names, reason: str) -> None:
         place = f" ({node.location.short})" if node.location is not None else ""

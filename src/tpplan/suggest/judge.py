@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from tpplan.compat import named_modules
-from tpplan.compiler.bind.bind import stored_tensors
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.queries import stored_names
 from tpplan.compiler.request import Request
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severity
 from tpplan.plan.pattern import Pattern
@@ -57,7 +57,7 @@ def plan_of(subject: Subject, settings: Mapping[str, Setting], name: str = "plan
 def all_names(model: nn.Module) -> list[str]:
     """Of what a pattern can match: modules, then parameters and buffers."""
     modules = [name for name, _ in named_modules(model, remove_duplicate=False)]
-    return modules + [name for name, _ in stored_tensors(model)]
+    return modules + stored_names(model)
 
 
 def rule_of(pattern: str, setting: Setting) -> Rule:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tpplan.compiler.rules.propagate import Propagator
+from tpplan.compiler.queries import Rules
 from tpplan.plan import Pin, Style
 from tpplan.plan.rules import Pack
 from tpplan.suggest.flow import Flow, flow
@@ -62,7 +62,7 @@ class Roles:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles:
+def find_roles(subject: Subject, rules: Rules, lenient: bool) -> Roles:
     """Give every linear layer its role; see `flow` for `lenient`."""
     reasons = dict(subject.unsplittable)
     columns = {name: ways[0] for name, ways in subject.columns.items() if lenient or not ways[0].is_whole(subject.size)}
@@ -70,7 +70,7 @@ def find_roles(subject: Subject, propagator: Propagator, lenient: bool) -> Roles
     read: set[str] = set()
     starved: dict[str, frozenset[str]] = {}
     while True:
-        found = flow(subject, propagator, columns, lenient)
+        found = flow(subject, rules, columns, lenient)
         read |= found.read
         for name, sources in found.starved.items():
             layers = sources & subject.weights.keys()  # what follows a table is the stream itself

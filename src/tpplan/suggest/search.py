@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.rules.propagate import Propagator
+from tpplan.compiler.queries import Rules
 from tpplan.plan import CompileError, Diagnostic, Style
 from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms
@@ -85,16 +85,15 @@ def search(
         CompileError: the model can't be compiled at all, or nothing in it can be sharded.
     """
     subject = make_subject(model, size, arguments, keywords)
-    batch = subject.trace.values[subject.trace.inputs[0]].shape[0] if subject.trace.inputs else 1
-    propagator = Propagator(size, batch)
-    roles = find_roles(subject, propagator, lenient=True)
+    rules = Rules(size, subject.trace.batch)
+    roles = find_roles(subject, rules, lenient=True)
     tables, left = find_tables(subject, roles.heads)
     found = _Search(subject, reasons=roles.reasons | left)
     everything = (*roles.groups, *tables)
     if not everything or not found.together(everything):
         failed = found.one_by_one(everything)
         if failed:
-            found.one_by_one(_careful(subject, propagator, failed, found))
+            found.one_by_one(_careful(subject, rules, failed, found))
     if not found.accepted:
         raise _nothing(subject, roles, found)
     why = _add_norms(subject, found) if sequence_parallel else ""
@@ -104,10 +103,10 @@ def search(
     return Suggestion(subject, tuple(found.accepted), found.verdict.program, reasons, why)
 
 
-def _careful(subject: Subject, propagator: Propagator, failed: Sequence[Group], found: _Search) -> list[Group]:
+def _careful(subject: Subject, rules: Rules, failed: Sequence[Group], found: _Search) -> list[Group]:
     """What is left of the failed groups if nothing is taken for granted that the rules don't grant."""
     lost, taken = _merged(failed), _merged(found.accepted)
-    careful = find_roles(subject, propagator, lenient=False)
+    careful = find_roles(subject, rules, lenient=False)
     known = [group.settings for group in failed]
     again = [
         group

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tpplan.compiler.bind.bind import bind
 from tpplan.compiler.ir.trace import Frame, Trace
-from tpplan.plan import Plan, Rule, Severity, Style
+from tpplan.plan import Rule, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.suggest.roles import Group, Setting
 from tpplan.suggest.subject import Subject
@@ -55,9 +54,7 @@ def find_tables(subject: Subject, heads: Mapping[str, Setting]) -> tuple[tuple[G
 
 def _splittable(subject: Subject, names: list[str]) -> tuple[list[str], dict[str, str]]:
     """Those of the tables that the compiler can split by rows, and what it says of the others."""
-    rules = tuple(Rule(Pattern.parse(name), Style.VOCAB) for name in names)
-    _, found = bind(subject.model, Plan(rules=rules), subject.size)
-    problems = {d.subject or "": d.message for d in found if d.severity is Severity.ERROR}
+    problems = subject.study.refused([Rule(Pattern.parse(name), Style.VOCAB) for name in names])
     reasons = {name: "its indices are no input of the model" for name in subject.tables if name not in names}
     reasons |= {name: problems[name] for name in names if name in problems}
     return [name for name in names if name not in problems], reasons

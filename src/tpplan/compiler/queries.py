@@ -1,0 +1,166 @@
+"""Queries: what the compiler answers to a search for plans, which uses nothing else of it but programs and plain data.
+
+in:  a model and an example call
+out: `Study`: one run of it, what its parameters are used for, and what trial rules make of it; the rules of operations
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tpplan.compiler.bind.bind import Binding, bind, stored_tensors
+from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
+from tpplan.compiler.bind.packing import pack, taken_apart
+from tpplan.compiler.bind.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
+from tpplan.compiler.bind.readers import Readers, Taken
+from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.explain.captures import of_capture
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Layout, Pack
+from tpplan.compiler.ir.region import Instance, OperationNode, Region
+from tpplan.compiler.ir.trace import Trace
+from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
+from tpplan.compiler.rules.convolution import CONVOLUTION, weight_layout
+from tpplan.compiler.rules.packed import VIEWS
+from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
+from tpplan.compiler.rules.propagate import Propagator as Rules
+from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
+from tpplan.plan.pattern import Pattern
+from tpplan.plan.rules import Pack as NamedPack
+
+VIEW_OPERATORS = VIEWS
+ELEMENTWISE_OPERATORS = ENTRYWISE_OF_TWO
+CREATION_OPERATORS = NEW
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSplits:
+    """What `colwise` rules make of modules, each by itself.
+
+    Attributes:
+        packs: the packs of each result; none for one plain stretch.
+        whole: modules that stay whole on every rank, as they make a single head.
+        refused: why others can't be split.
+        heads: the numbers of heads into which the results are viewed.
+    """
+
+    packs: dict[str, tuple[Pack, ...]]
+    whole: frozenset[str]
+    refused: dict[str, str]
+    heads: frozenset[int]
+
+
+class Study:
+    """One run of a model, and what the compiler says of it.
+
+    Attributes:
+        model, size: the model and the number of ranks.
+        trace: the run.
+        root: its calls, over shared regions.
+    """
+
+    def __init__(self, model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Capture `model` on an example call.
+
+        Raises:
+            CompileError: the model can't be captured.
+        """
+        unfit = unfit_findings(model)
+        if unfit:
+            raise CompileError(unfit)
+        self.model = model
+        self.size = size
+        self.trace = _captured(model, arguments, keywords)
+        self.root: Instance = build_regions(self.trace, bind(model, Plan(), size)[0])
+        self._flow = DataFlow(self.trace)
+        self._readers = Readers(self._flow)
+
+    def use_of(self, value: int) -> Product | Addend | None:
+        """The product that a parameter is a factor of, or what a parameter or a buffer is added to or combined with."""
+        find = find_buffer_use if value in self.trace.buffers else find_use
+        return find(self._readers, value)
+
+    def derived_from(self, value: int) -> Iterator[tuple[int, tuple[int | None, ...]]]:
+        """What is made of a parameter or buffer and of no data, with the dims that its own went into."""
+        yield from derived(self._readers, value)
+
+    def taken_apart(self, value: int, dim: int = -1) -> Taken | None:
+        """How the features of a value are taken apart further on."""
+        return self._readers.taken_apart(value, dim)
+
+    def product_taken_apart(self, product: Product) -> Taken | None:
+        """How the features of a product in a body are taken apart further on."""
+        return taken_apart(product.parts, self._readers)
+
+    def split_columns(self, packs: Mapping[str, tuple[NamedPack, ...] | None]) -> ColumnSplits:
+        """What `colwise` rules with these packs make of modules, each by itself."""
+        rules = [Rule(Pattern.parse(name), Style.COLWISE, packed=named) for name, named in packs.items()]
+        binding, findings = bind(self.model, Plan(rules=tuple(rules)), self.size)
+        split = pack(self.model, self._flow, _without_conflicts(binding, findings), self.size)
+        problems = _problems([*findings, *split.findings])
+        bound = {name: split.binding.modules.get(name) for name in packs}
+        made = {name: held for name, held in bound.items() if held is not None and name not in problems}
+        return ColumnSplits(
+            {name: held.packs for name, held in made.items() if held.style is Style.COLWISE},
+            frozenset(name for name, held in made.items() if held.style is not Style.COLWISE),
+            {name: problems.get(name, "it can't be split") for name in packs if name not in made},
+            split.heads,
+        )
+
+    def refused(self, rules: Sequence[Rule]) -> dict[str, str]:
+        """The modules to which rules can't be applied, with the reason."""
+        return _problems(bind(self.model, Plan(rules=tuple(rules)), self.size)[1])
+
+
+def stored_names(model: nn.Module) -> list[str]:
+    """The names of all parameters and buffers."""
+    return [name for name, _ in stored_tensors(model)]
+
+
+def is_norm(region: Region) -> bool:
+    """Whether a body is a norm of its first input, which a second one may gate."""
+    recognised = recognise(region) if len(region.entries) == 1 else recognise_gated(region)
+    return isinstance(recognised, Norm)
+
+
+def is_convolution(node: OperationNode) -> bool:
+    """Whether an operation is a convolution."""
+    return node.name == CONVOLUTION
+
+
+def convolution_weight(node: OperationNode, region: Region, channels: Layout, size: int) -> Layout | None:
+    """The layout of a convolution's weight that goes with that of its channels; None if there is none."""
+    layout = weight_layout(node.arguments, region.values, channels, size)
+    return layout if isinstance(layout, Layout) else None
+
+
+def _captured(model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Trace:
+    errors: list[BaseException] = []
+    for training in (True, False):
+        try:
+            return record_model(model, arguments, keywords, training)[0]
+        except Exception as error:  # whatever the model raises is the finding
+            errors.append(error)
+    raise CompileError([of_capture(errors[-1])])
+
+
+def _without_conflicts(binding: Binding, findings: Sequence[Diagnostic]) -> Binding:
+    bad = _problems(findings)
+    return replace(binding, modules={name: bound for name, bound in binding.modules.items() if name not in bad})
+
+
+def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
+    return {d.subject or "": d.message for d in findings if d.severity is Severity.ERROR}
+
+
+__all__ = [
+    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "VIEW_OPERATORS", "Addend", "ColumnSplits", "LinearForm", "Outcome",
+    "Product", "Refusal", "Rules", "Study", "Taken", "convolution_weight", "is_convolution", "is_norm", "linear_form",
+    "stored_names",
+]  # fmt: skip
