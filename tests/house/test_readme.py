@@ -104,6 +104,7 @@ def test_python_runs(block: Block, workplace, reader_environment):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 @needs_readme
 @pytest.mark.processes
 def test_python_prints_under_torchrun_what_is_shown(workplace, reader_environment):

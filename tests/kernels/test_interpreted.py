@@ -74,6 +74,7 @@ def run_interpreted(*arguments: str) -> None:
 needs_interpreter = pytest.mark.skipif(bool(interpreter_is_broken()), reason=interpreter_is_broken())
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_kernels_are_right_when_interpreted() -> None:
     run_interpreted()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
+from tests.marking import slow_but
 from tpplan.api import suggest_text
 
 WIDTH, HEADS, LENGTH = 32, 4, 8
@@ -180,7 +181,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "keys", "tp"), CASES)
+@pytest.mark.parametrize(("kind", "keys", "tp"), slow_but(CASES[::3], CASES))
 def test_each_projection_is_split_by_heads(kind, keys, tp):
     model = Model(kind, selected, keys)
     for sequence in (False, True):
@@ -190,7 +191,7 @@ def test_each_projection_is_split_by_heads(kind, keys, tp):
 
 
 @pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("kind", [Packed, Apart, Grouped])
+@pytest.mark.parametrize("kind", slow_but([Grouped], [Packed, Apart, Grouped]))
 def test_pairs_are_turned_in_any_spelling(kind, turn):
     report = tpplan.verify(Model(kind, turn, 2), plan(kind, False), 4, (SAMPLE,))
     assert report.ok, report
@@ -203,7 +204,10 @@ def test_a_single_group_has_packs():
     assert "`{style: colwise, packed: {q: 32, k: 8, v: 8}}`" in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "keys", "tp"), [*CASES[::2], (Grouped, 1, 2), (Packed, 2, 4), (Apart, 2, 4)])
+@pytest.mark.parametrize(
+    ("kind", "keys", "tp"),
+    slow_but([CASES[0], CASES[-2]], [*CASES[::2], (Grouped, 1, 2), (Packed, 2, 4), (Apart, 2, 4)]),
+)
 def test_a_plan_writes_itself(kind, keys, tp):
     model = Model(kind, selected, keys)
     text = suggest_text(model, tp, tp == 4, (SAMPLE,))

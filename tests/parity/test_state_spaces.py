@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tpplan
+from tests.marking import slow_but
 from tpplan.api import suggest_text
 from tpplan.calls.guard import CallGuard
 from tpplan.compiler.ir.program import Program
@@ -218,7 +219,7 @@ def calls_with_a_cache(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("calls", [calls_of_many_lengths, calls_with_a_cache])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", slow_but(["mamba"], MODELS))
 def test_a_compiled_model_takes_other_lengths_and_a_cache(
     kind: str, calls: Callable[[nn.Module], list[Tensor]]
 ) -> None:

@@ -60,6 +60,7 @@ def test_programs_survive_json(name: str, tp: int) -> None:
     assert again == program and again.digest == program.digest
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["mlp", "packed, split by an attribute", "vocabulary", "tied vocabulary", "gpt2"])
 def test_processes_compute_the_same(name: str) -> None:
@@ -92,6 +93,7 @@ def trained(member: Member, name: str) -> list[float]:
     return [float((whole[key] - held).abs().max()) for key, held in stock.state_dict().items()]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "tp"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
+from tests.marking import slow_but
 from tests.models.tiny import example_keywords, first_output, tiny_model
 from tests.plans.parity import run
 from tests.runtime.world import Member, world
@@ -93,8 +94,9 @@ def worst(name: str, tp: int, ranks: list[list[Seen]]) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "tp"), slow_but([("llama", 2), ("torch_transformer", 4)], [(name, tp) for name in NAMES for tp in (2, 4)])
+)
 def test_calls_of_any_length_compute_the_same(name: str, tp: int) -> None:
     _, plan, program, keywords = compiled(name, tp)
     model = compiled(name, tp)[0]
@@ -151,7 +153,7 @@ def lengths_on_processes(member: Member, name: str) -> list[tuple[float, dict[st
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["torch_transformer", "llama"])
+@pytest.mark.parametrize("name", slow_but(["torch_transformer"], ["torch_transformer", "llama"]))
 def test_processes_compute_the_same_at_any_length(name: str) -> None:
     model, plan, program, keywords = compiled(name, 2)
     whole = compile_call(Request(model, plan.with_whole_sequences(), 2, (), keywords)).program

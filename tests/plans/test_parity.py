@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tests.marking import slow_but
 from tests.models.tiny import ARCHITECTURES, tiny_model
 from tests.plans.parity import PLANS, assert_same_run, run, tolerance, whole
 from tests.plans.test_families import FAMILIES, WITHOUT_SEQUENCE
@@ -16,8 +17,10 @@ from tests.runtime.world import Member, world
 
 pytestmark = pytest.mark.processes
 
-# On four ranks each holds a single KV head of llama; bert and the plain transformer differ from it most.
-ON_FOUR_RANKS = ("llama", "bert", "torch_transformer")
+# They differ most; the others are slow for their number.
+QUICK = ("gpt2", "llama", "phi3", "bert", "torch_transformer")
+# On four ranks each holds a single KV head of llama.
+ON_FOUR_RANKS = ("llama",)
 
 
 def test_every_shipped_plan_is_tested() -> None:
@@ -28,15 +31,13 @@ def test_every_shipped_plan_is_tested() -> None:
 
 
 @pytest.mark.parametrize("style", ["tp", "sequence"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_but(QUICK, ARCHITECTURES))
 def test_a_plan_computes_what_the_stock_model_computes(name: str, style: str) -> None:
     _assert_parity(2, name, style)
 
 
 @pytest.mark.parametrize("style", ["tp", "sequence"])
-@pytest.mark.parametrize(
-    "name", [name if name in ON_FOUR_RANKS else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("name", slow_but(ON_FOUR_RANKS, ARCHITECTURES))
 def test_a_plan_computes_what_the_stock_model_computes_on_four_ranks(name: str, style: str) -> None:
     _assert_parity(4, name, style)
 
