@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import implicit_replication as _implicit_replication
@@ -39,12 +39,14 @@ reduce_scatter_single: Callable[..., object] = getattr(
 )
 
 __all__ = [
-    "GATHERS_STRIDED_SHARDS",
     "HOOK_TABLES",
+    "OFF",
     "FunctionNode",
     "ModuleHooks",
     "OpOverload",
     "OperatorMeta",
+    "OwnPlacement",
+    "OwnTensor",
     "PythonNode",
     "RecordingMode",
     "TorchDispatchMode",
@@ -70,6 +72,7 @@ __all__ = [
     "is_reentrant_checkpoint",
     "is_registered_container",
     "local_of",
+    "made_dtensor",
     "named_modules",
     "native_apply",
     "new_distributed_tensor",
@@ -78,11 +81,13 @@ __all__ = [
     "own_modules",
     "own_parameters",
     "packs_saved_tensors",
+    "placed_anew",
     "propagate",
     "random_state",
     "rebuild_container",
     "reduce_scatter_single",
     "register_sharding",
+    "replicates_implicitly",
     "schema_defaults",
     "schema_keywords",
     "schema_mutates",
@@ -94,10 +99,6 @@ __all__ = [
     "without_function_modes",
     "without_packing",
 ]
-
-
-GATHERS_STRIDED_SHARDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-"""Whether a DTensor's strided shard can be made whole; 2.11 refuses to redistribute it."""
 
 
 def interleaved_shard(dim: int, factor: int) -> Placement:
@@ -493,6 +494,8 @@ class _ArrivingGradient(DTensor):
 
 def new_gradient(local: Tensor, like: DTensor) -> DTensor:
     """The gradient of the parameter `like`, as `new_distributed_tensor` makes it, to be returned from a backward."""
+    if isinstance(like, OwnTensor):
+        return like.like(local)
     return DTensor.__new__(_ArrivingGradient, local, like._spec, requires_grad=False)  # pyright: ignore
 
 
@@ -644,3 +647,111 @@ def fake_process_group(size: int, rank: int = 0) -> Generator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+class OwnPlacement(Partial):
+    """A placement whose numbers tpplan puts together by itself.
+
+    To DTensor's code it is a sum over the ranks, each of which has a part of its own: `distribute_tensor` asks it for
+    that part, and whatever DTensor doesn't compute on parts, it computes on the whole.
+    """
+
+    def __init__(self) -> None:
+        """Say that it is a sum."""
+        super().__init__("sum")
+
+    def gathered(self, part: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """The whole of what the ranks of mesh axis `axis` have parts of; a collective."""
+        raise NotImplementedError
+
+    def part_of(self, whole: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """This rank's part."""
+        raise NotImplementedError
+
+    def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        return self.gathered(tensor, mesh, mesh_dim)
+
+    def _reduce_shard_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Placement) -> Tensor:
+        target = cast("Any", shard_spec)
+        return target._replicate_to_shard(
+            self.gathered(tensor, mesh, mesh_dim), mesh, mesh_dim, mesh.get_local_rank(mesh_dim)
+        )
+
+    def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        return self.part_of(tensor, mesh, mesh_dim)
+
+
+class OwnTensor(DTensor):
+    """A DTensor whose operations tpplan runs by itself, in `dispatched`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0].like(local_of(args[0]).detach())
+        return cls.dispatched(func, args, kwargs or {})
+
+    @classmethod
+    def dispatched(cls, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that has such a tensor among its arguments."""
+        raise NotImplementedError
+
+    @classmethod
+    def adopted(cls, tensor: Any) -> Any:
+        """The same object, of this class if it is a DTensor that lost it on its way through torch's code."""
+        raise NotImplementedError
+
+    def like(self, local: Tensor) -> Any:
+        """A tensor of this class and geometry around `local`, whose dtype it has; no autograd, no communication."""
+        spec = self._spec  # pyright: ignore
+        meta: Any = spec.tensor_meta
+        if meta.dtype != local.dtype:
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+        return DTensor.__new__(type(self), local, spec, requires_grad=False)  # pyright: ignore
+
+    # What arrives at a parameter from FSDP, or through `to_local`, is a plain DTensor.
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The gradient."""
+        return self.adopted(_GRADIENT.__get__(self))
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRADIENT.__set__(self, self.adopted(gradient))
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRADIENT.__delete__(self)
+
+
+_GRADIENT: Any = Tensor.grad
+
+
+def placed_anew(tensor: DTensor, kind: type[DTensor], placements: Sequence[Placement]) -> None:
+    """Make `tensor` one of class `kind` with these placements, in place; its local tensor stays."""
+    spec = tensor._spec  # pyright: ignore
+    if tuple(placements) != spec.placements:
+        tensor._spec = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)  # pyright: ignore
+    tensor.__class__ = kind
+
+
+def made_dtensor(
+    kind: type[DTensor], local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> Any:
+    """A DTensor of class `kind` around `local`, contiguous as a whole; no autograd, no communication."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor.__new__(kind, local, spec, requires_grad=False)  # pyright: ignore
+
+
+OFF: Any = torch._C._disabled_torch_function_impl
+"""As `__torch_function__` of a class of tensors whose operations give plain ones."""
+
+
+def replicates_implicitly() -> bool:
+    """Whether a plain tensor beside DTensors counts as a replicated one, as in `implicit_replication()`."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from tpplan.checkpoint.packs import packs_of
-from tpplan.compiler.ir.layout import Layout
-from tpplan.runtime.state import whole_of
+from torch.distributed.tensor import DTensor
 
 Values = dict[str, Any]
 
@@ -41,9 +38,12 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}.{key}")
 
 
-def whole(value: Any, layout: Layout | None = None) -> Any:
+def whole(value: Any) -> Any:
     """A copy without shards. Every process must ask for the same ones in the same order."""
-    return whole_of(value, layout).clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
 
 
 def loss(result: Any) -> Tensor | None:
@@ -67,10 +67,8 @@ def after_backward(model: nn.Module, arguments: Any) -> Values:
     """Gradients, parameters, buffers and arguments as they are now."""
     values: Values = {}
     for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        layout = packs_of(model.get_submodule(owner)).get(leaf)
-        values[f"parameter {name}"] = whole(parameter, layout)
-        values[f"gradient of {name}"] = whole(parameter.grad, layout)
+        values[f"parameter {name}"] = whole(parameter)
+        values[f"gradient of {name}"] = whole(parameter.grad)
     for name, buffer in model.named_buffers():
         values[f"buffer {name}"] = whole(buffer)
     for path, leaf in leaves(arguments, ""):

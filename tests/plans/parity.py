@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tpplan
 from tests.models.tiny import output_tensors
-from tpplan.checkpoint.packs import packs_of
-from tpplan.runtime.state import whole_of
 
 PLANS = Path(__file__).parents[2] / "plans"
 
@@ -52,11 +51,9 @@ class Run:
     backward: Counter[str]
 
 
-def whole(tensor: Tensor | None, model: nn.Module | None = None, name: str = "") -> Tensor | None:
-    """A plain, whole tensor: of any kind, or of the parameter of that name in a model, or its gradient."""
-    owner, _, leaf = name.rpartition(".")
-    packs = packs_of(model.get_submodule(owner)) if model is not None else {}
-    return None if tensor is None else whole_of(tensor, packs.get(leaf))
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """A plain, whole tensor of any kind."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def counted(mode: CommDebugMode) -> Counter[str]:
@@ -85,7 +82,7 @@ def run(model: nn.Module, keywords: Mapping[str, Any]) -> Run:
     loss = loss_of([o for o in outputs if o.is_floating_point()])
     with CommDebugMode() as back:
         loss.backward()
-    gradients = {name: whole(parameter.grad, model, name) for name, parameter in model.named_parameters()}
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
     return Run([o.detach() for o in outputs], gradients, counted(there), counted(back))
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.files import locate_tensors, open_tensors, problem
-from tpplan.checkpoint.packs import packs_of
 from tpplan.compat import local_of, named_modules, own_buffers, own_parameters, transient_buffers
-from tpplan.compiler.ir.layout import Layout, Pack
+from tpplan.runtime.state import part_of
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:
@@ -103,7 +102,7 @@ def _fill(holders: list[tuple[nn.Module, str]], piece: Any) -> None:
     tensor = held if held is not None else own_buffers(owner)[leaf]
     assert tensor is not None
     local = local_of(tensor)
-    read = _read(piece, tensor, packs_of(owner).get(leaf)).to(local.dtype)
+    read = _read(piece, tensor).to(local.dtype)
     if not local.is_meta:
         local.copy_(read)
         return
@@ -116,23 +115,12 @@ def _fill(holders: list[tuple[nn.Module, str]], piece: Any) -> None:
         setattr(module, name, filled)
 
 
-def _read(piece: Any, tensor: Tensor, layout: Layout | None) -> Tensor:
+def _read(piece: Any, tensor: Tensor) -> Tensor:
     """What this rank stores of the tensor in the file."""
-    if layout is None or layout.dim is None or layout.has_replicas or not isinstance(tensor, DTensor):
-        return piece[_local_slices(tensor)]
-    mesh = tensor.device_mesh
-    intervals = layout.intervals(tensor.shape[layout.dim], mesh.size(), mesh.get_local_rank())
-    before = (slice(None),) * layout.dim
-    return torch.cat([piece[(*before, slice(start, start + n))] for start, n in intervals], layout.dim)
-
-
-def _local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """The part of the whole tensor that this rank holds."""
-    bounds: list[tuple[int, int]] = [(0, size) for size in tensor.shape]
-    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
-        if isinstance(tensor, DTensor) and isinstance(placement, Shard):
-            first, end = bounds[int(placement.dim)]  # pyright: ignore[reportUnknownArgumentType]
-            mesh = tensor.device_mesh
-            start, count = Pack(end - first).part(mesh.size(axis), mesh.get_local_rank(axis))
-            bounds[int(placement.dim)] = (first + start, first + start + count)  # pyright: ignore[reportUnknownArgumentType]
-    return tuple(slice(*held) for held in bounds)
+    if not isinstance(tensor, DTensor):
+        return piece[(slice(None),) * tensor.dim()]
+    read = torch.empty_like(local_of(tensor), device="cpu")
+    for box in part_of(tensor).boxes:
+        bounds = tuple(slice(start, start + size) for start, size in zip(box.start, box.sizes, strict=True))
+        box.of_part(read).copy_(piece[bounds])
+    return read

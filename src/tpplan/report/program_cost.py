@@ -101,7 +101,7 @@ def gradient_sum_traffic(program: Program) -> Traffic:
     """The coalesced sums of partial parameter gradients: one all-reduce for each dtype, once a backward."""
     whole: Counter[str] = Counter()
     for parameter in program.summed_parameters:
-        whole[parameter.dtype] += parameter.local_bytes
+        whole[parameter.dtype] += parameter.summed_bytes
     total = Traffic()
     for held in whole.values():
         total += _collective("all-reduce", held, program.size)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import own_parameters
 from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.rewrite.replay import Replay
@@ -108,7 +107,6 @@ def prepare(
             bias_elsewhere=left,
             own={name.rpartition(".")[2]: read for name, read in reads if _owner(modules, name)[0] is module},
             table=_table(spec, placements, axis),
-            packs=_packs(module, spec.name, placements),
         )
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
         found.append(Prepared(module, spec.style, runtime, local))
@@ -187,12 +185,6 @@ def _randomness(program: Program, axis: Communicator, device: torch.device) -> d
     return found
 
 
-def _packs(module: nn.Module, name: str, placements: dict[str, ParameterPlacement]) -> dict[str, Layout]:
-    prefix = f"{name}." if name else ""
-    held = {leaf: placements.get(f"{prefix}{leaf}") for leaf in own_parameters(module)}
-    return {leaf: found.layout for leaf, found in held.items() if found is not None and found.layout.packs}
-
-
 def _table(spec: ModuleProgram, placements: dict[str, ParameterPlacement], axis: Communicator) -> tuple[int, int]:
     """Of a table split by rows, the first that this rank holds, and the number of all; zeros for other modules."""
     if spec.style != "vocab" or not spec.reads:  # a table that the example doesn't call isn't read
@@ -220,8 +212,6 @@ def _readers(
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for placement in program.parameters:
         read = summed if placement.summed else blocks[_block(modules, placement.name)]
-        if placement.layout.has_replicas:
-            read = PartReader(summed, placement.layout, placement.shape, handed_out.axis)
         if placement.layout == PARTIAL:
             read = OnceReader(read, handed_out.axis)
         found |= dict.fromkeys(placement.names, read)

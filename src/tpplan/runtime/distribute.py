@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.segments import taken
+from tpplan.runtime.packed import packed_tensor
+from tpplan.runtime.pieces import part
 
 
 class MeshDistributor:
@@ -32,14 +33,17 @@ class MeshDistributor:
     def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
         """This rank's part of `parameter`, as a DTensor parameter on the mesh's device."""
         local = self._local(parameter.detach(), placement)
-        distributed = DTensor.from_local(
-            local,
-            self.mesh,
-            [placement.layout.stored_placement(self.axis.size)],
-            run_check=False,
-            shape=torch.Size(placement.shape),
-            stride=_contiguous_stride(placement.shape),
-        )
+        if placement.layout.packs:
+            distributed: DTensor = packed_tensor(local, self.mesh, placement.layout, placement.shape)
+        else:
+            distributed = DTensor.from_local(
+                local,
+                self.mesh,
+                [placement.layout.stored_placement],
+                run_check=False,
+                shape=torch.Size(placement.shape),
+                stride=_contiguous_stride(placement.shape),
+            )
         return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
 
     def _local(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
@@ -48,10 +52,10 @@ class MeshDistributor:
             return torch.empty(shape, dtype=whole.dtype, device="meta")
         whole = self._agreed(whole)
         layout = placement.layout
-        if layout.dim is None or layout.has_replicas:
+        if layout.dim is None:
             return whole.clone() if self._source is None else whole
-        held = layout.intervals(placement.shape[layout.dim], self.axis.size, self.axis.rank)
-        return taken(whole, layout.dim, held).clone(memory_format=torch.contiguous_format)
+        held = part(layout, 0, (None,), placement.shape, (self.axis.size,), (self.axis.rank,))
+        return held.of(whole).clone(memory_format=torch.contiguous_format)
 
     def _agreed(self, whole: Tensor) -> Tensor:
         if self._source is None:

@@ -8,7 +8,6 @@ Everything that can fail is prepared first; the changes are then made in one go 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.bind.attributes import replaced_attribute
-from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replaces_body, swapped_class
 from tpplan.runtime.parameters import HandedOut
-from tpplan.runtime.state import from_stock_order, to_stock_order
+from tpplan.runtime.state import take_parts
 from tpplan.runtime.watched import WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
 
@@ -137,14 +135,12 @@ def _module_changes(
     for held in prepared:
         replacement = swapped_class(type(held.module), held.style, held.module is modules[""])
         changes.append(_swap_class(held.module, replacement))
-        if any(layout.is_in_rank_order(axis.size) for layout in held.runtime.packs.values()):
-            changes.append(_keep_stock_order(held.module, held.runtime.packs, axis))
     writes = None if guard is None else Writes()
     variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
     changes.append(_Change(lambda: variants.put_in(prepared), variants.take_out))
     if writes is not None:
         changes += [_watch(module, writes) for module in modules.values()]
-    return changes
+    return changes + [_take_whole_states(module) for module in modules.values() if own_parameters(module)]
 
 
 def _watch(module: nn.Module, writes: Writes) -> _Change:
@@ -273,20 +269,15 @@ class Variants:
                 setattr(module, name, held)
 
 
-def _keep_stock_order(module: nn.Module, packs: Mapping[str, Layout], axis: Communicator) -> _Change:
-    """Let the state_dict hold whole tensors in the stock order, where DTensor can't tell how they are split."""
+def _take_whole_states(module: nn.Module) -> _Change:
+    """Let `load_state_dict` take whole tensors, too."""
     handles: list[Any] = []
-
-    def apply() -> None:
-        handles.append(module.register_state_dict_post_hook(functools.partial(to_stock_order, packs, axis)))
-        hook = functools.partial(from_stock_order, packs, axis)
-        handles.append(module.register_load_state_dict_pre_hook(hook))
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
 
-    return _Change(apply, undo)
+    return _Change(lambda: handles.append(module.register_load_state_dict_pre_hook(take_parts)), undo)
 
 
 __all__ = ["Distributor", "Guard", "lower"]

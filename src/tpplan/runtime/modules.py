@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.compat import without_function_modes
-from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
@@ -75,7 +74,6 @@ class ModuleRuntime:
         walked: whether its own forward runs, whatever body its style has.
         body: what runs in place of the stock forward; None for that.
         replays: whether that is the record of the stock forward, which calls the modules inside.
-        packs: the layouts of its own parameters that pack several stretches, by their names in the module.
         bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
         own: how to read each parameter of the module itself, by its name there.
         table: of an embedding table split by rows, the first that this rank holds, and the number of all.
@@ -104,7 +102,6 @@ class ModuleRuntime:
     bias_elsewhere: bool = False
     own: Mapping[str, Reader] = field(default_factory=dict[str, Reader])
     table: tuple[int, int] = (0, 0)
-    packs: Mapping[str, Layout] = field(default_factory=dict[str, Layout])
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Reshard the arguments of a call."""

@@ -20,6 +20,7 @@ from tpplan.compat import local_of, native_apply, new_gradient, own_parameters
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.reshard import SecondDerivativeError
+from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.segments import taken
 
 
@@ -91,13 +92,51 @@ def sum_coalesced(
             part = gradients[i]
             if part is None:
                 part = torch.zeros_like(local_of(parameters[i]))
-            parts.append(part.reshape(-1))
-        flat = axis.all_reduce(torch.cat(parts))
-        sizes = [local_of(parameters[i]).numel() for i in indices]
-        for i, piece in zip(indices, flat.split(sizes), strict=True):  # pyright: ignore[reportUnknownArgumentType]
-            if gradients[i] is not None:
-                summed[i] = piece.view_as(local_of(parameters[i]))
+            parts.append(_sent(part, parameters[i], axis))
+        flat = axis.all_reduce(torch.cat([part.reshape(-1) for part in parts]))
+        sizes = [part.numel() for part in parts]
+        for i, part, piece in zip(indices, parts, flat.split(sizes), strict=True):  # pyright: ignore
+            gradient = gradients[i]
+            if gradient is not None:
+                summed[i] = _received(gradient, piece.view_as(part), parameters[i], axis)
     return summed
+
+
+def _sent(gradient: Tensor, parameter: Tensor, axis: Communicator) -> Tensor:
+    """What is summed of a gradient: of a part that other ranks hold as well, the packs that are shared, else zeros."""
+    if not isinstance(parameter, PackedTensor):
+        return gradient
+    dim, length, shared = _shared(parameter.packing.layout, axis.size, axis.rank)
+    sent = gradient.new_zeros((*gradient.shape[:dim], length, *gradient.shape[dim + 1 :]))
+    for place, start, count in shared:
+        sent.narrow(dim, start, count).copy_(gradient.narrow(dim, place, count))
+    return sent
+
+
+def _received(gradient: Tensor, summed: Tensor, parameter: Tensor, axis: Communicator) -> Tensor:
+    """The gradient, with the sums of what was sent of it."""
+    if not isinstance(parameter, PackedTensor):
+        return summed
+    dim, _, shared = _shared(parameter.packing.layout, axis.size, axis.rank)
+    gradient = gradient.clone()
+    for place, start, count in shared:
+        gradient.narrow(dim, place, count).copy_(summed.narrow(dim, start, count))
+    return gradient
+
+
+@functools.cache
+def _shared(layout: Layout, size: int, rank: int) -> tuple[int, int, tuple[tuple[int, int, int], ...]]:
+    """The dim, the length of the packs that several ranks share; where a rank's stretches of them lie: in its part, and
+    in these packs, with their lengths."""
+    found: list[tuple[int, int, int]] = []
+    place = edge = 0
+    for pack in layout.packs:
+        start, length = pack.part(size, rank)
+        if pack.replicas > 1:
+            found.append((place, edge + start, length))
+            edge += pack.size
+        place += length
+    return layout.dim or 0, edge, tuple(found)
 
 
 class HandedOut:
@@ -155,7 +194,7 @@ class SummedReader:
 
 
 class PartReader:
-    """Reads this rank's part of a parameter that is stored whole, since several ranks hold each part.
+    """Reads the features of a whole parameter that this rank works on.
 
     The gradient of a part is padded with zeros, so that the sum over the ranks is the whole parameter's gradient.
     """

@@ -1,65 +1,60 @@
-"""State: parameters whose packs DTensor can't tell of, in a state_dict as the stock model has them.
-
-Their DTensor knows only a plain shard, whose concatenation is in the ranks' order. A state_dict therefore holds them
-whole, replicated and in the stock order, and takes them from there again. Making it is a collective: every rank must.
-"""
+"""State: whole tensors, such as a stock model's, taken into a sharded model by `load_state_dict`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, new_distributed_tensor
-from tpplan.compiler.ir.layout import Layout
-from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.segments import in_packs, padded, taken
-
-
-def whole_of(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """The whole of a parameter in the stock order, plain; a collective if it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    detached = tensor.detach()
-    assert isinstance(detached, DTensor)
-    size = tensor.device_mesh.size()
-    if layout is None or layout.dim is None or not layout.is_in_rank_order(size):
-        return detached.full_tensor()
-    count = tensor.shape[layout.dim]
-    if not layout.is_even(count, size):  # DTensor would take the parts of a plain shard for granted
-        longest = padded(local_of(detached), layout.dim, layout.local_size(count, size, 0))
-        detached = DTensor.from_local(longest, tensor.device_mesh, tensor.placements, run_check=False)
-    return in_packs(detached.full_tensor(), layout.dim, layout.packs, size)
+from tpplan.compat import interleaving, local_of, made_dtensor, own_parameters
+from tpplan.compiler.ir.layout import REPLICATED, sharded
+from tpplan.runtime import pieces
+from tpplan.runtime.packed import PackedTensor
+from tpplan.runtime.pieces import Part
 
 
-def to_stock_order(
-    packs: Mapping[str, Layout], axis: Communicator, module: nn.Module, state: dict[str, Any], prefix: str, _: object
-) -> None:
-    """A hook on `state_dict`: whole tensors in the stock order, as replicated DTensors."""
-    for leaf, layout in packs.items():
+def part_of(tensor: DTensor) -> Part:
+    """What this rank holds of a parameter; the axis of tensor parallelism is the last of its mesh.
+
+    FSDP, on the axes before it, cuts what that axis gives to a rank.
+    """
+    if isinstance(tensor, PackedTensor):
+        return tensor.part
+    splits = [interleaving(placement) for placement in tensor.placements]
+    axis, mesh = len(splits) - 1, tensor.device_mesh
+    layout = REPLICATED if splits[axis] is None else sharded((splits[axis] or (0, 1))[0])
+    chunks = tuple(None if split is None or i == axis else split[0] for i, split in enumerate(splits))
+    place = tuple(mesh.get_coordinate() or (0,) * mesh.ndim)
+    return pieces.part(layout, axis, chunks, tuple(tensor.shape), tuple(mesh.shape), place)
+
+
+def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """A hook before a module's `load_state_dict`: of whole tensors, this rank's parts."""
+    for leaf, parameter in own_parameters(module).items():
         held = state.get(prefix + leaf)
-        if layout.is_in_rank_order(axis.size) and isinstance(held, DTensor) and not held.is_meta:
-            with torch.no_grad():
-                whole = whole_of(held, layout)
-            state[prefix + leaf] = DTensor.from_local(whole, held.device_mesh, [Replicate()], run_check=False)
+        if isinstance(parameter, DTensor) and isinstance(held, Tensor) and held.shape == parameter.shape:
+            whole = _whole(PackedTensor.adopted(held), parameter)
+            if whole is not None:
+                part = part_of(parameter).of(whole.detach())
+                if metadata.get("assign_to_params_buffers"):  # a part that keeps no whole alive
+                    part = part.clone(memory_format=torch.contiguous_format)
+                state[prefix + leaf] = made_dtensor(
+                    type(parameter.detach()), part, parameter.device_mesh, parameter.placements, parameter.shape
+                )
 
 
-def from_stock_order(
-    packs: Mapping[str, Layout], axis: Communicator, module: nn.Module, state: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """A hook on `load_state_dict`: this rank's part of what `to_stock_order` wrote."""
-    for leaf, layout in packs.items():
-        held, parameter = state.get(prefix + leaf), getattr(module, leaf)
-        if not layout.is_in_rank_order(axis.size) or held is None or layout.dim is None:
-            continue
-        replicated = not isinstance(held, DTensor) or all(p.is_replicate() for p in held.placements)
-        if replicated and isinstance(parameter, DTensor) and held.shape == parameter.shape:
-            intervals = layout.intervals(held.shape[layout.dim], axis.size, axis.rank)
-            part = taken(local_of(held).detach(), layout.dim, intervals).contiguous()
-            state[prefix + leaf] = new_distributed_tensor(part, parameter)
+def _whole(held: Tensor, parameter: DTensor) -> Tensor | None:
+    """The whole of a tensor from a state that doesn't lie as `parameter` does; None if torch can take it as it is."""
+    if not isinstance(held, DTensor):
+        return held
+    if held.placements != parameter.placements:
+        return held.full_tensor() if isinstance(parameter, PackedTensor) else None
+    # For a model on `meta`, torch has put the whole in the part's place.
+    local = local_of(held)
+    stuffed = isinstance(held, PackedTensor) and local.shape == held.shape and held.part.shape != tuple(local.shape)
+    return local if stuffed else None
 
 
-__all__ = ["from_stock_order", "to_stock_order", "whole_of"]
+__all__ = ["part_of", "take_parts"]

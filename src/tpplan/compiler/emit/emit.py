@@ -128,7 +128,7 @@ def _parameters(
             ParameterPlacement(
                 names=tuple(names[key]),
                 shape=shape,
-                local_shape=shape if layout.has_replicas else layout.local_shape(shape, size, 0),
+                local_shape=layout.local_shape(shape, size, 0),
                 dtype=dtype_name(parameter.dtype),
                 itemsize=parameter.dtype.itemsize,
                 layout=layout,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import GATHERS_STRIDED_SHARDS, interleaved_shard, interleaving
+from tpplan.compat import interleaved_shard, interleaving
 
 
 class Collective(StrEnum):
@@ -149,29 +149,10 @@ class Layout:
         assert self.dim is not None
         return Shard(self.dim) if self.interleave == 1 else interleaved_shard(self.dim, self.interleave)
 
-    def stored_placement(self, size: int) -> Placement:
-        """The DTensor placement of a parameter on `size` ranks.
-
-        Packs of one size are DTensor's strided shard. Of packs that differ in size, or that the ranks can't share
-        evenly, DTensor knows nothing: there it is told of a plain shard, whose concatenation is in the ranks' order and
-        not in the parameter's.
-        """
-        if self.has_replicas or not self.is_sharded:
-            return Replicate()  # what is added on a single rank is whole on each
-        if self.packs and not self.is_in_rank_order(size):
-            assert self.dim is not None
-            return interleaved_shard(self.dim, len(self.packs))
-        return self.placement
-
-    def is_in_rank_order(self, size: int) -> bool:
-        """Whether a parameter of this layout has the ranks' parts one after the other in DTensor's eyes, not the packs.
-
-        So it is where DTensor has no placement for the packs, or can't make that placement whole.
-        """
-        alike = len({pack.size for pack in self.packs}) == 1 and all(
-            p.is_even(size) and not p.among for p in self.packs
-        )
-        return bool(self.packs) and not self.has_replicas and not (alike and GATHERS_STRIDED_SHARDS)
+    @property
+    def stored_placement(self) -> Placement:
+        """The DTensor placement of a parameter without packs."""
+        return self.placement if self.is_sharded else Replicate()  # what is added on a single rank is whole on each
 
     @property
     def bare(self) -> Layout:

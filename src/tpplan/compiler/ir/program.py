@@ -68,8 +68,7 @@ class ParameterPlacement:
     Attributes:
         names: every name it goes by; the first is canonical.
         shape, local_shape: of the whole and of what a rank stores: the first, where the axis doesn't divide the sharded
-            dim and later ones store less. A parameter with several holders of each part is stored whole, and its body
-            reads the part.
+            dim and later ones store less.
         dtype: such as `bfloat16`.
         layout: R or S(dim).
         summed: whether its gradient comes out partial and is summed over the axis once a backward.
@@ -104,7 +103,15 @@ class ParameterPlacement:
 
     def stored_shape(self, size: int, rank: int) -> tuple[int, ...]:
         """The shape of what `rank` stores on an axis of `size` ranks."""
-        return self.shape if self.layout.has_replicas else self.layout.local_shape(self.shape, size, rank)
+        return self.layout.local_shape(self.shape, size, rank)
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of what is summed over the axis: the whole, or the packs of which several ranks hold the same part."""
+        if self.layout.dim is None or not self.layout.has_replicas:
+            return self.local_bytes
+        shared = sum(pack.size for pack in self.layout.packs if pack.replicas > 1)
+        return self.bytes // self.shape[self.layout.dim] * shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,348 @@
+"""Packed tensors: DTensors of which a rank holds several stretches, or what other ranks hold as well.
+
+No placement of DTensor's says so. `PackedShard` does, and `PackedTensor` knows what follows: how the whole is put
+together, in the model's order; which chunks a checkpoint has of it; what may be computed on parts, and that an element
+that several ranks hold is counted once. Operations are in `packed_operations.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tpplan.compat import OFF, OwnPlacement, OwnTensor, all_gather_single, interleaving, local_of, made_dtensor, placed_anew
+from tpplan.compiler.ir.layout import Layout, Pack
+from tpplan.plan import Diagnostic, PlanError
+from tpplan.runtime import pieces
+from tpplan.runtime.pieces import Box, Part
+
+
+class StateError(PlanError):
+    """What was asked of a sharded parameter, its gradient or its optimizer state can't be computed from its parts."""
+
+
+def refusal(message: str, way_out: str, *notes: str) -> StateError:
+    """A StateError with one TP140 finding."""
+    return StateError([Diagnostic(code="TP140", message=message, help=way_out, notes=notes)])
+
+
+class Chunk(OwnPlacement):
+    """On another axis of the mesh: it cuts what a `PackedShard` gives to a rank, along `dim`, as FSDP does."""
+
+    def __init__(self, dim: int) -> None:
+        """Cut along `dim`."""
+        super().__init__()
+        self.dim = dim
+
+    def gathered(self, part: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """What it is given: the `PackedShard` gathers over all axes."""
+        return part
+
+    def part_of(self, whole: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """What it is given: the `PackedShard` cuts for all axes."""
+        return whole
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chunk) and other.dim == self.dim
+
+    def __hash__(self) -> int:
+        return hash(("chunk", self.dim))
+
+    def __repr__(self) -> str:
+        return f"Chunk({self.dim})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Chunk, (self.dim,)
+
+
+class PackedShard(OwnPlacement):
+    """A layout with packs, on one axis of a mesh.
+
+    Attributes:
+        layout: the layout.
+        axis: the axis.
+        chunks: for each axis of the mesh the dim along which it cuts a rank's part further, or None.
+    """
+
+    def __init__(self, layout: Layout, axis: int = 0, chunks: tuple[int | None, ...] = (None,)) -> None:
+        """See the class."""
+        super().__init__()
+        self.layout, self.axis, self.chunks = layout, axis, chunks
+        self._key = (layout, axis, chunks)
+
+    def part(self, shape: Sequence[int], mesh: DeviceMesh, place: tuple[int, ...] | None = None) -> Part:
+        """What the rank at `place` of the mesh, or this one, holds of a tensor of `shape`."""
+        if place is None:
+            here = mesh.get_coordinate()
+            place = (0,) * mesh.ndim if here is None else tuple(here)
+        if mesh.ndim != len(self.chunks):
+            raise refusal(f"{self} is a placement on a mesh of {len(self.chunks)} axes, not of {mesh.ndim}", _ANEW)
+        return pieces.part(self.layout, self.axis, self.chunks, tuple(shape), tuple(mesh.shape), place)
+
+    def gathered(self, part: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """The whole, of a part on this rank; a collective."""
+        dim = self.layout.dim
+        if dim is None or not self.layout.packs or part.dim() <= dim:
+            raise refusal(f"a tensor of shape {list(part.shape)} isn't laid out as {self}", _ANEW)
+        shape = [*part.shape]
+        shape[dim] = sum(pack.size for pack in self.layout.packs)
+        if self.layout.within:
+            shape[dim + 1] = sum(pack.size for pack in self.layout.within)
+        for number, cut in enumerate(self.chunks):
+            if cut not in (None, dim):
+                raise refusal(f"the size of dim {cut} isn't known to {self} on axis {number}", _ANEW)
+        if self.part(shape, mesh).shape != tuple(part.shape):
+            raise refusal(f"a tensor of shape {list(part.shape)} isn't laid out as {self}", _ANEW)
+        return gathered(part, self, mesh, shape)
+
+    def part_of(self, whole: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """This rank's part, with memory of its own."""
+        held = self.part(whole.shape, mesh)
+        if sum(pack.size for pack in self.layout.packs) != whole.shape[self.layout.dim or 0]:
+            raise refusal(f"a tensor of shape {list(whole.shape)} can't be laid out as {self}", _ANEW)
+        _Returned.expect()
+        return held.of(whole).clone(memory_format=torch.contiguous_format)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PackedShard) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"PackedShard({self.layout})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        held = self.layout
+        packs = tuple(tuple(pack) for pack in held.packs), tuple(tuple(pack) for pack in held.within)
+        plain = held.forward, held.gradient, held.dim, held.interleave, *packs
+        return _packed_shard, (plain, self.axis, self.chunks)
+
+
+def _packed_shard(plain: tuple[Any, ...], axis: int, chunks: tuple[int | None, ...]) -> PackedShard:
+    """What `PackedShard.__reduce__` wrote."""
+    packs, within = (tuple(Pack(*pack) for pack in held) for held in plain[4:])
+    return PackedShard(Layout(*plain[:4], packs, within), axis, chunks)
+
+
+_ANEW = "take the whole with `full_tensor()` of the parameter, its gradient or its state, or a tensor like these"
+
+
+class PackedTensor(OwnTensor):
+    """A DTensor with a `PackedShard`, on one axis of its mesh."""
+
+    __slots__ = ()
+
+    @classmethod
+    def dispatched(cls, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on parts where it has no need of more, else on the whole."""
+        from tpplan.runtime.packed_operations import run
+
+        return run(operator, args, kwargs)
+
+    @classmethod
+    def adopted(cls, tensor: Any) -> Any:
+        """The same object, of this class if it is a DTensor with a `PackedShard`."""
+        if type(tensor) is DTensor:
+            axis = next((i for i, p in enumerate(tensor.placements) if isinstance(p, PackedShard)), None)
+            if axis is not None:
+                placed_anew(tensor, cls, _on_all_axes(tensor.placements, axis))
+        return tensor
+
+    @property
+    def packing(self) -> PackedShard:
+        """The placement that it is of this class for."""
+        return next(p for p in self.placements if isinstance(p, PackedShard))
+
+    @property
+    def part(self) -> Part:
+        """What this rank holds."""
+        return self.packing.part(self.shape, self.device_mesh)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole, in the model's order; a collective."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Whole.apply(self)  # pyright: ignore
+        return gathered(local_of(self), self.packing, self.device_mesh, self.shape)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """With other placements, by way of the whole."""
+        if placements is None or tuple(placements) == self.placements:
+            return self
+        whole = self.full_tensor()
+        mesh = device_mesh or self.device_mesh
+        replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated.redistribute(mesh, placements, **options)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part, whose gradient lies as the part does."""
+        if torch.is_grad_enabled():
+            return super().to_local(grad_placements=grad_placements or self.placements)
+        local = local_of(self).as_subclass(LocalPart)
+        _parts[local] = self.part, tuple(self.shape)
+        return local
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+        return PackedTensor.adopted(
+            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)  # pyright: ignore
+        )
+
+    # What torch.distributed.checkpoint asks.
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(local_of(self))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.start)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.size()),
+            )
+            for box in self.part.owned
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.part.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        offset = tuple(index.offset or ())
+        box = next((box for box in self.part.boxes if box.start == offset), None)
+        if box is None:
+            raise refusal(f"this rank holds no chunk of `{index.fqn}` that begins at {list(offset)}", _ANEW)
+        return box.of_part(local_of(self))
+
+
+class LocalPart(Tensor):
+    """A rank's part as `to_local` gives it, which may be filled from the whole.
+
+    `broadcast_from_rank0` of torch's state dicts copies to each rank's part what it takes for it: the whole.
+    """
+
+    __torch_function__ = OFF  # pyright: ignore
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy what is given as the part or as the whole."""
+        part, shape = _parts.get(self, (None, ()))
+        if part is not None and source.shape != self.shape and tuple(source.shape) == shape:
+            source = part.of(source)
+        return super().copy_(source, non_blocking)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+_parts: Any = WeakTensorKeyDictionary()
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a packed tensor; the gradient of the whole is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: PackedTensor) -> Tensor:
+        ctx.tensor = tensor.detach()
+        return gathered(local_of(tensor), tensor.packing, tensor.device_mesh, tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> PackedTensor:
+        return ctx.tensor.like(ctx.tensor.part.of(gradients[0]).contiguous())
+
+
+class _Returned:
+    """Optimizer states that `set_optimizer_state_dict` has cut, which are plain DTensors until the next step."""
+
+    _seen: WeakSet[torch.optim.Optimizer] | None = None
+
+    @classmethod
+    def expect(cls) -> None:
+        """Look at each optimizer before its next step."""
+        if cls._seen is None:
+            register_optimizer_step_pre_hook(cls._adopt)
+        cls._seen = WeakSet()
+
+    @classmethod
+    def _adopt(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if cls._seen is None or optimizer in cls._seen:
+            return
+        cls._seen.add(optimizer)
+        for state in optimizer.state.values():
+            for held in state.values() if isinstance(state, dict) else ():
+                PackedTensor.adopted(held)
+
+
+def packed_tensor(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> PackedTensor:
+    """A packed tensor of `shape` around this rank's part, on a mesh of one axis."""
+    return made_dtensor(PackedTensor, local, mesh, [PackedShard(layout)], shape)
+
+
+def gathered(part: Tensor, packing: PackedShard, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
+    """The whole of which every rank of the mesh holds a part; one all-gather for each axis that splits it."""
+    axes = [i for i, cut in enumerate(packing.chunks) if cut is not None or i == packing.axis]
+    places = [_place(mesh, axes, held) for held in itertools.product(*(range(mesh.size(i)) for i in axes))]
+    parts = [packing.part(shape, mesh, place) for place in places]
+    longest = [max(sizes) for sizes in zip(*(held.shape for held in parts), strict=True)]
+    sent = part.detach().contiguous()
+    if tuple(longest) != tuple(part.shape):
+        sent = part.new_zeros(longest)
+        pieces.beginning(sent, part.shape).copy_(part)
+    for axis in reversed(axes):
+        if mesh.size(axis) > 1:
+            received = sent.new_empty(mesh.size(axis) * sent.numel())
+            all_gather_single(received, sent.view(-1), group=mesh.get_group(axis))
+            sent = received
+    whole = part.new_empty(tuple(shape))
+    for held, numbers in zip(parts, sent.view(-1, math.prod(longest)).unbind(), strict=True):
+        own = pieces.beginning(numbers.view(longest), held.shape)
+        for box in held.owned:
+            box.of_whole(whole).copy_(box.of_part(own))
+    return whole
+
+
+def _place(mesh: DeviceMesh, axes: list[int], held: tuple[int, ...]) -> tuple[int, ...]:
+    here = [*(mesh.get_coordinate() or (0,) * mesh.ndim)]
+    for axis, place in zip(axes, held, strict=True):
+        here[axis] = place
+    return tuple(here)
+
+
+def _on_all_axes(placements: Sequence[Placement], axis: int) -> list[Placement]:
+    """The placements that FSDP makes of a `PackedShard`, such that this one knows of the others."""
+    packing = placements[axis]
+    assert isinstance(packing, PackedShard)
+    chunks: list[int | None] = []
+    for placement in placements:
+        split = interleaving(placement)
+        cut = placement.dim if isinstance(placement, Chunk) else None if split is None else split[0]
+        chunks.append(cut)
+    found = [placement if cut is None else Chunk(cut) for placement, cut in zip(placements, chunks, strict=True)]
+    found[axis] = PackedShard(packing.layout, axis, tuple(chunks))
+    return found
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.sizes))
+
+
+torch.serialization.add_safe_globals([Chunk, PackedTensor, _packed_shard])
+
+__all__ = ["Chunk", "PackedShard", "PackedTensor", "StateError", "gathered", "packed_tensor", "refusal"]
