@@ -69,7 +69,7 @@ class Bench:
     def sharded(self, seed: int = 0) -> nn.Module:
         held = subject(self.name, seed)
         with mock.patch("tpplan.api.prove", functools.partial(_proved, self.name)):
-            model = tpplan.parallelize(held.model, held.plan, self.mesh, held.inputs)
+            model = tpplan.parallelize(held.model, held.plan, self.mesh, held.inputs, broadcast=False)
         return fully_shard(model, mesh=self.mesh["dp"]) if self.two_dim else model
 
     def stepped(
@@ -113,9 +113,9 @@ def same(ours: Any, theirs: Any, where: str, loose: bool = False) -> None:
         assert ours == theirs, f"{where}: {ours} is not {theirs}"
 
 
-def _same_models(ours: nn.Module, theirs: nn.Module) -> None:
-    same(ours.state_dict(), theirs.state_dict(), "state_dict")
-    same(dict(ours.named_parameters()), dict(theirs.named_parameters()), "parameters")
+def _same_models(ours: nn.Module, theirs: nn.Module, loose: bool = False) -> None:
+    same(ours.state_dict(), theirs.state_dict(), "state_dict", loose)
+    same(dict(ours.named_parameters()), dict(theirs.named_parameters()), "parameters", loose)
 
 
 def values(bench: Bench) -> None:
@@ -139,8 +139,9 @@ def gradients(bench: Bench) -> None:
 def _steps(optimizer: str) -> Callable[[Bench], None]:
     def cell(bench: Bench) -> None:
         (model, ours), (stock, theirs) = bench.stepped(optimizer)
-        _same_models(model, stock)
-        same(ours.state_dict()["state"], theirs.state_dict()["state"], "state")
+        loose = "fused" in optimizer  # whose last numbers round otherwise than those before
+        _same_models(model, stock, loose)
+        same(ours.state_dict()["state"], theirs.state_dict()["state"], "state", loose)
 
     return cell
 
@@ -174,9 +175,10 @@ def loads_stock(bench: Bench) -> None:
     for assign in (False, True):
         if assign and bench.two_dim:
             continue  # FSDP's own matter
-        model = bench.sharded(1)
-        model.load_state_dict(bench.stock().state_dict(), assign=assign)
-        _same_models(model, bench.stock())
+        model, stock = bench.sharded(1), bench.stock(1)
+        for held in (model, stock):
+            held.load_state_dict(bench.stock().state_dict(), assign=assign)
+        _same_models(model, stock)
 
 
 def _gets(**options: bool) -> Callable[[Bench], None]:

@@ -32,7 +32,7 @@ class Subject:
 
 
 class Packs(nn.Module):
-    """Plain splits, packs of one size and of several; two or four ranks can't share them evenly with `more` features."""
+    """Plain splits, packs of one size and of several; with `more` features ranks can't share them evenly."""
 
     def __init__(self, more: int = 0) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from tpplan.plan import CompileError, load_plan
 from tpplan.suggest import search, write_plan
 from tpplan.suggest.judge import plan_of
 from tpplan.suggest.patterns import is_repeated, shape_of
-from tpplan.suggest.share import Share, Whole, block_share, left_whole, model_share, stored_whole
+from tpplan.suggest.share import Share, Whole, block_share, left_whole, model_share, shared_parts
 from tpplan.suggest.write import reason_for
 
 SIZES = (2, 4)
@@ -90,10 +90,8 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
     if parity.max_error > TOLERANCE:
         problems.append(f"an error of {parity.max_error:.1e}")
     refused = [f"`{whole.pattern}`: {reason_for(found, whole)}" for whole in _of_weight(left_whole(program), program)]
-    stored = _of_weight(stored_whole(program), program)
-    refused += [
-        f"`{whole.pattern}` is split, but stored whole: some heads are used by several ranks" for whole in stored
-    ]
+    shared = _of_weight(shared_parts(program), program)
+    refused += [f"`{whole.pattern}`: some heads are used by several ranks, and stored on each" for whole in shared]
     if found.sequence:
         refused.append(f"sequence: {found.sequence}")
     return Outcome(

@@ -23,7 +23,16 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tpplan.compat import OFF, OwnPlacement, OwnTensor, all_gather_single, interleaving, local_of, made_dtensor, placed_anew
+from tpplan.compat import (
+    OFF,
+    OwnPlacement,
+    OwnTensor,
+    all_gather_single,
+    interleaving,
+    local_of,
+    made_dtensor,
+    placed_anew,
+)
 from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.plan import Diagnostic, PlanError
 from tpplan.runtime import pieces

@@ -1,9 +1,9 @@
 """Operations on packed tensors: on parts where each element counts by itself, else on the whole, or refused.
 
-    p.add_(g), torch._foreach_lerp_, fused AdamW     on parts
-    norms and sums                                   on what each rank is the first to hold
-    p.mean(), p @ x                                  on the whole, which is gathered first
-    p.t(), p[0] = 1                                  refused: what is written to it would be lost
+p.add_(g), torch._foreach_lerp_, fused AdamW     on parts
+norms and sums                                   on what each rank is the first to hold
+p.mean(), p @ x                                  on the whole, which is gathered first
+p.t(), p[0] = 1                                  refused: what is written to it would be lost
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat import local_of, native_apply, new_gradient, own_parameters
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.reshard import SecondDerivativeError
 from tpplan.runtime.packed import PackedTensor
+from tpplan.runtime.reshard import SecondDerivativeError
 from tpplan.runtime.segments import taken
 
 
@@ -116,7 +116,7 @@ def _sent(gradient: Tensor, parameter: Tensor, axis: Communicator) -> Tensor:
 def _received(gradient: Tensor, summed: Tensor, parameter: Tensor, axis: Communicator) -> Tensor:
     """The gradient, with the sums of what was sent of it."""
     if not isinstance(parameter, PackedTensor):
-        return summed
+        return summed.clone()  # torch can't copy a DTensor that begins amid its memory
     dim, _, shared = _shared(parameter.packing.layout, axis.size, axis.rank)
     gradient = gradient.clone()
     for place, start, count in shared:
@@ -126,8 +126,10 @@ def _received(gradient: Tensor, summed: Tensor, parameter: Tensor, axis: Communi
 
 @functools.cache
 def _shared(layout: Layout, size: int, rank: int) -> tuple[int, int, tuple[tuple[int, int, int], ...]]:
-    """The dim, the length of the packs that several ranks share; where a rank's stretches of them lie: in its part, and
-    in these packs, with their lengths."""
+    """The dim and the length of the packs that several ranks share; a rank's stretches of them.
+
+    Each stretch with its place in the rank's part, its start in these packs, and its length.
+    """
     found: list[tuple[int, int, int]] = []
     place = edge = 0
     for pack in layout.packs:

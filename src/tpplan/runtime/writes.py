@@ -19,6 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tpplan.runtime.packed import PackedTensor
+
 WRITES = "_tpplan_writes"
 HOOKS = "its hooks"
 _PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
@@ -68,7 +70,7 @@ class Watched(nn.Module):
     """A module that tells what is written to it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        super().__setattr__(name, PackedTensor.adopted(value))  # FSDP makes plain DTensors of parameters
         _note(self, name)
 
     def __delattr__(self, name: str) -> None:

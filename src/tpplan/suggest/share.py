@@ -59,11 +59,8 @@ def left_whole(program: Program) -> list[Whole]:
     return _by_module(p for p in program.parameters if not p.layout.is_sharded)
 
 
-def stored_whole(program: Program) -> list[Whole]:
-    """Modules with split parameters of which every rank still stores the whole, those with the most first.
-
-    Several ranks use the same part of such a parameter, which no DTensor placement says.
-    """
+def shared_parts(program: Program) -> list[Whole]:
+    """Modules with split parameters of which several ranks use, and store, the same part, those with the most first."""
     return _by_module(p for p in program.parameters if p.layout.has_replicas)
 
 

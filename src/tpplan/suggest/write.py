@@ -19,7 +19,7 @@ from tpplan.suggest.judge import all_names, rule_of
 from tpplan.suggest.patterns import patterns_for, shape_of
 from tpplan.suggest.roles import Group
 from tpplan.suggest.search import Suggestion
-from tpplan.suggest.share import Whole, block_share, left_whole, model_share, stored_whole
+from tpplan.suggest.share import Whole, block_share, left_whole, model_share, shared_parts
 
 _WIDTH = 110
 _NO_LINEAR = "its parameters aren't those of a linear layer or of a table that the model calls"
@@ -46,11 +46,9 @@ def _header(suggestion: Suggestion) -> Iterator[str]:
     if suggestion.sequence:
         yield from _comment(f"Not sequence-parallel: {suggestion.sequence}")
     yield from _left_whole(suggestion, everything.total)
-    stored = [f"{whole.pattern} ({_percent(whole.count, everything.total)})" for whole in stored_whole(program)]
-    if stored:
-        yield from _comment(
-            "Split, but stored whole on every rank, as some of its heads are used by several: " + ", ".join(stored)
-        )
+    shared = [f"{whole.pattern} ({_percent(whole.count, everything.total)})" for whole in shared_parts(program)]
+    if shared:
+        yield from _comment("Some heads are used by several ranks, and stored on each of these: " + ", ".join(shared))
 
 
 def _percent(count: int, total: int) -> str:

@@ -409,6 +409,28 @@ class Penalized(nn.Module):
 """,
     ),
     Entry(
+        code="TP140",
+        name="parts-of-a-parameter",
+        severity=Severity.ERROR,
+        summary="An operation on a sharded parameter, its gradient or its optimizer state needs the whole of it.",
+        explanation="""
+Of a parameter that packs several projections in one, a rank holds a stretch of each; of one that several ranks use
+the same heads of, it holds what others hold as well. Operations on each element by itself, norms and sums run on these
+parts, and others on the whole, which is gathered first. What makes a view of the parameter, or writes to it by places
+in the whole, would touch a copy or the wrong elements, and is refused: take the whole with `full_tensor()`, change
+that, and load it with `load_state_dict`.
+""",
+        bad="""
+with torch.no_grad():
+    model.attention.qkv.weight[:16] = 0
+""",
+        good="""
+whole = model.attention.qkv.weight.detach().full_tensor()
+whole[:16] = 0
+model.load_state_dict({"attention.qkv.weight": whole}, strict=False)
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,
