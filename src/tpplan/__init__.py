@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         load_plan,
     )
     from tpplan.runtime.draws import RandomnessError
+    from tpplan.runtime.packed import StateError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
 
@@ -59,6 +60,7 @@ __all__ = [
     "RanksDisagreeError",
     "ReplayError",
     "SecondDerivativeError",
+    "StateError",
     "TooLargeError",
     "TpplanError",
     "UnevenShardError",
@@ -88,6 +90,7 @@ _ERRORS = {
     "RankTimeoutError": "tpplan.parity.errors",
     "RanksDisagreeError": "tpplan.parity.errors",
     "ReplayError": "tpplan.compiler.ir.script",
+    "StateError": "tpplan.runtime.packed",
     "TooLargeError": "tpplan.parity.errors",
     "SecondDerivativeError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",

@@ -714,7 +714,7 @@ class OwnTensor(DTensor):
 
     # What arrives at a parameter from FSDP, or through `to_local`, is a plain DTensor.
     @property
-    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self) -> Tensor | None:  # pyright: ignore
         """The gradient."""
         return self.adopted(_GRADIENT.__get__(self))
 
@@ -723,7 +723,7 @@ class OwnTensor(DTensor):
         _GRADIENT.__set__(self, self.adopted(gradient))
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore
         _GRADIENT.__delete__(self)
 
 
@@ -748,7 +748,7 @@ def made_dtensor(
     return DTensor.__new__(kind, local, spec, requires_grad=False)  # pyright: ignore
 
 
-OFF: Any = torch._C._disabled_torch_function_impl
+OFF: Any = cast("Any", torch._C)._disabled_torch_function_impl
 """As `__torch_function__` of a class of tensors whose operations give plain ones."""
 
 

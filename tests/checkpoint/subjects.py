@@ -132,10 +132,14 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 }
 
 
+ONLY_FLOAT32 = ("qwen3_next",)  # torch multiplies groups of experts in no other dtype
+
+
 def subject(name: str, seed: int = 0) -> Subject:
-    """A subject with random parameters, in float64 and training mode."""
+    """A subject with random parameters, in training mode."""
     found = SUBJECTS[name]()
-    found.model.to_empty(device="cpu").to(DTYPE).train()
+    dtype = torch.float32 if name in ONLY_FLOAT32 else DTYPE
+    found.model.to_empty(device="cpu").to(dtype).train()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*found.model.parameters(), *found.model.buffers()):

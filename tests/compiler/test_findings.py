@@ -58,7 +58,7 @@ ELSEWHERE = {
     "TP129": "parity/test_state.py",
     "TP130": "runtime/test_changes.py",
     "TP131": "runtime/test_watch.py",
-    "TP140": "checkpoint/test_states.py",
+    "TP140": "runtime/test_packed.py",
     "TP136": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",

@@ -57,7 +57,9 @@ def test_every_element_is_held_and_owned_once(name: str, chunk: int | None) -> N
             if chunk is None:
                 assert held.shape == layout.local_shape(shape, 4, rank)
                 first = whole.narrow(layout.dim or 0, *layout.intervals(shape[layout.dim or 0], 4, rank)[0])
-                assert layout.within or torch.equal(local.narrow(layout.dim or 0, 0, first.shape[layout.dim or 0]), first)
+                assert layout.within or torch.equal(
+                    local.narrow(layout.dim or 0, 0, first.shape[layout.dim or 0]), first
+                )
             for box in held.boxes:
                 assert torch.equal(box.of_part(local), box.of_whole(whole))
                 box.of_whole(owned).add_(int(box.owned))
@@ -123,8 +125,9 @@ def test_what_needs_places_in_the_whole_is_refused(how: str) -> None:
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])
 def test_a_copy_knows_how_it_lies(how: Callable[[Any], Any]) -> None:
-    assert how(PackedShard(LAYOUTS["among some"], 1, (0, None))) == PackedShard(LAYOUTS["among some"], 1, (0, None))
-    assert PackedShard(LAYOUTS["equal"]) != PackedShard(LAYOUTS["uneven"])
+    placement = PackedShard(LAYOUTS["among some"], (24, 8), 1, (0, None))
+    assert how(placement) == placement
+    assert placement != PackedShard(LAYOUTS["among some"], (24, 8), 1, (None, None))
 
 
 def test_a_part_may_be_filled_from_the_whole_and_is_copied_as_a_plain_tensor() -> None:

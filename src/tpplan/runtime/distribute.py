@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,8 +35,11 @@ class MeshDistributor:
     def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
         """This rank's part of `parameter`, as a DTensor parameter on the mesh's device."""
         local = self._local(parameter.detach(), placement)
-        if placement.layout.packs:
-            distributed: DTensor = packed_tensor(local, self.mesh, placement.layout, placement.shape)
+        layout, count = placement.layout, placement.shape[placement.layout.dim or 0] if placement.shape else 0
+        if layout.packs or (layout.is_sharded and not layout.is_even(count, self.axis.size)):
+            # Of uneven parts, too, torch doesn't know how FSDP cuts them, or that a norm may be one of nothing.
+            packs = replace(layout, packs=layout.stretches(count))
+            distributed: DTensor = packed_tensor(local, self.mesh, packs, placement.shape)
         else:
             distributed = DTensor.from_local(
                 local,

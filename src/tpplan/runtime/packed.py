@@ -84,48 +84,40 @@ class PackedShard(OwnPlacement):
 
     Attributes:
         layout: the layout.
+        shape: of the whole tensor.
         axis: the axis.
         chunks: for each axis of the mesh the dim along which it cuts a rank's part further, or None.
     """
 
-    def __init__(self, layout: Layout, axis: int = 0, chunks: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(
+        self, layout: Layout, shape: Sequence[int], axis: int = 0, chunks: tuple[int | None, ...] = (None,)
+    ) -> None:
         """See the class."""
         super().__init__()
-        self.layout, self.axis, self.chunks = layout, axis, chunks
-        self._key = (layout, axis, chunks)
+        self.layout, self.shape, self.axis, self.chunks = layout, tuple(shape), axis, chunks
+        self._key = (layout, self.shape, axis, chunks)
 
-    def part(self, shape: Sequence[int], mesh: DeviceMesh, place: tuple[int, ...] | None = None) -> Part:
-        """What the rank at `place` of the mesh, or this one, holds of a tensor of `shape`."""
+    def part(self, mesh: DeviceMesh, place: tuple[int, ...] | None = None) -> Part:
+        """What the rank at `place` of the mesh, or this one, holds."""
         if place is None:
             here = mesh.get_coordinate()
             place = (0,) * mesh.ndim if here is None else tuple(here)
         if mesh.ndim != len(self.chunks):
             raise refusal(f"{self} is a placement on a mesh of {len(self.chunks)} axes, not of {mesh.ndim}", _ANEW)
-        return pieces.part(self.layout, self.axis, self.chunks, tuple(shape), tuple(mesh.shape), place)
+        return pieces.part(self.layout, self.axis, self.chunks, self.shape, tuple(mesh.shape), place)
 
     def gathered(self, part: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         """The whole, of a part on this rank; a collective."""
-        dim = self.layout.dim
-        if dim is None or not self.layout.packs or part.dim() <= dim:
-            raise refusal(f"a tensor of shape {list(part.shape)} isn't laid out as {self}", _ANEW)
-        shape = [*part.shape]
-        shape[dim] = sum(pack.size for pack in self.layout.packs)
-        if self.layout.within:
-            shape[dim + 1] = sum(pack.size for pack in self.layout.within)
-        for number, cut in enumerate(self.chunks):
-            if cut not in (None, dim):
-                raise refusal(f"the size of dim {cut} isn't known to {self} on axis {number}", _ANEW)
-        if self.part(shape, mesh).shape != tuple(part.shape):
-            raise refusal(f"a tensor of shape {list(part.shape)} isn't laid out as {self}", _ANEW)
-        return gathered(part, self, mesh, shape)
+        if self.part(mesh).shape != tuple(part.shape):
+            raise refusal(f"a tensor of shape {list(part.shape)} is no part of {self}", _ANEW)
+        return gathered(part, self, mesh)
 
     def part_of(self, whole: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         """This rank's part, with memory of its own."""
-        held = self.part(whole.shape, mesh)
-        if sum(pack.size for pack in self.layout.packs) != whole.shape[self.layout.dim or 0]:
+        if tuple(whole.shape) != self.shape:
             raise refusal(f"a tensor of shape {list(whole.shape)} can't be laid out as {self}", _ANEW)
         _Returned.expect()
-        return held.of(whole).clone(memory_format=torch.contiguous_format)
+        return self.part(mesh).of(whole).clone(memory_format=torch.contiguous_format)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackedShard) and other._key == self._key
@@ -134,7 +126,7 @@ class PackedShard(OwnPlacement):
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"PackedShard({self.layout})"
+        return f"PackedShard({self.layout} of {list(self.shape)})"
 
     __str__ = __repr__
 
@@ -142,13 +134,16 @@ class PackedShard(OwnPlacement):
         held = self.layout
         packs = tuple(tuple(pack) for pack in held.packs), tuple(tuple(pack) for pack in held.within)
         plain = held.forward, held.gradient, held.dim, held.interleave, *packs
-        return _packed_shard, (plain, self.axis, self.chunks)
+        return _packed_shard, (plain, self.shape, self.axis, self.chunks)
 
 
-def _packed_shard(plain: tuple[Any, ...], axis: int, chunks: tuple[int | None, ...]) -> PackedShard:
+def _packed_shard(
+    plain: tuple[Any, ...], shape: tuple[int, ...], axis: int, chunks: tuple[int | None, ...]
+) -> PackedShard:
     """What `PackedShard.__reduce__` wrote."""
-    packs, within = (tuple(Pack(*pack) for pack in held) for held in plain[4:])
-    return PackedShard(Layout(*plain[:4], packs, within), axis, chunks)
+    forward, gradient, dim, interleave, *held = plain
+    packs, within = (tuple(Pack(*pack) for pack in row) for row in held)
+    return PackedShard(Layout(forward, gradient, dim, interleave, packs, within), shape, axis, chunks)
 
 
 _ANEW = "take the whole with `full_tensor()` of the parameter, its gradient or its state, or a tensor like these"
@@ -183,13 +178,13 @@ class PackedTensor(OwnTensor):
     @property
     def part(self) -> Part:
         """What this rank holds."""
-        return self.packing.part(self.shape, self.device_mesh)
+        return self.packing.part(self.device_mesh)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole, in the model's order; a collective."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Whole.apply(self)  # pyright: ignore
-        return gathered(local_of(self), self.packing, self.device_mesh, self.shape)
+        return gathered(local_of(self), self.packing, self.device_mesh)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -247,18 +242,20 @@ class LocalPart(Tensor):
 
     __torch_function__ = OFF  # pyright: ignore
 
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy what is given as the part or as the whole."""
         part, shape = _parts.get(self, (None, ()))
-        if part is not None and source.shape != self.shape and tuple(source.shape) == shape:
-            source = part.of(source)
-        return super().copy_(source, non_blocking)
+        if part is not None and other.shape != self.shape and tuple(other.shape) == shape:
+            other = part.of(other)
+        return super().copy_(other, non_blocking)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        plain: Any = self.as_subclass(Tensor)
+        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.as_subclass(Tensor).__deepcopy__(memo)
+        plain: Any = self.as_subclass(Tensor)
+        return plain.__deepcopy__(memo)
 
 
 _parts: Any = WeakTensorKeyDictionary()
@@ -270,7 +267,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: PackedTensor) -> Tensor:
         ctx.tensor = tensor.detach()
-        return gathered(local_of(tensor), tensor.packing, tensor.device_mesh, tensor.shape)
+        return gathered(local_of(tensor), tensor.packing, tensor.device_mesh)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> PackedTensor:
@@ -294,21 +291,22 @@ class _Returned:
         if cls._seen is None or optimizer in cls._seen:
             return
         cls._seen.add(optimizer)
-        for state in optimizer.state.values():
-            for held in state.values() if isinstance(state, dict) else ():
+        states: list[Any] = list(optimizer.state.values())
+        for state in states:
+            for held in dict[str, Any](state).values():
                 PackedTensor.adopted(held)
 
 
 def packed_tensor(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> PackedTensor:
     """A packed tensor of `shape` around this rank's part, on a mesh of one axis."""
-    return made_dtensor(PackedTensor, local, mesh, [PackedShard(layout)], shape)
+    return made_dtensor(PackedTensor, local, mesh, [PackedShard(layout, shape)], shape)
 
 
-def gathered(part: Tensor, packing: PackedShard, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
+def gathered(part: Tensor, packing: PackedShard, mesh: DeviceMesh) -> Tensor:
     """The whole of which every rank of the mesh holds a part; one all-gather for each axis that splits it."""
     axes = [i for i, cut in enumerate(packing.chunks) if cut is not None or i == packing.axis]
     places = [_place(mesh, axes, held) for held in itertools.product(*(range(mesh.size(i)) for i in axes))]
-    parts = [packing.part(shape, mesh, place) for place in places]
+    parts = [packing.part(mesh, place) for place in places]
     longest = [max(sizes) for sizes in zip(*(held.shape for held in parts), strict=True)]
     sent = part.detach().contiguous()
     if tuple(longest) != tuple(part.shape):
@@ -319,7 +317,7 @@ def gathered(part: Tensor, packing: PackedShard, mesh: DeviceMesh, shape: Sequen
             received = sent.new_empty(mesh.size(axis) * sent.numel())
             all_gather_single(received, sent.view(-1), group=mesh.get_group(axis))
             sent = received
-    whole = part.new_empty(tuple(shape))
+    whole = part.new_empty(packing.shape)
     for held, numbers in zip(parts, sent.view(-1, math.prod(longest)).unbind(), strict=True):
         own = pieces.beginning(numbers.view(longest), held.shape)
         for box in held.owned:
@@ -344,7 +342,7 @@ def _on_all_axes(placements: Sequence[Placement], axis: int) -> list[Placement]:
         cut = placement.dim if isinstance(placement, Chunk) else None if split is None else split[0]
         chunks.append(cut)
     found = [placement if cut is None else Chunk(cut) for placement, cut in zip(placements, chunks, strict=True)]
-    found[axis] = PackedShard(packing.layout, axis, tuple(chunks))
+    found[axis] = PackedShard(packing.layout, packing.shape, axis, tuple(chunks))
     return found
 
 

@@ -85,7 +85,7 @@ def _on_lists(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     owners: Sequence[Any] = args[0]
     local_args = [_list_of_parts(held, owners) for held in args]
     local_kwargs = {name: _list_of_parts(held, owners) for name, held in kwargs.items()}
-    results = operator(*local_args, **local_kwargs)
+    results: Any = operator(*local_args, **local_kwargs)
     if schema_mutates(operator) or results is None:
         return results
     return [_wrapped(result, owner) for result, owner in zip(results, owners, strict=True)]
@@ -94,9 +94,10 @@ def _on_lists(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def _list_of_parts(held: Any, owners: Sequence[Any]) -> Any:
     if isinstance(held, DTensor):
         return held.full_tensor()  # a factor for all of them
-    if not (isinstance(held, (list, tuple)) and len(held) == len(owners)):  # pyright: ignore[reportUnknownArgumentType]
+    listed: Sequence[Any] = held if isinstance(held, (list, tuple)) else ()
+    if not listed or len(listed) != len(owners):
         return held
-    return [_part_like(o, t) if isinstance(o, DTensor) else t for o, t in zip(owners, held, strict=True)]  # pyright: ignore
+    return [_part_like(o, t) if isinstance(o, DTensor) else t for o, t in zip(owners, listed, strict=True)]
 
 
 def _part_like(owner: DTensor, operand: Any, plain: bool = False) -> Any:

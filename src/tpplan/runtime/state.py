@@ -40,8 +40,9 @@ def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
                 part = part_of(parameter).of(whole.detach())
                 if metadata.get("assign_to_params_buffers"):  # a part that keeps no whole alive
                     part = part.clone(memory_format=torch.contiguous_format)
+                kind = PackedTensor if isinstance(parameter, PackedTensor) else DTensor
                 state[prefix + leaf] = made_dtensor(
-                    type(parameter.detach()), part, parameter.device_mesh, parameter.placements, parameter.shape
+                    kind, part, parameter.device_mesh, parameter.placements, parameter.shape
                 )
 
 
