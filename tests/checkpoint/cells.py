@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -26,12 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tpplan
 from tests.checkpoint.subjects import subject
-from tests.plans.parity import tolerance
+from tests.plans.parity import tolerance, whole
 from tests.runtime.world import Member
 from tpplan.calls.prove import prove
 
@@ -71,7 +72,9 @@ class Bench:
         held = subject(self.name, seed)
         with mock.patch("tpplan.api.prove", functools.partial(_proved, self.name)):
             model = tpplan.parallelize(held.model, held.plan, self.mesh, held.inputs, broadcast=False)
-        return fully_shard(model, mesh=self.mesh["dp"]) if self.two_dim else model
+        if self.two_dim:
+            fully_shard(model, mesh=self.mesh["dp"])
+        return model
 
     def stepped(
         self, optimizer: str = "AdamW", steps: int = 2, before: Callable[[nn.Module], object] | None = None
@@ -92,7 +95,7 @@ class Bench:
 
 
 def full(value: Any) -> Any:
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    return whole(value) if isinstance(value, Tensor) else value
 
 
 def same(ours: Any, theirs: Any, where: str, loose: bool = False) -> None:
@@ -135,7 +138,8 @@ def gradients(bench: Bench) -> None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         found.append(({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, norm))
     scale = float(found[1][1])
-    same(*({n: full(g) / scale for n, g in held.items()} for held, _ in found), "gradient", loose=True)
+    ours, theirs = ({n: full(g) / scale for n, g in held.items()} for held, _ in found)
+    same(ours, theirs, "gradient", loose=True)
     same(found[0][1], found[1][1], "norm", loose=True)
 
 
@@ -187,7 +191,7 @@ def loads_stock(bench: Bench) -> None:
 def _gets(**options: bool) -> Callable[[Bench], None]:
     def cell(bench: Bench) -> None:
         (model, ours), (stock, theirs) = bench.stepped()
-        chosen = StateDictOptions(**options)
+        chosen = StateDictOptions(**options)  # pyright: ignore[reportArgumentType]
         held = get_model_state_dict(model, options=chosen), get_optimizer_state_dict(model, ours, options=chosen)
         wanted = get_model_state_dict(stock), get_optimizer_state_dict(stock, theirs)
         if options.get("full_state_dict"):
@@ -207,7 +211,7 @@ def _sets(what: str, full_state: bool, broadcast: bool) -> Callable[[Bench], Non
         fresh = MADE["AdamW"](list(other.parameters()))
         options = StateDictOptions(full_state_dict=full_state, broadcast_from_rank0=broadcast)
         of, by = (stock, theirs) if full_state else (model, ours)
-        given = get_model_state_dict(of) if what == "model" else get_optimizer_state_dict(of, by)
+        given: Any = get_model_state_dict(of) if what == "model" else get_optimizer_state_dict(of, by)
         given = copy.deepcopy(given)
         if broadcast and torch.distributed.get_rank():
             given = {}
@@ -231,15 +235,18 @@ def _sets(what: str, full_state: bool, broadcast: bool) -> Callable[[Bench], Non
 def saves(bench: Bench) -> None:
     (model, ours), _ = bench.stepped()
     held = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, ours)}
-    dcp.save(held, checkpoint_id=bench.folder)
+    save(held, checkpoint_id=bench.folder)
 
 
 def reads(bench: Bench) -> None:
     """Load what `saves` wrote, in whatever world that was."""
     model = bench.sharded(1)
     optimizer = MADE["AdamW"](list(model.parameters()))
-    held = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(held, checkpoint_id=bench.folder)
+    held: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    load(held, checkpoint_id=bench.folder)
     set_model_state_dict(model, held["model"])
     set_optimizer_state_dict(model, optimizer, held["optimizer"])
     stock = bench.stock(0)
@@ -326,8 +333,11 @@ def sums(bench: Bench) -> None:
 
 def infinite_norm(bench: Bench) -> None:
     (model, _), (stock, _) = bench.stepped("SGD", 1)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in m.parameters()], float("inf")) for m in (model, stock)]
-    same(*norms, "norm")
+    ours, theirs = (
+        torch.nn.utils.get_total_norm([p.grad for p in m.parameters() if p.grad is not None], float("inf"))
+        for m in (model, stock)
+    )
+    same(ours, theirs, "norm")
 
 
 CELLS: dict[str, Callable[[Bench], None]] = {

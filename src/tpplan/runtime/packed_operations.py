@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,9 +94,11 @@ def _on_lists(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def _list_of_parts(held: Any, owners: Sequence[Any]) -> Any:
     if isinstance(held, DTensor):
         return held.full_tensor()  # a factor for all of them
-    listed: Sequence[Any] = held if isinstance(held, (list, tuple)) else ()
-    if not listed or len(listed) != len(owners):
+    if not isinstance(held, (list, tuple)):
         return held
+    listed = cast("Sequence[Any]", held)
+    if len(listed) != len(owners):
+        return listed
     return [_part_like(o, t) if isinstance(o, DTensor) else t for o, t in zip(owners, listed, strict=True)]
 
 
