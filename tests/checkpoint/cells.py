@@ -50,11 +50,11 @@ MADE = {
 _proofs: dict[tuple[str, int], Any] = {}
 
 
-def _proved(name: str, model: nn.Module, plan: Any, size: int, *call: Any, **options: Any) -> Any:
+def _proved(name: str, request: Any) -> Any:
     """Proves each subject once, as a table needs many models of it."""
-    if (name, size) not in _proofs:
-        _proofs[name, size] = prove(model, plan, size, *call, **options)
-    return _proofs[name, size]
+    if (name, request.size) not in _proofs:
+        _proofs[name, request.size] = prove(request)
+    return _proofs[name, request.size]
 
 
 class Bench:

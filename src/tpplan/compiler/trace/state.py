@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from tpplan.compat import hooks_of, named_modules, own_buffers
+from tpplan.compat import hooks_of, local_of, named_modules, own_buffers
 from tpplan.compiler.ir.hidden import is_plain, members
 from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 
@@ -151,7 +151,7 @@ def _described(held: Any) -> object:
         return (type(held).__name__, held)
     if held.is_meta or held.numel() > _FEW:
         return (tuple(held.shape), held.dtype)
-    return ("Tensor", cast("object", held.tolist()))  # pyright: ignore[reportUnknownMemberType]
+    return ("Tensor", cast("object", local_of(held).tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
 def changes(before: State, after: State) -> Iterator[str]:
