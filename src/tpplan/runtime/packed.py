@@ -120,7 +120,7 @@ class PackedShard(OwnPlacement):
         return self.part(mesh).of(whole).clone(memory_format=torch.contiguous_format)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PackedShard) and other._key == self._key
+        return other is self or (isinstance(other, PackedShard) and other._key == self._key)
 
     def __hash__(self) -> int:
         return hash(self._key)

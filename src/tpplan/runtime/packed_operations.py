@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpplan.compat import (
     OpOverload,
@@ -99,7 +99,10 @@ def _list_of_parts(held: Any, owners: Sequence[Any]) -> Any:
     listed = cast("Sequence[Any]", held)
     if len(listed) != len(owners):
         return listed
-    return [_part_like(o, t) if isinstance(o, DTensor) else t for o, t in zip(owners, listed, strict=True)]
+    return [
+        local_of(t) if t is o and type(t) is PackedTensor else _part_like(o, t) if isinstance(o, DTensor) else t
+        for o, t in zip(owners, listed, strict=True)
+    ]
 
 
 def _part_like(owner: DTensor, operand: Any, plain: bool = False) -> Any:
@@ -107,7 +110,8 @@ def _part_like(owner: DTensor, operand: Any, plain: bool = False) -> Any:
     if not isinstance(operand, Tensor):
         return operand
     if isinstance(operand, DTensor):
-        if operand.placements == owner.placements and operand.shape == owner.shape and not _is_partial(operand):
+        ours, theirs = operand.placements, owner.placements
+        if (ours is theirs or ours == theirs) and operand.shape == owner.shape and not _is_partial(operand):
             return local_of(operand)
         if not isinstance(owner, PackedTensor):
             return local_of(operand.redistribute(owner.device_mesh, owner.placements))
@@ -125,7 +129,7 @@ def _part_like(owner: DTensor, operand: Any, plain: bool = False) -> Any:
 
 
 def _is_partial(tensor: DTensor) -> bool:
-    return not isinstance(tensor, PackedTensor) and any(isinstance(p, Partial) for p in tensor.placements)
+    return type(tensor) is not PackedTensor and any([p.is_partial() for p in tensor.placements])
 
 
 def _wrapped(result: Any, owner: DTensor) -> Any:
