@@ -61,7 +61,8 @@ BUGS = (
     Bug("a reshard's backward is left out", "runtime/reshard.py",
         "            return self.backward(gradient)\n", "            return gradient\n", _PARITY),
     Bug("gradient sums are left out", "runtime/parameters.py",
-        "flat = axis.all_reduce(torch.cat(parts))", "flat = torch.cat(parts)", _PARITY),
+        "flat = axis.all_reduce(torch.cat([part.reshape(-1) for part in parts]))",
+        "flat = torch.cat([part.reshape(-1) for part in parts])", _PARITY),
     Bug("a split norm's eps is another", "runtime/split_norm.py",
         "/ count + eps)", "/ count + 2 * eps)", ("parity/test_split_norms.py",)),
     Bug("a split norm's statistics are a rank's own", "runtime/split_norm.py",
@@ -84,6 +85,13 @@ BUGS = (
         "if len(after) > 1 and self._picked(after[-1], 0):", "if False:", ("parity/test_rotary_pairs.py",)),
     Bug("a dim named from behind picks elsewhere", "compiler/rules/packed.py",
         "return arguments[1] % rank", "return arguments[1]", ("parity/test_taken_apart.py",)),
+    # State.
+    Bug("what ranks share is counted on each", "runtime/pieces.py",
+        "first = (place - pack.first) % pack.replicas == 0", "first = True", ("runtime/test_packed.py",)),
+    Bug("shared packs of a gradient aren't summed", "runtime/parameters.py",
+        "if pack.replicas > 1:", "if False:", ("parity/test_grouped_projections.py",)),
+    Bug("operands that lie otherwise are taken as parts", "runtime/packed_operations.py",
+        "return owner.part.of(operand.expand(owner.shape))", "return operand", ("runtime/test_packed.py",)),
     # What verify sees.
     Bug("buffers stay as the unsharded run left them", "parity/reference.py",
         "seen = observe(copy_structure(model), call, cotangent)", "seen = observe(model, call, cotangent)",
