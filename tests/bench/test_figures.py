@@ -43,9 +43,10 @@ def test_ratios_are_taken_within_a_round_against_the_first_subject() -> None:
 
 
 def test_overhead_has_a_row_for_each_form_and_way(overhead_result: dict[str, Any]) -> None:
-    forms = (overhead.UNSHARDED, overhead.TPPLAN, overhead.SEQUENCE, overhead.TORCH)
-    ways = (overhead.FORWARD, overhead.BACKWARD)
-    assert [(row["way"], row["form"]) for row in overhead_result["rows"]] == [(w, f) for w in ways for f in forms]
+    forms = (overhead.UNSHARDED, overhead.TPPLAN, overhead.SEQUENCE, overhead.WATCHED, overhead.TORCH)
+    forward, backward = overhead.FORWARD, overhead.BACKWARD
+    expected = [*((forward, form) for form in (*forms, overhead.GUARD)), *((backward, form) for form in forms)]
+    assert [(row["way"], row["form"]) for row in overhead_result["rows"]] == expected
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in overhead_result["rows"])
 
 

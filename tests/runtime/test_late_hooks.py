@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import tpplan
 from tests.compiler.toys import HIDDEN, MLP
 from tests.runtime.simulated import on_ranks, worst
 from tpplan.calls.guard import CallGuard
@@ -147,6 +148,23 @@ def test_a_statistic_that_a_hook_keeps_is_that_of_all_features() -> None:
     expected = stock().get_submodule("up")(x()).mean()
     for seen in on_ranks(stock(), MLP, 2, CALL, work):
         assert abs(seen - expected) < TOLERANCE
+
+
+def test_a_hook_that_reads_a_value_is_refused_with_the_reason() -> None:
+    def work(model: nn.Module, _: CallGuard) -> str:
+        model(x())
+        model.get_submodule("up").register_forward_hook(
+            lambda m, a, result: print(cast("Tensor", result).mean().item())
+        )
+        with pytest.raises(tpplan.UnprovedCallError) as raised:
+            model(x())
+        return str(raised.value)
+
+    for text in on_ranks(stock(), MLP, 2, CALL, work):
+        assert text.startswith(
+            "TP117 unproved-call: the model or its hooks changed after `parallelize`: it can't be proved"
+        )
+        assert "TP110" in text
 
 
 def test_torchs_own_hooks_and_the_roots_need_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:

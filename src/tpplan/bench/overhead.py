@@ -6,6 +6,7 @@ arithmetic at tp=2; at these sizes that is little.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -19,11 +20,15 @@ from tpplan.api import parallelize
 from tpplan.bench.rounds import processor_seconds, time_interleaved
 from tpplan.bench.subjects import ToySizes, first_tensor, torch_plan, toy_call, toy_llama
 from tpplan.compat import fake_process_group
+from tpplan.runtime.modules import RUNTIME
 
 SIZE = 2
+_GUARDS = 20  # one alone is too short for the clock
 UNSHARDED = "unsharded"
 TPPLAN = "tpplan"
 SEQUENCE = "tpplan, TP+SP"
+WATCHED = "tpplan, every call watched"
+GUARD = "tpplan's guard of a call alone"
 TORCH = "parallelize_module"
 MODELS = {"transformers": "LlamaForCausalLM of transformers", "plain": "Llama on plain torch.nn"}
 FORWARD = "forward without grad"
@@ -46,7 +51,10 @@ def measure(rounds: int = 60, calls: int = 3, kind: str = "transformers") -> dic
         forms = _forms(kind, sizes)
         rows: list[dict[str, Any]] = []
         for way, prepare in ((FORWARD, _forward), (BACKWARD, _forward_and_backward)):
-            timed = time_interleaved({name: prepare(model, sizes) for name, model in forms.items()}, rounds, calls)
+            subjects = {name: prepare(model, sizes) for name, model in forms.items()}
+            if way == FORWARD:
+                subjects[GUARD] = _guard(forms[TPPLAN], sizes)
+            timed = time_interleaved(subjects, rounds, calls)
             rows += [
                 {"model": MODELS[kind], "way": way, "form": name, **asdict(timing)} for name, timing in timed.items()
             ]
@@ -60,8 +68,37 @@ def _forms(kind: str, sizes: ToySizes) -> dict[str, nn.Module]:
         UNSHARDED: toy_llama(kind, sizes),
         TPPLAN: parallelize(toy_llama(kind, sizes), "llama", mesh, call),
         SEQUENCE: parallelize(toy_llama(kind, sizes), "llama-sequence", mesh, call),
+        WATCHED: _watched(lambda: parallelize(toy_llama(kind, sizes), "llama", mesh, call)),
         TORCH: parallelize_module(toy_llama(kind, sizes), mesh, torch_plan(sizes.layers)),
     }
+
+
+def _watched(make: Callable[[], nn.Module]) -> nn.Module:
+    """A sharded model all of whose calls are watched, as the first call of each kind is in any."""
+    before = os.environ.get("TPPLAN_DEBUG")
+    os.environ["TPPLAN_DEBUG"] = "1"
+    try:
+        return make()
+    finally:
+        if before is None:
+            del os.environ["TPPLAN_DEBUG"]
+        else:
+            os.environ["TPPLAN_DEBUG"] = before
+
+
+def _guard(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:
+    """What decides by which program a call runs."""
+    call = toy_call(sizes)
+    guard = vars(model)[RUNTIME].guard
+
+    def run() -> float:
+        with torch.no_grad():
+            start = processor_seconds()
+            for _ in range(_GUARDS):
+                guard(model.training, (), call)
+            return (processor_seconds() - start) / _GUARDS
+
+    return run
 
 
 def _forward(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:

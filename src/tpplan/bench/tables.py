@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
-from tpplan.bench.overhead import BACKWARD, FORWARD, TORCH, TPPLAN, UNSHARDED
+from tpplan.bench.overhead import BACKWARD, FORWARD, SEQUENCE, TORCH, TPPLAN, UNSHARDED, WATCHED
 
-FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.2, 1.3, 4.5
+FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
+SEQUENCE_TARGETS = {FORWARD: 1.3, BACKWARD: 1.5}
+WATCHED_TARGET = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,15 @@ def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{model}, {way}: {ours:.2f} × the unsharded model (at most {target}: {_met(ours <= target)}), "
             f"{less}{_met(torch / ours >= TORCH_TARGET)})"
         )
+        split, most = ratio[way, SEQUENCE], SEQUENCE_TARGETS[way]
+        lines.append(
+            f"{model}, TP+SP, {way}: {split:.2f} × the unsharded model (at most {most}: {_met(split <= most)})"
+        )
+        watched = ratio[way, WATCHED] / ours
+        lines.append(
+            f"{model}, {way}: a watched call takes {watched:.1f} × a plain one (at most {WATCHED_TARGET}: "
+            f"{_met(watched <= WATCHED_TARGET)})"
+        )
     return lines
 
 
@@ -89,7 +100,7 @@ def _overhead(result: dict[str, Any]) -> list[Table]:
         rows = tuple(
             (
                 f"{row['form']}, {row['way']}",
-                f"{row['milliseconds']:.2f}",
+                f"{row['milliseconds']:.2f}" if row["milliseconds"] >= 0.1 else f"{row['milliseconds']:.3f}",
                 f"{row['ratio']:.2f}" if row["form"] != UNSHARDED else "1",
                 f"{row['low']:.2f} to {row['high']:.2f}" if row["form"] != UNSHARDED else "",
             )

@@ -24,7 +24,7 @@ def described(arguments: Sequence[Any], keywords: Mapping[str, Any], names: Sequ
 
 
 def call_difference(example: Mapping[str, str], call: Mapping[str, str], modes: tuple[bool, bool]) -> str:
-    """How a call differs from the example.
+    """How a call differs from the example; empty if it shows no difference.
 
     Args:
         example, call: see `described`.
@@ -39,7 +39,7 @@ def call_difference(example: Mapping[str, str], call: Mapping[str, str], modes: 
     found += [f"`{name}` isn't passed" for name in example if name not in call]
     if len(found) > _SHOWN:
         found[_SHOWN:] = ["and more"]
-    if modes[0] != modes[1] or not found:
+    if modes[0] != modes[1]:
         found.append(f"the call is in {'training' if modes[1] else 'evaluation'}")
     return "; ".join(found)
 

@@ -84,6 +84,7 @@ class CallGuard:
         self._frozen: list[tuple[nn.Module, str, str]] = []
         self._changes: Changes | None = None
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
+        self._changed = False
         self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._paths = Paths(rank if axis is None else axis.rank, always)
@@ -150,6 +151,7 @@ class CallGuard:
         return call, Decision(proof, key)
 
     def _forget(self) -> None:
+        self._changed = True
         self._proofs.forget()
         self._paths.forget()
 
@@ -299,7 +301,10 @@ class CallGuard:
     def _headline(self, call: Call) -> str:
         modes = (self.main.program.training, call.training)
         shown = call_difference(self._described, described(call.arguments, call.keywords, self._names), modes)
-        return f"TP117 unproved-call: this call differs from the example ({shown})"
+        differs = f"this call differs from the example ({shown})" if shown else ""
+        changed = "the model or its hooks changed after `parallelize`" if self._changed else ""
+        reasons = ", and ".join(filter(None, (changed, differs))) or "this call isn't covered by a proof"
+        return f"TP117 unproved-call: {reasons}"
 
     def _compiled(self, compile_it: Callable[[], Compiled]) -> Compiled:
         """A program that all ranks have compiled alike; every rank raises if one of them can't."""
