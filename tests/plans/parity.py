@@ -53,7 +53,7 @@ class Run:
 
 def whole(tensor: Tensor | None) -> Tensor | None:
     """A plain, whole tensor of any kind."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def counted(mode: CommDebugMode) -> Counter[str]:
