@@ -138,6 +138,24 @@ def test_a_statistic_of_split_features_is_that_of_the_whole(leave: Callable[[Lea
         assert abs(float(seen) - float(expected)) < TOLERANCE
 
 
+@pytest.mark.parametrize("leave", [to_number, to_global_number], ids=lambda leave: leave.__name__)
+def test_a_count_that_is_there_before_stays_that_of_the_whole(leave: Callable[[Leaves, Tensor], None]) -> None:
+    """A call of the stock model has left the number that a forward writes: a trace of it changes nothing."""
+    torch.manual_seed(0)
+    stock, x = Leaves(leave).double(), torch.randn(2, 12, HIDDEN, dtype=torch.float64)
+    stock(x)
+    expected = first(stock)
+
+    def work(own: nn.Module, _: Any) -> Any:
+        own(x)
+        return first(own)
+
+    try:
+        assert on_ranks(stock, MLP, 2, ((x,), {}), work) == [expected] * 2
+    except tpplan.CompileError as error:
+        assert {d.code for d in error.diagnostics} <= {"TP107", "TP113"}
+
+
 def _empty_again() -> None:
     LOG.clear()
     TABLE.clear()
@@ -165,6 +183,38 @@ def test_layers_that_count_together_are_no_difference() -> None:
     plan = {f"layers.*.{name}": style for name, style in MLP.items()}
     tpplan.compile_plan(Counts(), plan_of(plan), 2, (torch.zeros(2, 12, HIDDEN),))
     assert COUNTS["calls"] == 0
+
+
+class CountingLinear(nn.Linear):
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+
+class CountingNorm(nn.LayerNorm):
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        COUNTS["calls"] += 1
+        return super().forward(input)
+
+
+def test_bodies_that_count_run_themselves() -> None:
+    stock = nn.Sequential(CountingNorm(HIDDEN), CountingLinear(HIDDEN, 24), nn.GELU(), CountingLinear(24, HIDDEN))
+    x = torch.randn(2, 12, HIDDEN)
+    plan = {"1": "colwise", "3": "rowwise"}
+
+    def work(own: Any, _: Any) -> list[int]:
+        for _ in range(3):
+            own(x)
+        return [own[1].calls, own[3].calls]
+
+    assert on_ranks(stock, plan, 2, ((x,), {}), work) == [[3, 3]] * 2
+    COUNTS["calls"] = 0
+    kernels = {use.module: bool(use.refused) for use in tpplan.compile_plan(stock, plan_of(plan), 2, x).kernels}
+    assert kernels == {"0": True, "2": False}
 
 
 def test_a_count_in_a_closure_that_steers_is_refused() -> None:

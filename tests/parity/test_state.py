@@ -226,6 +226,16 @@ def test_a_part_is_never_left(how: Callable[[Any, Tensor], Tensor]) -> None:
         assert {d.code for d in error.diagnostics} <= {"TP107", "TP113"}, str(error)
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [torch.tensor(float("nan")), torch.eye(2).to_sparse()],
+    ids=["nan", "sparse"],
+)
+def test_tensors_that_cannot_be_told_in_numbers_are_no_change(kept: Tensor) -> None:
+    TABLES[0] = kept
+    tpplan.compile_plan(Keeps(Keeps.pair), PLAN, 2, torch.randn(2, 3, 8))
+
+
 # -- what steers ------------------------------------------------------------------------------------------------------
 def warms_up(m: Any, x: Tensor) -> Tensor:
     m.calls += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import tpplan
 from tests.compiler.toys import HIDDEN, MLP, plan_of
 from tests.runtime.simulated import on_ranks, worst
 from tests.runtime.world import Member, world
+from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guard import CallGuard
 
 TOLERANCE = 1e-12
@@ -82,6 +84,32 @@ def body(between: Callable[[Tensor, Tensor], Tensor]) -> Body:
 def test_a_branch_on_a_size_is_proved_at_the_size(between: Any, sizes: list[tuple[int, int]], tp: int) -> None:
     calls = [((x(*size),), {}) for size in sizes]
     assert max(worst(body(between), MLP, tp, ((x(),), {}), calls)) < TOLERANCE
+
+
+class Counts(Body):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(longer)
+        self.calls, self.log = 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(x.shape[1])
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_counts_its_calls_is_not_run_again() -> None:
+    def work(own: Any, _: CallGuard) -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+        for length in (12, 20, 20, 20):
+            with contextlib.suppress(UnprovedCallError):
+                own(x(3, length))
+                seen.append((own.calls, len(own.log)))
+        return seen
+
+    # One call is refused, as it needs another program: its counts stand, as those of any forward that raises.
+    assert on_ranks(Counts().double(), MLP, 2, ((x(),), {}), work) == [[(1, 1), (3, 3), (4, 4)]] * 2
 
 
 @pytest.mark.parametrize("between", [large, large_alike])

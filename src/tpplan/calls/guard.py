@@ -170,8 +170,8 @@ class CallGuard:
         if self._changes is not None:
             self._changes.settle()
 
-    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> Proof:
-        """The proof of a call at its own sizes, by these sides of branches on data.
+    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
+        """The proof of a call at its own sizes, by these sides of branches on data, and whether it changes attributes.
 
         Args:
             call, decision: the call, and the proof that it left.
@@ -192,7 +192,7 @@ class CallGuard:
             self._proofs.cover(kind, proof)
         else:
             self._paths.give_own(decision.key, proof)
-        return proof
+        return proof, compiled.writes
 
     def buffer_versions(self) -> list[int]:
         """How often each buffer of the model was written to."""

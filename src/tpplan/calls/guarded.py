@@ -40,8 +40,8 @@ class Prover(Protocol):
         """Take a call as proved."""
         ...
 
-    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> Proof:
-        """The proof of a call at its own sizes, by these sides of branches on data."""
+    def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
+        """The proof of a call at its own sizes, by these sides of branches, and whether it changes attributes."""
         ...
 
     def buffer_versions(self) -> list[int]:
@@ -119,7 +119,7 @@ class GuardedCall:
         """The result, if the path that was taken can be proved for the program that ran."""
         branches = self._prover.on_any_rank(departed is not None and departed.is_branch)
         try:
-            proof = self._prover.prove_path(self._call, self._decision, sides(steps), branches)
+            proof, writes = self._prover.prove_path(self._call, self._decision, sides(steps), branches)
         except TpplanError as error:
             raise _refused(departed, f"which can't be proved\n{error}") from error
         if proof is self._decision.proof:
@@ -128,7 +128,7 @@ class GuardedCall:
                 raise _refused(left, "which its proof doesn't cover")
             self._prover.accept(self._decision)
             return result
-        if not self._repeats() or versions != self._prover.buffer_versions():
+        if writes or not self._repeats() or versions != self._prover.buffer_versions():
             raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
         for restore in repeats:
             restore()

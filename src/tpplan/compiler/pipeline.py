@@ -50,6 +50,7 @@ class Compiled:
         assumptions: the sides on which branches on data were taken.
         traced: a digest of the operations of the example call.
         later: the steps of calls after the first, if what that one left behind lets them take others.
+        writes: whether the call changes attributes or globals.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class Compiled:
     assumptions: tuple[Assumption, ...]
     later: Mapping[int, Stream] = field(default_factory=dict[int, Stream])
     traced: str = ""
+    writes: bool = False
 
     @property
     def digest(self) -> str:
@@ -107,7 +109,10 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     solved = search(problem, Learned(constraints, attributes, findings=(*findings, *unknown)), dump)
     program = _program(problem, solved.placed, unpacked.notes)
     dump.program(program)
-    return Compiled(program, solved.streams, trace.assumptions, traced=digest_of(trace.root)), trace, state
+    compiled = Compiled(
+        program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written)
+    )
+    return compiled, trace, state
 
 
 def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic]) -> Program:

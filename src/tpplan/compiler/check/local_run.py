@@ -31,7 +31,7 @@ from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
+from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value, Written
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
 from tpplan.compiler.rules.propagate import Propagator
@@ -114,7 +114,7 @@ def _check_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes, every_call)
-    state = Capture(Recorder(given.trace.taken, given.trace.device), boundary, leaves=bool(given.trace.written))
+    state = Capture(Recorder(given.trace.taken, given.trace.device), boundary)
     state.recorder.listening = True
     state.recorder.whole = False
     state.recorder.unused = dict(_unused_gradients(given.trace))
@@ -224,11 +224,14 @@ def _listed(numbers: Tensor) -> str:
     return str(numbers.tolist())  # pyright: ignore
 
 
-def _compare_written(given: CheckInput, numbers: Mapping[str, Any]) -> list[Mismatch]:
+def _compare_written(given: CheckInput, run: Mapping[str, Written]) -> list[Mismatch]:
     """Numbers that the run leaves in attributes and globals must be those of the unsharded model, too."""
     place = len(given.trace.recorded.body)
-    for name, held in numbers.items():
-        expected = given.trace.written.get(name)
+    whole = given.trace.written
+    for name in dict.fromkeys((*run, *whole)):
+        # What one of the runs has not changed is what it was before, in both.
+        expected = whole[name].after if name in whole else run[name].before
+        held = run[name].after if name in run else whole[name].before
         if held == expected:
             continue
         sizes = (_as_sizes(expected), _as_sizes(held))

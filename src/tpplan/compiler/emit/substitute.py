@@ -27,7 +27,7 @@ from tpplan.compiler.ir.program import KernelUse, dtype_name
 from tpplan.compiler.ir.region import CallNode, Instance, Region
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rewrite.gated import Gated, gated_body
-from tpplan.compiler.rewrite.lemmas import exact_product
+from tpplan.compiler.rewrite.lemmas import exact_product, may_write
 from tpplan.compiler.rewrite.recognise import Activation, Norm, recognise
 from tpplan.plan import KernelChoice, KernelKind, Plan, Style
 
@@ -106,9 +106,19 @@ def _use(
     name, region = instance.frame.module, instance.region
     choice = given.plan.kernel_choice(kind, name)
     dtype = dtype_name(region.values[region.entries[0].target].dtype)
+    trace = given.flow.trace
+    if trace.written and any(may_write(trace, module) for module in _replaced(name, parts, given)):
+        refused = "its own code may count its calls: the model changes attributes or globals"
     if choice is KernelChoice.TORCH:
         refused = "the plan says `torch`"
     return KernelUse(name, str(kind), str(choice), dtype, refused, parts, **details)  # pyright: ignore[reportArgumentType]
+
+
+def _replaced(name: str, parts: tuple[str, ...], given: _Given) -> Iterator[nn.Module]:
+    """The modules whose code a kernel takes the place of."""
+    for held, module in given.modules.items():
+        if held == name or held in parts or held.startswith(f"{name}."):
+            yield module
 
 
 def _norm(instance: Instance, norm: Norm, given: _Given) -> KernelUse:

@@ -90,8 +90,15 @@ def exact_lookup(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
     return looks_up and given == wanted and frame.exits[0].source == node.outputs[0]
 
 
+def may_write(trace: Trace, module: nn.Module) -> bool:
+    """Whether the code of a module may change attributes or globals, as none that takes its place would."""
+    return bool(trace.written) and not type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
 def _is_plain_call(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
     """Whether a call takes one tensor, runs operations alone, and leaves one new tensor, and that to its caller."""
+    if may_write(flow.trace, module):
+        return False
     if len(frame.entries) != 1 or len(frame.exits) != 1 or not frame.body or frame.exits[0].path or frame.backwards:
         return False
     entry, leaving = frame.entries[0], frame.exits[0]
@@ -247,4 +254,4 @@ def _no_lookup(bound: Bound, frame: Frame) -> Diagnostic:
     )
 
 
-__all__ = ["ExactProduct", "exact_lookup", "exact_product", "justify"]
+__all__ = ["ExactProduct", "exact_lookup", "exact_product", "justify", "may_write"]

@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 from types import CellType, FunctionType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from tpplan.compat import hooks_of, local_of, named_modules, own_buffers
 from tpplan.compiler.ir.hidden import is_plain, members
+from tpplan.compiler.ir.trace import Written
 from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
@@ -149,26 +151,30 @@ def _described(held: Any) -> object:
         return held.number
     if not isinstance(held, Tensor):
         return (type(held).__name__, held)
-    if held.is_meta or held.numel() > _FEW:
+    if held.is_meta or held.numel() > _FEW or held.layout is not torch.strided or held.is_quantized:
         return (tuple(held.shape), held.dtype)
     return ("Tensor", cast("object", local_of(held).tolist()))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one == other or repr(one) == repr(other)  # NaN is not equal to itself
 
 
 def changes(before: State, after: State) -> Iterator[str]:
     """The names of what differs."""
     for name in (*after, *(name for name in before if name not in after)):
-        if name not in before or name not in after or before[name] != after[name]:
+        if name not in before or name not in after or not _is_same(before[name], after[name]):
             yield name
 
 
-def written(before: State, after: State) -> dict[str, Any]:
+def written(before: State, after: State) -> dict[str, Written]:
     """The numbers and texts that a call has written, by the name of the place."""
-    found: dict[str, Any] = {}
-    for name in changes(before, after):
-        held = after.get(name)
-        if isinstance(held, tuple) and isinstance(held[0], str):
-            found[name] = held[1]
-    return found
+    return {name: Written(_told(before.get(name)), _told(after.get(name))) for name in changes(before, after)}
+
+
+def _told(described: Any) -> object:
+    """What a place holds, if it can be told in numbers or text."""
+    return described[1] if isinstance(described, tuple) and isinstance(described[0], str) else None
 
 
 class Watched:
