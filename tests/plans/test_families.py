@@ -12,6 +12,7 @@ import torch
 import tpplan
 from tests.plans.parity import PLANS
 from tests.zoo.architectures import build
+from tpplan.compiler.ir.layout import REPLICATED
 
 FAMILIES = (
     "albert", "bart", "bloom", "clip", "cohere", "deberta-v2", "deepseek_v3", "electra", "falcon", "falcon-multi-query",
@@ -42,3 +43,12 @@ def test_a_family_of_each_kind(name: str) -> None:
     model, inputs = build(name)
     report = tpplan.verify(model, PLANS / f"{name}.yaml", 2, inputs, dtype=torch.float32)
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("plan", ["qwen3_next", "gpt_bigcode-sequence"])
+def test_on_one_rank_everything_is_whole(plan: str) -> None:
+    model, inputs = build(plan.removesuffix("-sequence"))
+    program = tpplan.compile_plan(model, PLANS / f"{plan}.yaml", 1, inputs)
+    assert not program.count_collectives()
+    assert all(placement.layout == REPLICATED for placement in program.parameters)
+    assert tpplan.verify(model, PLANS / f"{plan}.yaml", 1, inputs, dtype=torch.float32).ok

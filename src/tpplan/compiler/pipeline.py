@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.compat import named_modules
-from tpplan.compiler.bind.bind import Binding, bind, once
+from tpplan.compiler.bind.bind import Binding, bind, bind_parameters, once
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.packing import pack
 from tpplan.compiler.check.attribute_reads import attributes_read
@@ -100,6 +100,9 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     binding, inexact = justify(request.model, flow, unpacked.binding)
     findings = [*findings, *unpacked.findings, *inexact]
     _refuse(findings)
+    asked = binding
+    if request.size == 1:
+        binding, _ = bind_parameters(request.model, {})  # a single rank holds everything whole
     attributes, unknown = named_attributes(request.model, binding, request.size)
     problem = Problem(
         request, binding, flow, state.results, unpacked.heads, _filled(trace, unpacked.features),
@@ -107,7 +110,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     )  # fmt: skip
     constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
     solved = search(problem, Learned(constraints, attributes, findings=(*findings, *unknown)), dump)
-    program = _program(problem, solved.placed, unpacked.notes)
+    program = _program(problem, solved.placed, unpacked.notes, asked)
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written)
@@ -115,11 +118,17 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     return compiled, trace, state
 
 
-def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic]) -> Program:
-    """The program of a placement that passed the check; raises for findings that are errors."""
+def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], asked: Binding) -> Program:
+    """The program of a placement that passed the check; raises for findings that are errors.
+
+    Args:
+        problem, placed: what was solved.
+        notes: further findings.
+        asked: what the plan asks for, on however many ranks.
+    """
     request, binding, flow, learned = problem.request, problem.binding, problem.flow, placed.learned
     findings = [*learned.findings, *(_with_reason(d, learned.reasons) for d in _warnings(problem, placed))]
-    findings += [] if findings else uncovered_finding(request.model, binding)
+    findings += [] if findings else uncovered_finding(request.model, asked)
     _refuse(findings)
     modules = dict(named_modules(request.model))
     kernels = (
