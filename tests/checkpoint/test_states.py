@@ -39,16 +39,20 @@ def test_a_distributed_checkpoint_is_read_on_another_mesh(name: str, tmp_path: P
     assert not outcomes(name, (2, 2), ["read"], tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", SUBJECTS)
+SLOW = [(name, shape) for name in ("packs", "groups", "uneven", "shared in packs") for shape in ((4,), (2, 2))]
+ALL = [
+    pytest.param(name, shape, marks=pytest.mark.slow if (name, shape) in SLOW else pytest.mark.sweep)
+    for name in SUBJECTS
+    for shape in SHAPES
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), ALL, ids=str)
 def test_every_use_of_every_layout(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     assert not outcomes(name, shape, list(CELLS), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(("name", "shape"), ALL, ids=str)
 def test_a_distributed_checkpoint_is_read_on_every_other_mesh(
     name: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
