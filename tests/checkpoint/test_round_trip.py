@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 
 import tpplan
-from tests.marking import slow_but
+from tests.runtime.world import Member, world
 from tpplan.checkpoint import load_weights, save_weights
 from tpplan.checkpoint.files import CheckpointError
 
@@ -50,12 +48,11 @@ class Block(nn.Module):
         return (self.down(torch.relu(self.up(x))) + packed) * self.scale
 
 
-def _rank(rank: int, size: int, rendezvous: str, folder: str, meta: bool, more: int) -> None:
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
+def _round_trip(member: Member, folder: str, meta: bool, more: int) -> None:
+    rank, size, mesh = member.rank, member.size, member.mesh()
     torch.manual_seed(rank)
     with torch.device("meta" if meta else "cpu"):
         model = Block(more)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     tpplan.parallelize(model, PLAN, mesh, inputs=(torch.zeros(2, 8),))
     load_weights(model, f"{folder}/in")
     stock = Block(more)
@@ -68,13 +65,12 @@ def _rank(rank: int, size: int, rendezvous: str, folder: str, meta: bool, more: 
     again = tpplan.parallelize(Block(more), PLAN, mesh, inputs=(torch.zeros(2, 8),))
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(x), stock(x))
-    dist.destroy_process_group()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("size", "meta", "more"),
-    slow_but([(2, True, 0), (2, True, 1)], [(2, False, 0), (2, True, 0), (2, True, 1), (4, False, 1)]),
+    [(2, False, 0), (2, True, 0), (2, True, 1), (4, False, 1)],
     ids=["materialised", "meta", "uneven", "uneven on four"],
 )
 def test_a_sharded_model_loads_and_saves_the_stock_checkpoint(tmp_path: Path, size: int, meta: bool, more: int) -> None:
@@ -82,7 +78,7 @@ def test_a_sharded_model_loads_and_saves_the_stock_checkpoint(tmp_path: Path, si
     stock = Block(more).state_dict()
     (tmp_path / "in").mkdir()
     save_file(stock, tmp_path / "in" / "model.safetensors")
-    spawn(_rank, (size, f"file://{tmp_path}/rendezvous", str(tmp_path), meta, more), nprocs=size)
+    world(size).run(_round_trip, str(tmp_path), meta, more)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(stock)
     assert len(set(index["weight_map"].values())) > 1

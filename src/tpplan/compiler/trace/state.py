@@ -174,7 +174,8 @@ def written(before: State, after: State) -> dict[str, Written]:
 
 def _told(described: Any) -> object:
     """What a place holds, if it can be told in numbers or text."""
-    return described[1] if isinstance(described, tuple) and isinstance(described[0], str) else None
+    kind, held = described if isinstance(described, tuple) else (None, None)  # pyright: ignore[reportUnknownVariableType]
+    return cast("object", held) if isinstance(kind, str) else None
 
 
 class Watched:
