@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -34,9 +35,6 @@ from torch.utils.checkpoint import CheckpointFunction
 # torch renamed them after 2.12, and warns of the old names.
 _renamed = hasattr(dist, "all_gather_single")
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
-reduce_scatter_single: Callable[..., object] = getattr(
-    dist, "reduce_scatter_single" if _renamed else "reduce_scatter_tensor"
-)
 
 __all__ = [
     "HOOK_TABLES",
@@ -61,6 +59,8 @@ __all__ = [
     "fake_process_group",
     "function_node",
     "global_hooks",
+    "group_all_gather",
+    "group_reduce_scatter",
     "has_gradient_hooks",
     "hook_tables",
     "hooks_of",
@@ -85,7 +85,6 @@ __all__ = [
     "propagate",
     "random_state",
     "rebuild_container",
-    "reduce_scatter_single",
     "register_sharding",
     "replicates_implicitly",
     "schema_defaults",
@@ -111,6 +110,22 @@ def interleaving(placement: Placement) -> tuple[int, int] | None:
     if isinstance(placement, _StridedShard):
         return int(placement.dim), int(placement.split_factor)  # pyright: ignore[reportUnknownArgumentType]
     return (int(placement.dim), 1) if isinstance(placement, Shard) else None  # pyright: ignore[reportUnknownArgumentType]
+
+
+def group_all_gather(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work | None]:
+    """The group's own all-gather, which is waited for: of an output and an input."""
+    gather = getattr(group, "all_gather_single" if _renamed else "_allgather_base")
+    options = AllgatherOptions()
+    options.asyncOp = False
+    return lambda gathered, tensor: gather(gathered, tensor, options)
+
+
+def group_reduce_scatter(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work | None]:
+    """The group's own reduce-scatter of a sum, which is waited for: of an output and an input."""
+    scatter = getattr(group, "reduce_scatter_single" if _renamed else "_reduce_scatter_base")
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = False
+    return lambda scattered, tensor: scatter(scattered, tensor, options)
 
 
 class RecordingMode(TorchDispatchMode):

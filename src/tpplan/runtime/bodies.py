@@ -80,7 +80,8 @@ def prepare(
     for spec in specs:
         module = modules[spec.name]
         reads = _reads(spec, placements, readers, handed_out)
-        own = [_owner(modules, n) for n, _ in reads]
+        owners = [_owner(modules, n) for n, _ in reads]
+        own = {leaf: read for (owner, leaf), (_, read) in zip(owners, reads, strict=True) if owner is module}
         is_root, fresh = spec.name == "", spec.style in ("rowwise", "vocab") and not spec.walked
         use = uses.get(spec.name)
         left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
@@ -93,7 +94,7 @@ def prepare(
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
-            borrowed=tuple(held for held in own if readers_of[id(held[0]), held[1]] > 1),
+            borrowed=tuple(held for held in owners if readers_of[id(held[0]), held[1]] > 1),
             random=random.get(spec.name),
             handed_out=handed_out,
             opened=opened if is_root else (),
@@ -104,8 +105,8 @@ def prepare(
             body=_replaced(spec, modules, stock, placements, axis, context, twice)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
-            bias_elsewhere=left,
-            own={name.rpartition(".")[2]: read for name, read in reads if _owner(modules, name)[0] is module},
+            weight=own.get("weight"),
+            bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),
         )
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpplan.compat import all_gather_single, reduce_scatter_single
+from tpplan.compat import group_all_gather, group_reduce_scatter
 
 
 class Communicator(Protocol):
@@ -50,8 +50,10 @@ class ProcessGroupCommunicator:
         self.group = group
         self.size = group.size()
         self.rank = group.rank()
-        self._sum = dist.AllreduceOptions()
-        self._sum.asyncOp = False
+        # The group's own methods: the public functions take longer in Python than a small collective on the wire.
+        self._gather, self._scatter = group_all_gather(group), group_reduce_scatter(group)
+        self._summed = dist.AllreduceOptions()
+        self._summed.asyncOp = False
 
     def __deepcopy__(self, memo: object) -> ProcessGroupCommunicator:
         return self  # a copy of a model runs on the same ranks
@@ -59,17 +61,14 @@ class ProcessGroupCommunicator:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
         tensor = tensor.contiguous()
-        # The group's own method: the public function takes longer in Python than a small all-reduce on the wire.
-        work = self.group.allreduce([tensor], self._sum)
-        if work is not None:  # pyright: ignore[reportUnnecessaryComparison] - None of backends that wait themselves
-            work.wait()
+        _wait(self.group.allreduce([_real(tensor)], self._summed))
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        all_gather_single(gathered, tensor, group=self.group)
+        _wait(self._gather(_real(gathered), _real(tensor)))
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -78,7 +77,7 @@ class ProcessGroupCommunicator:
             tensor = torch.cat(tensor.chunk(self.size, dim))
         tensor = tensor.contiguous()
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        reduce_scatter_single(scattered, tensor, group=self.group)
+        _wait(self._scatter(_real(scattered), _real(tensor)))
         return scattered
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
@@ -87,3 +86,13 @@ class ProcessGroupCommunicator:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return torch.cat(received.unbind(), concatenate_dim)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The numbers of a complex tensor, which not every backend knows, as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:  # of backends that wait themselves
+        work.wait()

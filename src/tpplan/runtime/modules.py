@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -74,8 +74,7 @@ class ModuleRuntime:
         walked: whether its own forward runs, whatever body its style has.
         body: what runs in place of the stock forward; None for that.
         replays: whether that is the record of the stock forward, which calls the modules inside.
-        bias_elsewhere: whether it is a linear layer whose bias a kernel adds later.
-        own: how to read each parameter of the module itself, by its name there.
+        weight, bias: how to read these parameters of the module itself; None for one that its body doesn't read.
         table: of an embedding table split by rows, the first that this rank holds, and the number of all.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
@@ -99,8 +98,8 @@ class ModuleRuntime:
     alone: ModuleRuntime | None = None
     body: Body | None = None
     replays: bool = False
-    bias_elsewhere: bool = False
-    own: Mapping[str, Reader] = field(default_factory=dict[str, Reader])
+    weight: Reader | None = None
+    bias: Reader | None = None
     table: tuple[int, int] = (0, 0)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -267,8 +266,10 @@ class ShardedLinear(ShardedModule):
             return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
-        bias = None if runtime.bias_elsewhere else _own(self, runtime, "bias")
-        result = functional.linear(input, _own(self, runtime, "weight"), bias)  # pyright: ignore[reportArgumentType]
+        own: dict[str, Any] = self._parameters
+        assert runtime.weight is not None
+        bias = None if runtime.bias is None else runtime.bias(own["bias"])
+        result = functional.linear(input, runtime.weight(own["weight"]), bias)
         return runtime.exits[0].step(result) if runtime.exits else result
 
 
@@ -285,8 +286,9 @@ class ReducedLinear(ShardedModule):
             return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
-        weight, bias = _own(self, runtime, "weight"), _own(self, runtime, "bias")
-        assert weight is not None
+        own: dict[str, Any] = self._parameters
+        assert runtime.weight is not None
+        weight, bias = runtime.weight(own["weight"]), None if runtime.bias is None else runtime.bias(own["bias"])
         result = input @ weight if runtime.transposed else functional.linear(input, weight)
         if runtime.exits:
             result = runtime.exits[0].step(result)
@@ -303,12 +305,14 @@ class VocabularyEmbedding(ShardedModule):
             return super().forward(input)
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
-        table = runtime.own["weight"](self._parameters["weight"])  # pyright: ignore
+        assert runtime.weight is not None
+        table = runtime.weight(self._parameters["weight"])  # pyright: ignore[reportArgumentType]
         rows, (first_row, all_rows) = table.shape[0], runtime.table
         local = input - first_row
-        foreign = (local < 0) | (local >= rows)
+        index = local.clamp(0, max(rows - 1, 0))
+        foreign = index != local
         # An id that no rank holds stays out of every rank's range, so that all of them raise as the stock table does.
-        index = local.masked_fill(foreign & (input >= 0) & (input < all_rows), 0)
+        index = index.masked_fill(input.clamp(0, all_rows - 1) != input, -1)
         padding: int | None = self.__dict__["padding_idx"]
         if padding is not None:
             padding -= first_row
@@ -319,12 +323,6 @@ class VocabularyEmbedding(ShardedModule):
             result = functional.embedding(index, table.new_zeros(1, table.shape[1])) + table.sum(0)
         result = result.masked_fill(foreign.unsqueeze(-1), 0)
         return runtime.exits[0].step(result) if runtime.exits else result
-
-
-def _own(module: nn.Module, runtime: ModuleRuntime, name: str) -> Tensor | None:
-    """A parameter of the module as its body reads it; None for one that it doesn't have, or never reads."""
-    read = runtime.own.get(name)
-    return None if read is None else read(module._parameters[name])  # pyright: ignore
 
 
 def replaces_body(module: nn.Module) -> bool:
