@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -240,6 +242,33 @@ def test_a_part_that_a_hook_keeps_is_told() -> None:
     program = tpplan.compile_plan(stock, plan_of(MLP), 2, (torch.zeros(2, 12, HIDDEN),))
     assert [d.code for d in program.diagnostics] == ["TP125"]
     assert not seen
+
+
+ELSEWHERE = """
+class Log:
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, module, arguments, result):
+        self.calls.append(result.shape)
+
+log, seen = Log(), []
+
+def hook(module, arguments, result):
+    seen.append(result.detach())
+    log(module, arguments, result)
+"""
+
+
+@pytest.mark.parametrize("name", ["hook", "log"])
+def test_what_a_hook_of_another_file_keeps_is_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file: Any = types.ModuleType("of_another_file")
+    exec(ELSEWHERE, file.__dict__)
+    monkeypatch.setitem(sys.modules, "of_another_file", file)
+    stock = Leaves(lambda own, h: None)
+    stock.down.register_forward_hook(getattr(file, name))
+    tpplan.compile_plan(stock, plan_of(MLP), 2, (torch.zeros(2, 12, HIDDEN),))
+    assert not file.seen and not file.log.calls
 
 
 class Reads(nn.Module):

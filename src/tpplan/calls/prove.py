@@ -5,6 +5,7 @@ from __future__ import annotations
 from tpplan.calls.rehearse import rehearse
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
+from tpplan.compiler.trace.capture import without_collection
 
 
 def prove(request: Request) -> Compiled:
@@ -14,8 +15,9 @@ def prove(request: Request) -> Compiled:
         CompileError: plan and model don't fit together.
         InternalError: the backward of what was compiled can't run.
     """
-    compiled = compile_call(request)
-    rehearse(request.model, compiled, request.arguments, request.keywords)
+    with without_collection():
+        compiled = compile_call(request)
+        rehearse(request.model, compiled, request.arguments, request.keywords)
     return compiled
 
 

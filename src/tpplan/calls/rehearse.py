@@ -28,7 +28,7 @@ from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
 from tpplan.compiler.ir.trace import Location, Path
 from tpplan.compiler.pipeline import Compiled
-from tpplan.compiler.trace.capture import argument_names, on_shapes, without_collection
+from tpplan.compiler.trace.capture import argument_names, on_shapes
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
@@ -99,8 +99,7 @@ def rehearse(
     ranks = {id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}
     found: list[Rehearsed] = []
     for rank in sorted(ranks.values()):
-        with without_collection():
-            found.append(_rehearse(model, compiled, with_tensors(arguments, keywords, names, _like), rank))
+        found.append(_rehearse(model, compiled, with_tensors(arguments, keywords, names, _like), rank))
     return found
 
 
@@ -240,7 +239,11 @@ def _predicted(program: Program, standing: frozenset[str]) -> Counter[str]:
 
 def _is_in(name: str, modules: frozenset[str]) -> bool:
     """Whether a module or a parameter is one of `modules`, or inside of one."""
-    return name in modules or any(name.startswith(f"{module}.") for module in modules)
+    while name not in modules:
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
+    return True
 
 
 __all__ = ["Rehearsed", "ShapeCommunicator", "rehearse"]

@@ -178,7 +178,8 @@ class ShardedModule(Watched):
             owner.__dict__[name] = read(owner._buffers[name])  # pyright: ignore
         try:
             if runtime.random is None or not self.training:
-                result = self._body(runtime, args, kwargs)
+                replaced = runtime.body is not None
+                result = self._body(runtime, args, kwargs) if replaced else super().forward(*args, **kwargs)
             else:
                 with runtime.random:
                     result = self._body(runtime, args, kwargs)

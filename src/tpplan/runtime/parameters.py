@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, native_apply, new_gradient, own_parameters
+from tpplan.compat import local_of, native_apply, new_gradient
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.packed import PackedTensor
@@ -276,9 +276,11 @@ class BlockReader:
 
     def _readable(self, wanted: Tensor) -> list[Tensor]:
         """The block's parameters as they are now, `wanted` first, without those that FSDP still holds sharded."""
-        readable: dict[int, Tensor] = {id(wanted): wanted}
+        readable = [wanted]
         for owner, name in self._members:
-            parameter = own_parameters(owner)[name]
-            if isinstance(parameter, DTensor) and parameter.requires_grad and len(parameter.placements) == 1:
-                readable[id(parameter)] = parameter
-        return list(readable.values())
+            parameter = owner._parameters[name]
+            if parameter is wanted or not isinstance(parameter, DTensor) or not parameter.requires_grad:
+                continue
+            if len(parameter.placements) == 1:
+                readable.append(parameter)
+        return readable

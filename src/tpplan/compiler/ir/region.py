@@ -16,7 +16,7 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack
-from tpplan.compiler.ir.trace import Frame, Location, Path
+from tpplan.compiler.ir.trace import Frame, Location, Path, operator_name
 from tpplan.plan import Pin, Style
 
 _PICKS = 64
@@ -64,7 +64,7 @@ class OperationNode:
     @property
     def name(self) -> str:
         """The operator's name, such as `aten.mm.default`."""
-        return str(self.target)
+        return operator_name(self.target)
 
 
 @dataclass(frozen=True, slots=True)

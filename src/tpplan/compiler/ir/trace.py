@@ -6,6 +6,7 @@ inside (a `Crossing`), so that a crossing is a node of the data flow: the one pl
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,6 +72,12 @@ class Location:
         return f"{name}:{self.line}"
 
 
+@functools.cache
+def operator_name(target: OpOverload) -> str:
+    """An operator's name, such as `aten.mm.default`."""
+    return str(target)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One aten operator call.
@@ -95,7 +102,7 @@ class Operation:
     @property
     def name(self) -> str:
         """The operator's name, such as `aten.mm.default`."""
-        return str(self.target)
+        return operator_name(self.target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ _LOOKUPS = frozenset(
         "index_select.default", "scatter.src", "scatter.value", "scatter_add.default", "take.default",
     )
 )  # fmt: skip
+_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 class BoundaryRule(Protocol):
@@ -283,7 +284,12 @@ def _read_from(
     skeleton: Skeleton, call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str], around: Surroundings
 ) -> list[Tensor]:
     """The tensors that a run may read which it hasn't made."""
-    attributes = [held for _, module in named_modules(skeleton.model) for held in vars(module).values()]
+    attributes = [
+        held
+        for _, module in named_modules(skeleton.model)
+        for name, held in vars(module).items()
+        if name not in _TABLES and (type(held) is not dict or held)
+    ]
     return [
         *(parameter for parameter, _ in skeleton.parameters),
         *(buffer for buffer, _ in skeleton.buffers),

@@ -31,6 +31,7 @@ from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 _FEW = 1000  # items of a container that are told apart
 _LAST = 8  # of a longer list
+_LENGTH = " (its length)"
 
 State = dict[str, Any]
 
@@ -106,10 +107,12 @@ def _collect(
     kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
     if issubclass(kind, (list, dict, set)) and kind not in CONTAINERS and kind is not WatchedList:
         return  # its class may make anything of what it stores
+    if str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0] == "torch":
+        return  # what torch keeps is no state of the model
     seen.add(id(held))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(held, (list, dict, set)):
         count = len(held)  # pyright: ignore[reportUnknownArgumentType]
-        found[f"{name} (its length)"] = Slot(count, put, held if type(held) is list else None)  # pyright: ignore
+        found[f"{name}{_LENGTH}"] = Slot(count, put, held if type(held) is list else None)  # pyright: ignore
         if count > _FEW and not isinstance(held, list):
             return
     if isinstance(held, list):
@@ -268,6 +271,7 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
     """
     slots = slots_of(model, around)
     tensors: set[int] = set()
+    lists = [n.removesuffix(_LENGTH) for n in names if n in slots and slots[n].counted is not None]
     for name in sorted(names & slots.keys(), key=len, reverse=True):  # what a list holds before the list
         slot = slots[name]
         if isinstance(slot.value, Tensor):
@@ -276,9 +280,9 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
             longer = WatchedList(slot.counted)
             longer.note = functools.partial(note, name)
             slot.put(longer)
-        elif type(slot.value) in (int, float) and slot.put is not None and not name.endswith("(its length)"):
+        elif type(slot.value) in (int, float) and slot.put is not None and not name.endswith(_LENGTH):
             slot.put(Watched(slot.value, name, note))
-        else:
+        elif not any(name.startswith(f"{grown}[") for grown in lists):  # whoever reads that reads the list
             raise StateError(f"`{name}` changes with each call, and later calls may depend on it", name)
     return tensors
 

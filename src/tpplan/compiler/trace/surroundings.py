@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, random_state, set_random_state
+from tpplan.compat import global_hooks, hooks_of, named_modules, random_state, set_random_state
 from tpplan.compiler.ir.hidden import hidden_tensors
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
@@ -32,6 +32,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None), tuple))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+_CODE = (type, FunctionType, nn.Module, _CACHE)
 _LARGEST = 1 << 16
 
 
@@ -102,7 +103,7 @@ class Surroundings:
             and (
                 type(held) in _SCALARS
                 or isinstance(held, (Tensor, *CONTAINERS))
-                or (type(held).__module__ in self._files and hasattr(held, "__dict__") and not callable(held))
+                or (type(held).__module__ in self._files and hasattr(held, "__dict__") and not isinstance(held, _CODE))
             )
         }
 
@@ -151,7 +152,9 @@ def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield f"{kind.__module__}.{kind.__qualname__}", Space(kind)
     waiting = [kind.__module__ for kind in kinds]
-    waiting += [h.__module__ for _, m in named_modules(model) for h in vars(m).values() if type(h) is FunctionType]
+    hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
+    held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
+    waiting += [_home(function) for function in (*held, *hooks)]
     seen: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -163,6 +166,14 @@ def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
         for held in list(vars(module).values()):
             if isinstance(held, (FunctionType, type, _CACHE)) and _is_users(getattr(held, "__module__", None)):
                 waiting.append(held.__module__)  # pyright: ignore
+
+
+def _home(function: Any) -> str:
+    """The module of Python in which a function, or the class of an object that is called, is written."""
+    while isinstance(function, functools.partial):
+        function = function.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    function = getattr(function, "__func__", function)
+    return (function if isinstance(function, FunctionType) else type(function)).__module__
 
 
 @functools.cache
