@@ -309,6 +309,9 @@ def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:
     return operand
 
 
+_Question = tuple[OpOverload, tuple[Any, ...], tuple[tuple[str, Any], ...], int]
+
+
 class NoRule(Exception):
     """DTensor has no sharding rule for the operator, or its rule refused these placements; the text says which."""
 
@@ -321,13 +324,36 @@ def propagate(
     Tensor operands are `OperatorMeta`; anything else is passed through. Returns one placement for each tensor result,
     or None where the propagator would first have to move an operand. Raises `NoRule` where it has no answer.
     """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    rules = tuple(
+        id(getattr(propagator, table, {}).get(operator))
+        for table in ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    )
+    question = (operator, tuple(arguments), tuple(keywords.items()), size)
+    try:
+        answer = _remembered(question, rules)
+    except TypeError:  # an argument that can't be hashed
+        answer = _asked(question)
+    if isinstance(answer, NoRule):
+        raise answer
+    return None if answer is None else [*answer]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _remembered(question: _Question, rules: tuple[int, ...]) -> tuple[Placement | None, ...] | NoRule | None:
+    """As `_asked`, which takes ten milliseconds; `rules` are those that the operator has now."""
+    return _asked(question)
+
+
+def _asked(question: _Question) -> tuple[Placement | None, ...] | NoRule | None:
+    operator, arguments, keywords, size = question
     mesh = fake_mesh(size)
     propagator = DTensor._op_dispatcher.sharding_propagator
     single_dim: Mapping[OpOverload, Any] = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {})
     schema = OpSchema(
         operator,
         tuple(_to_spec(mesh, a) for a in arguments),
-        {name: _to_spec(mesh, a) for name, a in keywords.items()},
+        {name: _to_spec(mesh, a) for name, a in keywords},
         schema_info=propagator.op_to_schema_info.get(operator) or single_dim.get(operator),
     )
     try:
@@ -335,8 +361,8 @@ def propagate(
     except Exception as error:  # the propagator raises bare RuntimeErrors, NotImplementedErrors and assertions alike
         viewed = _view_placement(operator, arguments, size)
         if viewed is not None:
-            return [viewed]
-        raise NoRule(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+            return (viewed,)
+        return NoRule(str(error).splitlines()[0] if str(error) else type(error).__name__)
     if sharding.needs_redistribute and sharding.redistribute_schema is not None:
         # The flag is also set where only *size arguments* must become local; a changed operand is communication.
         suggested = _specs(sharding.redistribute_schema)
@@ -345,9 +371,9 @@ def propagate(
                 return None
     output: Any = sharding.output_spec
     if output is None:
-        return []
+        return ()
     outputs: list[DTensorSpec | None] = [*output] if isinstance(output, (list, tuple)) else [output]  # pyright: ignore
-    return [None if spec is None else spec.placements[0] for spec in outputs]
+    return tuple([None if spec is None else spec.placements[0] for spec in outputs])
 
 
 def register_sharding(operator: OpOverload, rule: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,13 +45,12 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.runtime.preload"])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": _with_root()}):
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 path = str(Path(self._folder.name) / "rendezvous")
@@ -59,11 +59,6 @@ class World:
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
 
     def run(self, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
         """Call `function(member, *arguments)` everywhere; the results by rank."""
@@ -102,6 +97,11 @@ class World:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+
+def _with_root() -> str:
+    """The path of Python, such that the server finds this folder's modules before it forks."""
+    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 _worlds: dict[int, World] = {}
