@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """What the processes of a world import; the server that they are forked from does so once."""
 
 import torch.distributed.checkpoint
