@@ -10,4 +10,4 @@ import transformers.models.llama.modeling_llama
 import transformers.models.opt.modeling_opt
 
 import tests.models.tiny
-import tpplan.api  # noqa: F401
+import tpplan.api
