@@ -46,7 +46,7 @@ def test_what_is_predicted_is_what_torch_counts(plan: str, rows: dict[tuple[str,
     assert row["agrees"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_plan_with_an_architecture_is_predicted_rightly() -> None:
     with fake_process_group(2):
         measured = collectives.measure()

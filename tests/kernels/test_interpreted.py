@@ -80,7 +80,7 @@ def test_kernels_are_right_when_interpreted() -> None:
     run_interpreted()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @needs_interpreter
 def test_kernels_are_right_when_interpreted_for_more_sizes() -> None:
     run_interpreted("-m", "slow")

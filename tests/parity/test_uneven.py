@@ -60,9 +60,17 @@ def test_programs_survive_json(name: str, tp: int) -> None:
     assert again == program and again.digest == program.digest
 
 
-@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["mlp", "packed, split by an attribute", "vocabulary", "tied vocabulary", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.slow if name in ("packed, split by an attribute", "vocabulary") else pytest.mark.sweep,
+        )
+        for name in ("mlp", "packed, split by an attribute", "vocabulary", "tied vocabulary", "gpt2")
+    ],
+)
 def test_processes_compute_the_same(name: str) -> None:
     (model, _, call), program = compiled(name, 2)
     report = verify_program(model, program, call, processes=True)
