@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -185,6 +186,20 @@ def test_layers_that_count_together_are_no_difference() -> None:
     plan = {f"layers.*.{name}": style for name, style in MLP.items()}
     tpplan.compile_plan(Counts(), plan_of(plan), 2, (torch.zeros(2, 12, HIDDEN),))
     assert COUNTS["calls"] == 0
+
+
+@functools.lru_cache
+def known() -> bool:
+    return True
+
+
+def asks_a_cache(own: Leaves, h: Tensor) -> None:
+    assert known()
+
+
+def test_what_a_cache_keeps_is_no_number_that_is_left() -> None:
+    known.cache_clear()
+    tpplan.compile_plan(Leaves(asks_a_cache), plan_of(MLP), 2, (torch.zeros(2, 12, HIDDEN),))
 
 
 class CountingLinear(nn.Linear):

@@ -31,13 +31,14 @@ from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value, Written
+from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.compiler.trace.state import is_same
 from tpplan.plan import Style
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))
@@ -147,7 +148,7 @@ def _check_rank(
     assert found or failed is None, failed.module
     if run is not None:
         found += _compare_numbers(given, state.results["", 0], run)
-        left = _compare_written(given, run.written)
+        left = _compare_written(given, run)
         if left and boundary.skipped - {key for key in boundary.skipped if key[0] in excused} and not every_call:
             return _check_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
         found += left
@@ -224,15 +225,12 @@ def _listed(numbers: Tensor) -> str:
     return str(numbers.tolist())  # pyright: ignore
 
 
-def _compare_written(given: CheckInput, run: Mapping[str, Written]) -> list[Mismatch]:
+def _compare_written(given: CheckInput, run: Trace) -> list[Mismatch]:
     """Numbers that the run leaves in attributes and globals must be those of the unsharded model, too."""
     place = len(given.trace.recorded.body)
-    whole = given.trace.written
-    for name in dict.fromkeys((*run, *whole)):
-        # What one of the runs has not changed is what it was before, in both.
-        expected = whole[name].after if name in whole else run[name].before
-        held = run[name].after if name in run else whole[name].before
-        if held == expected:
+    for name in sorted(run.written | given.trace.written):
+        expected, held = given.trace.state.get(name), run.state.get(name)
+        if is_same(held, expected):
             continue
         sizes = (_as_sizes(expected), _as_sizes(held))
         reason = f"it leaves {held!r} instead of {expected!r} in `{name}`"

@@ -229,14 +229,6 @@ class Sides(frozenset[Location]):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What a place holds before and after a run, if it can be told in numbers or text."""
-
-    before: object
-    after: object
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """One run of the model.
 
@@ -261,7 +253,8 @@ class Trace:
         sides: those that branches on data were told to take.
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
         tested: values that the model branches on, with the lines where it does.
-        written: what the run changes in attributes, globals and what these hold, by place.
+        written: the places that the run changes: attributes, globals and what these hold.
+        state: what all such places hold after the run, in numbers or text; None for what can't be told so.
         outside: of what is `kept` that which no attribute of a module holds, but a hook or a global.
         seeded: random numbers that were drawn after the forward had set the generator.
     """
@@ -285,7 +278,8 @@ class Trace:
     sides: Sides = field(default_factory=Sides)
     cached: frozenset[CodeType] = frozenset()
     tested: dict[int, Location | None] = field(default_factory=dict["int", "Location | None"])
-    written: dict[str, Written] = field(default_factory=dict[str, Written])
+    written: frozenset[str] = frozenset()
+    state: Mapping[str, object] = field(default_factory=dict[str, object])
     outside: frozenset[int] = frozenset()
     seeded: frozenset[int] = frozenset()
 

@@ -35,7 +35,7 @@ from tpplan.compiler.trace.hooks import note_module_hooks
 from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.skeleton import Skeleton
-from tpplan.compiler.trace.state import Slot, described, slots_of, written
+from tpplan.compiler.trace.state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 
 _LOOKUPS = frozenset(
@@ -190,7 +190,7 @@ def _record(
     for _, tensor in held_tensors(skeleton.model):
         recorder.outlives(tensor)
     standing = slots_of(skeleton.model, around) if state.leaves else {}
-    before, numbers = {id(tensor) for _, tensor in _tensors_of(skeleton.model, standing)}, described(standing)
+    before, numbers = {id(tensor) for _, tensor in _tensors_of(skeleton.model, standing)}, told(standing)
     buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
     called = argument_names(type(skeleton.model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)
@@ -274,7 +274,8 @@ def _record(
         recorder.taken,
         frozenset(code for cache in around.caches.values() if (code := getattr(cache.__wrapped__, "__code__", None))),
         dict(recorder.tested),
-        written(numbers, described(standing)),
+        frozenset(changes(numbers, told(standing))),
+        told(standing),
         outside,
         frozenset(recorder.seeded),
     )

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from tpplan.compat import hooks_of, local_of, named_modules, own_buffers
 from tpplan.compiler.ir.hidden import is_plain, members
-from tpplan.compiler.ir.trace import Written
 from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
@@ -54,12 +53,14 @@ class Slot:
         put: how to put another value there; None if nobody can.
         counted: the list whose length it is.
         outside: whether it is a hook's or Python's own, and no attribute of a module.
+        cached: whether it is the size of a `functools.lru_cache`.
     """
 
     value: Any
     put: Callable[[Any], None] | None
     counted: list[Any] | None = None
     outside: bool = False
+    cached: bool = False
 
 
 def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
@@ -83,7 +84,7 @@ def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
             _collect(f"{name}.{leaf}", item, _name(space, leaf), found, seen)
     found |= {name: replace(slot, outside=True) for name, slot in found.items() if name not in own}
     for cache in around.caches.values():
-        found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, None)
+        found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, None, cached=True)
     return found
 
 
@@ -149,9 +150,9 @@ def described(slots: Mapping[str, Slot]) -> State:
     return {name: _described(slot.value) for name, slot in slots.items()}
 
 
-def _described(held: Any) -> object:
+def _described(held: Any) -> tuple[object, object]:
     if isinstance(held, Watched):
-        return held.number
+        return (type(held.number).__name__, held.number)
     if not isinstance(held, Tensor):
         return (type(held).__name__, held)
     if held.is_meta or held.numel() > _FEW or held.layout is not torch.strided or held.is_quantized:
@@ -159,26 +160,26 @@ def _described(held: Any) -> object:
     return ("Tensor", cast("object", local_of(held).tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _is_same(one: object, other: object) -> bool:
+def is_same(one: object, other: object) -> bool:
+    """Whether two places hold the same numbers or text."""
     return one == other or repr(one) == repr(other)  # NaN is not equal to itself
 
 
 def changes(before: State, after: State) -> Iterator[str]:
     """The names of what differs."""
     for name in (*after, *(name for name in before if name not in after)):
-        if name not in before or name not in after or not _is_same(before[name], after[name]):
+        if name not in before or name not in after or not is_same(before[name], after[name]):
             yield name
 
 
-def written(before: State, after: State) -> dict[str, Written]:
-    """The numbers and texts that a call has written, by the name of the place."""
-    return {name: Written(_told(before.get(name)), _told(after.get(name))) for name in changes(before, after)}
+def told(slots: Mapping[str, Slot]) -> State:
+    """The numbers and texts in each place; of what can't be told so, None. What is cached is nobody's result."""
+    return {name: _told(slot.value) for name, slot in slots.items() if not slot.cached}
 
 
-def _told(described: Any) -> object:
-    """What a place holds, if it can be told in numbers or text."""
-    kind, held = described if isinstance(described, tuple) else (None, None)  # pyright: ignore[reportUnknownVariableType]
-    return cast("object", held) if isinstance(kind, str) else None
+def _told(held: Any) -> object:
+    kind, content = _described(held)
+    return content if isinstance(kind, str) else None
 
 
 class Watched:
@@ -287,4 +288,4 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
     return tensors
 
 
-__all__ = ["State", "StateError", "Watched", "changes", "described", "slots_of", "watch", "written"]
+__all__ = ["State", "StateError", "Watched", "changes", "described", "is_same", "slots_of", "told", "watch"]
