@@ -46,6 +46,16 @@ def _few_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
+def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a verification start from one that has imported what they need, unless a test is about that."""
+    marked = request.node.get_closest_marker
+    if marked("processes") is not None and marked("spawned") is None:
+        from tests.runtime.world import start_forked
+
+        monkeypatch.setattr("tpplan.parity.processes.spawn", start_forked)
+
+
+@pytest.fixture(autouse=True)
 def _fixed_seeds() -> None:
     # numpy and torch are seeded only where a test has imported them, so that the torch-free tests stay quick.
     random.seed(0)

@@ -104,6 +104,7 @@ def test_it_computes_the_same(kind: str, size: int) -> None:
         assert report.ok, report.problems
 
 
+@pytest.mark.processes
 def test_on_processes() -> None:
     report = tpplan.verify(Torch(cross=True), TORCH_PLAN, 2, ACTIVATIONS, processes=True)
     assert report.ok, report.problems

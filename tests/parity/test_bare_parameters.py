@@ -103,6 +103,7 @@ def test_it_computes_the_same(name: str, size: int) -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.processes
 def test_on_processes() -> None:
     report = tpplan.verify(Block(), {"version": 1, "modules": EXPERT_RULES}, 2, ACTIVATIONS, processes=True)
     assert report.ok, report.problems

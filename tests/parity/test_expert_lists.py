@@ -140,6 +140,7 @@ def test_tokens_that_all_go_to_the_same_experts(dispatch: Dispatch, size: int) -
     assert report.ok, report.problems
 
 
+@pytest.mark.processes
 def test_on_processes() -> None:
     report = tpplan.verify(Block(), PLAN, 2, ACTIVATIONS, processes=True)
     assert report.ok, report.problems

@@ -94,6 +94,7 @@ def test_forces_without_a_second_derivative() -> None:
     prove(Energy(create_graph=False), RULES, 2)
 
 
+@pytest.mark.processes
 def test_forces_on_processes() -> None:
     model = Energy().double()
     report = tpplan.verify(model, {"version": 1, "modules": RULES}, 2, positions(), processes=True)

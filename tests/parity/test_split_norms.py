@@ -74,6 +74,7 @@ def test_the_statistic_is_summed(norm: type[nn.Module], size: int) -> None:
     assert report.ok, report.problems
 
 
+@pytest.mark.processes
 def test_on_processes() -> None:
     report = tpplan.verify(Attention(nn.LayerNorm), PLAN, 2, ACTIVATIONS, processes=True)
     assert report.ok, report.problems

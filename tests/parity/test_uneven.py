@@ -78,6 +78,7 @@ def test_processes_compute_the_same(name: str) -> None:
     assert report.collectives == report.predicted
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_four_processes_of_which_one_holds_nothing_compute_the_same() -> None:
     (model, _, call), program = compiled("vocabulary that leaves a rank without rows", 4)

@@ -202,7 +202,9 @@ def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pyte
 LLAMA: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("plan", ["plans/llama.yaml", "plans/llama-sequence.yaml"])
+@pytest.mark.parametrize(
+    "plan", ["plans/llama.yaml", pytest.param("plans/llama-sequence.yaml", marks=pytest.mark.slow)]
+)
 def test_a_call_without_the_mask_of_the_example_or_with_embeddings(plan: str) -> None:
     """With as few key heads as that, attention repeats them otherwise where it has a mask."""
     stock = tiny_model("llama", **LLAMA)[0]

@@ -45,12 +45,11 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.runtime.preload"])
+        context = _server()
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": _with_root()}):
+        with _environment():
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 path = str(Path(self._folder.name) / "rendezvous")
@@ -99,9 +98,26 @@ class World:
         self._folder.cleanup()
 
 
-def _with_root() -> str:
-    """The path of Python, such that the server finds this folder's modules before it forks."""
-    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+def start_forked(function: Callable[..., object], args: tuple[Any, ...], nprocs: int, join: bool) -> Any:
+    """As `torch.multiprocessing.spawn`, with processes that needn't import anything."""
+    from torch.multiprocessing.spawn import start_processes
+
+    _server()
+    with _environment():
+        return start_processes(function, args, nprocs, join, start_method="forkserver")
+
+
+def _server() -> Any:
+    """What forks processes, from one that has imported torch, transformers and tpplan."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.runtime.preload"])
+    return context
+
+
+def _environment() -> Any:
+    """One thread a process; and a path of Python by which the server finds this folder's modules."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
 
 
 _worlds: dict[int, World] = {}
