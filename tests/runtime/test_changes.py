@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -127,17 +128,32 @@ def test_a_flag_in_settings_is_followed() -> None:
     assert max(worst(BySettings().double(), MLP, 2, EXAMPLE, calls)) < TOLERANCE
 
 
+class Slotted:
+    """Settings without a dict."""
+
+    __slots__ = ("unset", "wide")
+
+    def __init__(self) -> None:
+        self.wide = False
+
+
 class ByContents(Mlp):
-    """Dicts, lists and numbers in them decide."""
+    """Dicts, lists and numbers in them decide, and other objects and classes."""
+
+    scale = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.options: dict[str, Any] = {"wide": False, "more": {"factors": [1]}, "flag": 1}
         self.names = ["narrow"]
+        self.slotted, self.read, self.queue = Slotted(), defaultdict[str, bool](bool), deque([False], maxlen=1)
+        self.ordered = OrderedDict(wide=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x) * self.options["more"]["factors"][0]
+        y = self.up(x) * self.options["more"]["factors"][0] * self.scale
         y = y.softmax(-1) if self.options["wide"] or "wide" in self.names else y
+        y = y.softmax(-1) if self.read["wide"] or self.queue[0] or self.ordered["wide"] else y
+        y = y.softmax(-1) if self.slotted.wide or self.scale > 1 else y
         return self.down(y.log_softmax(-1) if self.options["flag"] is True else functional.gelu(y))
 
 
@@ -146,6 +162,10 @@ CONTENTS: dict[str, Callable[[Any], Any]] = {
     "list": lambda model: model.names.append("wide"),
     "nested": lambda model: model.options["more"]["factors"].__setitem__(0, 3),
     "type": lambda model: model.options.__setitem__("flag", True),
+    "slots": lambda model: setattr(model.slotted, "wide", True),
+    "defaultdict": lambda model: model.read.update(wide=True),
+    "deque": lambda model: model.queue.append(True),
+    "ordered": lambda model: model.ordered.update(wide=True),
 }
 
 
@@ -154,6 +174,21 @@ def test_what_a_module_holds_may_be_changed_in_place(change: Callable[[Any], Any
     torch.manual_seed(0)
     calls = [((x(),), {}), change, ((x(),), {}), ((x(),), {})]
     assert max(worst(ByContents().double(), MLP, 2, EXAMPLE, calls)) < TOLERANCE
+
+
+@pytest.mark.processes
+def test_an_attribute_of_a_class_is_followed() -> None:
+    assert max(world(2).run(_class_changed)) < TOLERANCE
+
+
+def _class_changed(member: Member) -> float:
+    stock = ByContents().double()
+    sharded = tpplan.parallelize(copy.deepcopy(stock), {"version": 1, "modules": MLP}, member.mesh(), (x(),))
+    errors: list[float] = []
+    for scale in (1, 2, 1):
+        ByContents.scale = scale
+        errors.append(float((sharded(x()) - stock(x())).abs().max()))
+    return max(errors)
 
 
 class Lora(nn.Module):

@@ -80,9 +80,13 @@ class Changes:
             return self._look_at({*writes.noted, *self._broken}) or changed
         return changed
 
-    def settle(self) -> None:
-        """Take what was written to settings since the last look as written by a forward, which its proof follows."""
-        self._settings.leave_out_changed()
+    def settle(self, forget: bool) -> None:
+        """Take what was written to settings since the last look as written by a forward, which its proof follows.
+
+        Args:
+            forget: whether forwards go on writing, so that these settings can't be looked at any more.
+        """
+        self._settings.settle(forget)
 
     def compare(self) -> bool:
         """As `look`, for all that the model holds, however it was changed."""

@@ -85,6 +85,7 @@ class CallGuard:
         self._changes: Changes | None = None
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = False
+        self._writes = compiled.keeps_writing
         self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._paths = Paths(rank if axis is None else axis.rank, always)
@@ -168,7 +169,7 @@ class CallGuard:
         """Take a call as proved: it kept to a proved path on every rank."""
         decision.proof.meet(decision.key)
         if self._changes is not None:
-            self._changes.settle()
+            self._changes.settle(self._writes)
 
     def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
         """The proof of a call at its own sizes, by these sides of branches on data, and whether it changes attributes.
@@ -271,6 +272,7 @@ class CallGuard:
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
         program = compiled.program
+        self._writes |= compiled.keeps_writing
         there = (*(() if first is None else (first,)), base, *self._proofs)
         known = next((p for p in there if p.plan is base.plan and covers(p.program, program)), None)
         self._refuse_difference(program if known is None else known.program, base.plan, call)

@@ -2,13 +2,17 @@
 
 model.config.use_cache = False         the skeleton's config gets the flag, and calls are proved anew
 model.options["causal"] = True         so does its dict
+Block.scale = 2.0                      a class of the user's is the skeleton's as well
 
 What a forward writes itself is for its proof to follow, and no longer looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,23 +20,43 @@ from torch import nn
 
 from tpplan.compiler.ir.objects import PLAIN, is_opaque
 from tpplan.compiler.trace.skeleton import transplanted
+from tpplan.compiler.trace.surroundings import is_users
 from tpplan.runtime.contents import MISSING, is_same
 
-_CONTAINERS = (dict, list, set)
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 _NUMBERS = frozenset((bool, int, float))
 _DEPTH = 4
 _MOST = 256  # entries of a container that is looked at
 
 
-@dataclass(slots=True)
+class _Slots:
+    """The attributes of an object whose class names them in `__slots__`, as a container."""
+
+    __hash__ = None  # pyright: ignore
+
+    def __init__(self, owner: object, names: Sequence[str]) -> None:
+        self._owner, self._names = owner, names
+
+    def copy(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in self._names if hasattr(self._owner, name)}
+
+    def values(self) -> Iterable[Any]:
+        return self.copy().values()
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
+
+@dataclass(slots=True, eq=False)
 class _Table:
     """A container, what it held when it was looked at last, and how it hangs together with what a module holds.
 
     Attributes:
-        held: a dict, also of an object's attributes, a list or a set.
-        root: the object or container that a module holds, which is `held` or leads to it.
-        copied: the skeleton's copy of the root.
+        held: a dict, also of an object's or a class's attributes, a list or a set.
+        root: the object, class or container that a module holds, which is `held` or leads to it.
+        copied: the skeleton's copy of the root; a class itself, which is the skeleton's as well.
         entry: the root's attribute that leads here; empty where the root is a container.
+        before, kinds: what it held, and the types of that.
     """
 
     held: Any
@@ -41,6 +65,14 @@ class _Table:
     entry: str
     before: Any = None
     kinds: tuple[type, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Table:
+        if isinstance(self.root, type):
+            return copy.copy(self)  # a copy of a model is of the same classes
+        made = memo[id(self)] = copy.copy(self)
+        for name in ("held", "root", "copied", "before"):
+            setattr(made, name, copy.deepcopy(getattr(self, name), memo))
+        return made
 
     def remember(self) -> None:
         """Take it as it is."""
@@ -58,23 +90,25 @@ class _Table:
         if self.entry or isinstance(self.root, _CONTAINERS):
             yield self.entry
             return
-        before, now = cast("dict[str, Any]", self.before), cast("dict[str, Any]", self.held)
+        before, now = cast("dict[str, Any]", self.before), cast("dict[str, Any]", self.held.copy())
         for name in {*before, *now}:
             if not is_same(before.get(name, MISSING), now.get(name, MISSING)):
                 yield name
 
     def follow(self, twins: Mapping[nn.Module, nn.Module]) -> None:
         """Set the same in the skeleton's copy."""
+        if self.copied is self.root:
+            return
         if isinstance(self.root, _CONTAINERS):
             made: Any = transplanted(self.root, twins)
             self.copied.clear()
-            (self.copied.extend if isinstance(made, list) else self.copied.update)(made)
+            (self.copied.extend if isinstance(made, (list, deque)) else self.copied.update)(made)
             return
-        now = cast("dict[str, Any]", vars(self.root))
         for name in self.names():
-            vars(self.copied).pop(name, None)
-            if name in now:
-                vars(self.copied)[name] = transplanted(now[name], twins)
+            if hasattr(self.copied, name):
+                object.__delattr__(self.copied, name)
+            if hasattr(self.root, name):
+                object.__setattr__(self.copied, name, transplanted(getattr(self.root, name), twins))
 
 
 class Settings:
@@ -83,10 +117,16 @@ class Settings:
     def __init__(self, held: Mapping[nn.Module, Mapping[str, Any]], twins: Mapping[nn.Module, nn.Module]) -> None:
         """Watch the settings among the attributes `held` by modules, of which `twins` has the skeleton's."""
         self._twins = twins
-        self._tables = list(_tables(dict(_roots(held, twins))))
+        self._tables = [*_tables(dict(_roots(held, twins))), *_classes(map(type, twins.values()))]
         for table in self._tables:
             table.remember()
         self._index()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        made = memo[id(self)] = copy.copy(self)
+        made._twins, made._tables = copy.deepcopy((self._twins, self._tables), memo)
+        made._index()
+        return made
 
     def _index(self) -> None:
         """Lay out what is compared at each call."""
@@ -115,15 +155,31 @@ class Settings:
             table.remember()
         self._index()
 
-    def leave_out_changed(self) -> None:
-        """Look no more at what was written to since it was followed last."""
-        if not self._is_unchanged():
-            self._tables = [table for table in self._tables if not table.changed()]
-            self._index()
+    def settle(self, forget: bool) -> None:
+        """Take what was written to since the last look as written by a forward.
+
+        Args:
+            forget: whether forwards go on writing, so that it isn't looked at any more.
+        """
+        if self._is_unchanged():
+            return
+        for table in [table for table in self._tables if table.changed()]:
+            if forget:
+                self._tables.remove(table)
+            else:
+                table.remember()
+        self._index()
 
 
 def _kinds(held: Any) -> tuple[type, ...]:
-    return tuple(map(type, held.values() if isinstance(held, dict) else held))  # pyright: ignore
+    return tuple(map(type, held.values() if hasattr(held, "values") else held))
+
+
+def _classes(kinds: Iterable[type]) -> Iterator[_Table]:
+    """The attributes of the classes that users wrote themselves."""
+    for kind in dict.fromkeys(base for owner in kinds for base in owner.__mro__):
+        if is_users(kind.__module__):
+            yield _Table(vars(kind), kind, kind, "")
 
 
 def _roots(
@@ -144,8 +200,8 @@ def _tables(roots: Mapping[int, tuple[Any, Any]]) -> Iterator[_Table]:
         if isinstance(root, _CONTAINERS):
             yield from _inside(root, root, copied, "", roots, seen, _DEPTH)
             continue
-        yield _Table(vars(root), root, copied, "")
-        for name, item in cast("dict[str, Any]", vars(root)).items():
+        yield from _attributes(root, root, copied, "")
+        for name, item in _items(root):
             if id(item) not in roots:
                 yield from _inside(item, root, copied, name, roots, seen, _DEPTH)
 
@@ -167,18 +223,40 @@ def _inside(
         items = [*held]  # pyright: ignore[reportUnknownVariableType]
     elif _has_flags(held):
         seen.add(id(held))
-        yield _Table(vars(held), root, copied, entry)
-        items = [*vars(held).values()]
+        yield from _attributes(held, root, copied, entry)
+        items = [item for _, item in _items(held)]
     else:
         return
     for item in items:
         yield from _inside(item, root, copied, entry, roots, seen, depth - 1)
 
 
+def _attributes(held: object, root: Any, copied: Any, entry: str) -> Iterator[_Table]:
+    if getattr(held, "__dict__", None):
+        yield _Table(vars(held), root, copied, entry)
+    if _slots(type(held)):
+        yield _Table(_Slots(held, _slots(type(held))), root, copied, entry)
+
+
+def _items(held: object) -> list[tuple[str, Any]]:
+    slots = _Slots(held, _slots(type(held))).copy()
+    return [*getattr(held, "__dict__", {}).items(), *slots.items()]
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names in the `__slots__` of a class that is written in Python."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        names: Any = vars(base).get("__slots__", ())
+        found += [names] if isinstance(names, str) else names
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
 def _has_flags(held: object) -> bool:
-    if type(held) in PLAIN or isinstance(held, (tuple, list, dict, set, frozenset, type)) or callable(held):
+    if type(held) in PLAIN or isinstance(held, (tuple, list, dict, set, frozenset, type, deque)) or callable(held):
         return False
-    return bool(getattr(held, "__dict__", None)) and not is_opaque(held)
+    return bool(getattr(held, "__dict__", None) or _slots(type(held))) and not is_opaque(held)
 
 
 __all__ = ["Settings"]

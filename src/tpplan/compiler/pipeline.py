@@ -51,6 +51,7 @@ class Compiled:
         traced: a digest of the operations of the example call.
         later: the steps of calls after the first, if what that one left behind lets them take others.
         writes: whether the call changes attributes or globals.
+        keeps_writing: whether each call after it does so, too.
     """
 
     program: Program
@@ -59,6 +60,7 @@ class Compiled:
     later: Mapping[int, Stream] = field(default_factory=dict[int, Stream])
     traced: str = ""
     writes: bool = False
+    keeps_writing: bool = False
 
     @property
     def digest(self) -> str:
@@ -77,7 +79,7 @@ def compile_call(request: Request) -> Compiled:
         raise CompileError(unfit)
     with without_collection():
         compiled, trace, state = _compile(request)
-        if not state.later:
+        if not state.sequel[0]:
             return compiled
         with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
             again = replace(
@@ -113,8 +115,9 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     program = _program(problem, solved.placed, unpacked.notes, asked)
     dump.program(program)
     compiled = Compiled(
-        program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written)
-    )
+        program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
+        keeps_writing=state.sequel[1],
+    )  # fmt: skip
     return compiled, trace, state
 
 

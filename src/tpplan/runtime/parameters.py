@@ -278,7 +278,7 @@ class BlockReader:
         """The block's parameters as they are now, `wanted` first, without those that FSDP still holds sharded."""
         readable = [wanted]
         for owner, name in self._members:
-            parameter = owner._parameters[name]
+            parameter = owner._parameters[name]  # pyright: ignore[reportPrivateUsage]
             if parameter is wanted or not isinstance(parameter, DTensor) or not parameter.requires_grad:
                 continue
             if len(parameter.placements) == 1:

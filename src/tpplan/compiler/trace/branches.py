@@ -105,7 +105,7 @@ def _recorded(
         if len(still) >= len(uncalled):
             break
         trace, state, uncalled, skeleton = found, reached, still, other
-    state.later = sequel(trace, skeleton.model, before, around, again)
+    state.sequel = sequel(trace, skeleton.model, before, around, again)
     return trace, state
 
 

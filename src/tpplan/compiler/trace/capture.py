@@ -89,7 +89,8 @@ class Capture:
 
     `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
     what each was called with; `heard` is the steps of the run, if the recorder listens;
-    `later` says whether later calls run other operations; `leaves` whether to look for what the run leaves behind.
+    `sequel` says whether later calls run other operations, and whether each of them changes state; `leaves`
+    whether to look for what the run leaves behind.
     """
 
     recorder: Recorder
@@ -99,7 +100,7 @@ class Capture:
     failed: Frame | None = None
     heard: Heard | None = None
     arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    later: bool = False
+    sequel: tuple[bool, bool] = (False, False)
     leaves: bool = True
 
 
@@ -285,7 +286,7 @@ def _read_from(
     skeleton: Skeleton, call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str], around: Surroundings
 ) -> list[Tensor]:
     """The tensors that a run may read which it hasn't made."""
-    attributes = [
+    attributes: list[Any] = [
         held
         for _, module in named_modules(skeleton.model)
         for name, held in vars(module).items()

@@ -7,7 +7,7 @@ out: whether later calls run other operations; a `StateError` if that goes on ch
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,8 +26,15 @@ def state_of(model: nn.Module, around: Surroundings) -> State:
     return described(slots_of(model, around))
 
 
-def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, record: Record) -> bool:
-    """Record further calls of a model whose state a call has changed.
+class Sequel(NamedTuple):
+    """What is known of the calls after the first: whether they run other operations, and whether each changes state."""
+
+    differs: bool
+    writes: bool
+
+
+def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, record: Record) -> Sequel:
+    """Record further calls of a model whose state a call has changed; if they run other operations, all run the same.
 
     Args:
         trace: of the first call.
@@ -36,16 +43,13 @@ def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, r
         around: its surroundings.
         record: records a skeleton, with a recorder if there is one already.
 
-    Returns:
-        Whether later calls run other operations than the first, all the same ones.
-
     Raises:
         StateError: each call runs others, or could.
     """
     after = state_of(used, around)
     changed = list(changes(before, after))
     if not changed:
-        return False
+        return Sequel(False, False)
     later = without_records(used)
     skeleton = make_skeleton(later)
     try:
@@ -58,7 +62,7 @@ def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, r
     again = set(changes(after, state_of(skeleton.model, around)))
     if again:
         _refuse_steering(second, without_records(skeleton.model), again, around, record)
-    return not same
+    return Sequel(not same, bool(again))
 
 
 def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Surroundings, record: Record) -> None:

@@ -164,7 +164,7 @@ def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
         seen.add(name)
         yield name, Space(module)
         for held in list(vars(module).values()):
-            if isinstance(held, (FunctionType, type, _CACHE)) and _is_users(getattr(held, "__module__", None)):
+            if isinstance(held, (FunctionType, type, _CACHE)) and is_users(getattr(held, "__module__", None)):
                 waiting.append(held.__module__)  # pyright: ignore
 
 
@@ -177,10 +177,10 @@ def _home(function: Any) -> str:
 
 
 @functools.cache
-def _is_users(name: str | None) -> bool:
+def is_users(name: str | None) -> bool:
     """Whether a module of Python isn't part of a library."""
     file: str | None = getattr(sys.modules.get(name or ""), "__file__", None)
-    return file is not None and not file.startswith(_LIBRARIES)
+    return name == "__main__" or (file is not None and not file.startswith(_LIBRARIES))
 
 
 def _caches(space: Space) -> Iterator[Cache]:
@@ -241,4 +241,4 @@ def generators() -> list[Callable[[], object]]:
     return found
 
 
-__all__ = ["CONTAINERS", "Space", "Surroundings", "cached_tensors", "generators"]
+__all__ = ["CONTAINERS", "Space", "Surroundings", "cached_tensors", "generators", "is_users"]
