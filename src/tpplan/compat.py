@@ -39,6 +39,7 @@ all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if 
 __all__ = [
     "HOOK_TABLES",
     "OFF",
+    "READ_VERSION",
     "FunctionNode",
     "ModuleHooks",
     "OpOverload",
@@ -217,6 +218,10 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 _RANDOM = threading.Lock()
+
+
+READ_VERSION: Any = cast("Any", Tensor)._version.__get__
+"""What a function mode sees of a body that reads how often a tensor was written to."""
 
 
 def random_state() -> Tensor:

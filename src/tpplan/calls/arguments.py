@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.ir.layout import Layout
-from tpplan.compiler.ir.objects import PLAIN, is_opaque
+from tpplan.compiler.ir.objects import PLAIN, is_opaque, note_alike
 from tpplan.compiler.ir.program import LeftTensor, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items
 from tpplan.parity.tree import Path, tensors_in
@@ -23,8 +23,11 @@ from tpplan.parity.tree import Path, tensors_in
 def on_meta(_: Path, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """A tensor without numbers; it wants a gradient if `tensor` does and one would be recorded."""
     wanted = tensor.requires_grad and torch.is_grad_enabled()
-    made = torch.empty_like(tensor, device="meta") if shape is None else tensor.new_empty(shape, device="meta")
-    return made.detach().requires_grad_(wanted)
+    if shape is None:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    else:
+        made = tensor.new_empty(shape, device="meta")
+    return note_alike(made.detach().requires_grad_(wanted), tensor)
 
 
 def without_opaque(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ from tpplan.calls.key import CallKey, KeyReader
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
-from tpplan.compat import buffer_versions, without_dispatch_modes
+from tpplan.compat import buffer_versions, own_parameters, without_dispatch_modes
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.ir.pytree import with_tensors
+from tpplan.compiler.ir.pytree import tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Step
-from tpplan.compiler.ir.trace import Location, Sides
+from tpplan.compiler.ir.trace import Asked, Location, Sides
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity.tree import Path
@@ -45,6 +45,7 @@ from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
 
+_NOTHING = Asked()
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
 
@@ -83,16 +84,17 @@ class CallGuard:
         self._sequence_dims = sequence_dims(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
         self._changes: Changes | None = None
+        self._model: nn.Module | None = None
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = False
         self._writes = compiled.keeps_writing
+        self._asked = compiled.asked
         self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._paths = Paths(rank if axis is None else axis.rank, always)
         kind = self._key(Call(program.training, tuple(arguments), dict(keywords), {})).kind
         self._proofs.cover(kind, self.main)
         self._paths.note(kind, self.main, compiled)
-        self._model: nn.Module | None = None
 
     @property
     def main(self) -> Proof:
@@ -226,11 +228,26 @@ class CallGuard:
     def _key(self, call: Call) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
         more: tuple[object, ...] = tuple(call.parts.items())
+        if self._asked != _NOTHING:
+            more = (*more, *self._answers(call))
         if self._modes:
             more = (*more, self._modes)
         if self._sequence_dims:
             more = (*more, self._is_odd(call), _is_single(call))
         return self._read(call.training, call.arguments, call.keywords, more)
+
+    def _answers(self, call: Call) -> Iterator[object]:
+        """What bodies are told that ask for more than the rest of a key has."""
+        for method in sorted(self._asked.memory):
+            called = tensors_of(call.arguments, call.keywords, self._names)
+            yield tuple(getattr(tensor, method)() for _, tensor in called)
+        for name in sorted(self._asked.flags):
+            owner, _, leaf = name.rpartition(".")
+            stock = own_parameters(self._stock.get_submodule(owner))[leaf]
+            ours = None if self._model is None else own_parameters(self._model.get_submodule(owner)).get(leaf)
+            if stock is not None and ours is not None:
+                stock.requires_grad_(ours.requires_grad)  # calls are proved as the model is now
+            yield stock is not None and stock.requires_grad
 
     def _is_odd(self, call: Call) -> bool:
         size = self.main.program.size
@@ -273,6 +290,7 @@ class CallGuard:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
         program = compiled.program
         self._writes |= compiled.keeps_writing
+        self._asked |= compiled.asked
         there = (*(() if first is None else (first,)), base, *self._proofs)
         known = next((p for p in there if p.plan is base.plan and covers(p.program, program)), None)
         self._refuse_difference(program if known is None else known.program, base.plan, call)

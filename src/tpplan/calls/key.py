@@ -138,7 +138,9 @@ class _Seen:
             self.devices.append(held.device.type)
             self.sizes.append(held.shape)
             self.tensors.append(id(held))
-            found = (held.dtype, held.dim(), self._recorded and held.requires_grad)
+            found: Part = (held.dtype, held.dim(), self._recorded and held.requires_grad)
+            if held.__dict__:  # what its owner has noted on it
+                found = (*found, self.read(held.__dict__, depth))
             return found if type(held) is Tensor else (type(held), *found)
         kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
         if kind is float or kind is complex:

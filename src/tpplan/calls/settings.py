@@ -2,14 +2,12 @@
 
 model.config.use_cache = False         the skeleton's config gets the flag, and calls are proved anew
 model.options["causal"] = True         so does its dict
-Block.scale = 2.0                      a class of the user's is the skeleton's as well
 
 What a forward writes itself is for its proof to follow, and no longer looked at.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +18,6 @@ from torch import nn
 
 from tpplan.compiler.ir.objects import PLAIN, is_opaque
 from tpplan.compiler.trace.skeleton import transplanted
-from tpplan.compiler.trace.surroundings import is_users
 from tpplan.runtime.contents import MISSING, is_same
 
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
@@ -52,9 +49,9 @@ class _Table:
     """A container, what it held when it was looked at last, and how it hangs together with what a module holds.
 
     Attributes:
-        held: a dict, also of an object's or a class's attributes, a list or a set.
-        root: the object, class or container that a module holds, which is `held` or leads to it.
-        copied: the skeleton's copy of the root; a class itself, which is the skeleton's as well.
+        held: a dict, also of an object's attributes, a list or a set.
+        root: the object or container that a module holds, which is `held` or leads to it.
+        copied: the skeleton's copy of the root.
         entry: the root's attribute that leads here; empty where the root is a container.
         before, kinds: what it held, and the types of that.
     """
@@ -65,14 +62,6 @@ class _Table:
     entry: str
     before: Any = None
     kinds: tuple[type, ...] = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Table:
-        if isinstance(self.root, type):
-            return copy.copy(self)  # a copy of a model is of the same classes
-        made = memo[id(self)] = copy.copy(self)
-        for name in ("held", "root", "copied", "before"):
-            setattr(made, name, copy.deepcopy(getattr(self, name), memo))
-        return made
 
     def remember(self) -> None:
         """Take it as it is."""
@@ -97,8 +86,6 @@ class _Table:
 
     def follow(self, twins: Mapping[nn.Module, nn.Module]) -> None:
         """Set the same in the skeleton's copy."""
-        if self.copied is self.root:
-            return
         if isinstance(self.root, _CONTAINERS):
             made: Any = transplanted(self.root, twins)
             self.copied.clear()
@@ -117,16 +104,10 @@ class Settings:
     def __init__(self, held: Mapping[nn.Module, Mapping[str, Any]], twins: Mapping[nn.Module, nn.Module]) -> None:
         """Watch the settings among the attributes `held` by modules, of which `twins` has the skeleton's."""
         self._twins = twins
-        self._tables = [*_tables(dict(_roots(held, twins))), *_classes(map(type, twins.values()))]
+        self._tables = list(_tables(dict(_roots(held, twins))))
         for table in self._tables:
             table.remember()
         self._index()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
-        made = memo[id(self)] = copy.copy(self)
-        made._twins, made._tables = copy.deepcopy((self._twins, self._tables), memo)
-        made._index()
-        return made
 
     def _index(self) -> None:
         """Lay out what is compared at each call."""
@@ -173,13 +154,6 @@ class Settings:
 
 def _kinds(held: Any) -> tuple[type, ...]:
     return tuple(map(type, held.values() if hasattr(held, "values") else held))
-
-
-def _classes(kinds: Iterable[type]) -> Iterator[_Table]:
-    """The attributes of the classes that users wrote themselves."""
-    for kind in dict.fromkeys(base for owner in kinds for base in owner.__mro__):
-        if is_users(kind.__module__):
-            yield _Table(vars(kind), kind, kind, "")
 
 
 def _roots(

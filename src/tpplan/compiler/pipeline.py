@@ -26,7 +26,7 @@ from tpplan.compiler.explain.warnings import warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Assumption, Operation, Trace, digest_of
+from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
 from tpplan.compiler.later import after_a_call, refuse_difference
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem
@@ -52,6 +52,7 @@ class Compiled:
         later: the steps of calls after the first, if what that one left behind lets them take others.
         writes: whether the call changes attributes or globals.
         keeps_writing: whether each call after it does so, too.
+        asked: what the call's bodies ask for beside sizes, dtypes and numbers.
     """
 
     program: Program
@@ -61,6 +62,7 @@ class Compiled:
     traced: str = ""
     writes: bool = False
     keeps_writing: bool = False
+    asked: Asked = field(default_factory=Asked)
 
     @property
     def digest(self) -> str:
@@ -116,7 +118,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
-        keeps_writing=state.sequel[1],
+        keeps_writing=state.sequel[1], asked=trace.asked,
     )  # fmt: skip
     return compiled, trace, state
 

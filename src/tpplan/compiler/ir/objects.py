@@ -49,6 +49,14 @@ def fresh_object(held: Any) -> Any:
         return held
 
 
+def note_alike(made: Tensor, tensor: Tensor) -> Tensor:
+    """`made`, with the plain values that are attributes of `tensor`."""
+    for name, held in tensor.__dict__.items():
+        if type(held) in PLAIN:
+            made.__dict__[name] = held
+    return made
+
+
 def without_checkpoint(held: Any) -> Any:
     """A function for a capture: an activation checkpoint, which computes the same twice, is shown as the plain call."""
     function = held.func if isinstance(held, functools.partial) else held  # pyright: ignore[reportUnknownVariableType]
@@ -81,4 +89,4 @@ def _holds_tensors(held: object, depth: int) -> bool:
     return any(_holds_tensors(item, depth - 1) for item in getattr(held, "__dict__", {}).values())
 
 
-__all__ = ["PLAIN", "fresh_object", "is_opaque", "without_checkpoint"]
+__all__ = ["PLAIN", "fresh_object", "is_opaque", "note_alike", "without_checkpoint"]

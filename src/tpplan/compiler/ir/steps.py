@@ -128,12 +128,12 @@ def renamed(module: str, of: str, name: str) -> str:
     return f"{name}{module[len(of) :]}"
 
 
-def step_of(function: object, taken: bool | None = None) -> Step | None:
+def step_of(function: object, taken: bool | None = None, depth: int = 0) -> Step | None:
     """The step that a function mode sees; None if no body makes it: torch itself, a hook or the runtime does.
 
-    To be called from the mode's `__torch_function__`.
+    To be called from the mode's `__torch_function__`, or from `depth` calls below.
     """
-    frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    frame: FrameType | None = sys._getframe(2 + depth)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
         kind = _kinds.get(code)

@@ -229,6 +229,22 @@ class Sides(frozenset[Location]):
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What the bodies ask for that isn't otherwise part of a call's kind.
+
+    Attributes:
+        memory: the methods by which they ask how tensors lie in memory.
+        flags: the parameters of which they ask whether these require grad.
+    """
+
+    memory: frozenset[str] = frozenset()
+    flags: frozenset[str] = frozenset()
+
+    def __or__(self, other: Asked) -> Asked:
+        return Asked(self.memory | other.memory, self.flags | other.flags)
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One run of the model.
 
@@ -257,6 +273,7 @@ class Trace:
         state: what all such places hold after the run, in numbers or text; None for what can't be told so.
         outside: of what is `kept` that which no attribute of a module holds, but a hook or a global.
         seeded: random numbers that were drawn after the forward had set the generator.
+        asked: what the bodies ask for beside sizes, dtypes and numbers.
     """
 
     root: Frame
@@ -282,6 +299,7 @@ class Trace:
     state: Mapping[str, object] = field(default_factory=dict[str, object])
     outside: frozenset[int] = frozenset()
     seeded: frozenset[int] = frozenset()
+    asked: Asked = field(default_factory=Asked)
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from tpplan.compat import Unwatched, named_modules, without_packing
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
-from tpplan.compiler.ir.objects import fresh_object
+from tpplan.compiler.ir.objects import fresh_object, note_alike
 from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
-from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace, quoted
+from tpplan.compiler.ir.trace import Asked, Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace, quoted
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
@@ -279,6 +279,10 @@ def _record(
         told(standing),
         outside,
         frozenset(recorder.seeded),
+        Asked(
+            frozenset(recorder.asked_memory),
+            frozenset(name for value in recorder.asked_flags for name in parameters.get(value, ())[:1]),
+        ),
     )
 
 
@@ -453,7 +457,7 @@ def _with_backwards(frame: Frame, found: Mapping[tuple[str, int], Sequence[Forei
 
 def _to_meta(_: Path, tensor: Tensor) -> Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return meta.requires_grad_(tensor.requires_grad)
+    return note_alike(meta.requires_grad_(tensor.requires_grad), tensor)
 
 
 def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tpplan.compat import READ_VERSION
 from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -23,6 +24,15 @@ from tpplan.compiler.trace.recorder import Recorder
 
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore
 _GRADIENT_FUNCTION: Any = Tensor.grad_fn.__get__  # pyright: ignore
+_REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # pyright: ignore
+# Of a tensor on the way to its gradient, and of its memory: what a rank's part says of these is no use to a body.
+_AUTOGRADS_OWN: dict[Any, str] = {Tensor.grad.__get__: "grad", Tensor.is_leaf.__get__: "is_leaf"}  # pyright: ignore
+_MEMORYS_OWN: dict[Any, str] = {
+    READ_VERSION: "_version",
+    Tensor.storage_offset: "storage_offset()",
+    Tensor.data_ptr: "data_ptr()",
+}
+_STRIDES = frozenset((Tensor.is_contiguous, Tensor.stride))
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
 _HOOKS: dict[Callable[..., Any], bool] = {
     Tensor.register_hook: False,
@@ -71,6 +81,12 @@ class ConstantWatcher(TorchFunctionMode):
             raise UnfollowedError(
                 "a parameter's `.data` is assigned to; write to the parameter under `no_grad` instead"
             )
+        if func in _AUTOGRADS_OWN or func in _MEMORYS_OWN:
+            self._refuse_state(func, args[0])
+        elif func in _STRIDES:
+            self._recorder.asked_memory.add(func.__name__)
+        elif func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
+            self._recorder.asked_flags.add(self._recorder.value_of(args[0]))
         if func in _HOOKS:
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
@@ -91,3 +107,11 @@ class ConstantWatcher(TorchFunctionMode):
                 numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
                 self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
+
+    def _refuse_state(self, func: Any, tensor: Tensor) -> None:
+        """Refuse what the model's own code asks of autograd or of memory."""
+        name = _MEMORYS_OWN.get(func) or (_AUTOGRADS_OWN[func] if tensor.requires_grad else "")
+        if name and step_of(func, depth=1) is not None:
+            raise UnfollowedError(
+                f"it reads `{name}`, which is another one on a rank's part; let the caller tell what it needs to know"
+            )

@@ -30,6 +30,7 @@ from tpplan.compat import (
     schema_mutates,
     schema_returns_view,
 )
+from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Sides, Value
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.draws import is_draw
@@ -69,6 +70,8 @@ class Recorder(RecordingMode):
         self.hooks: list[NotedHook] = []
         self.beside: Aside | None = None
         self.takes_gradients = False
+        self.asked_memory: set[str] = set()  # methods by which a body asks how a tensor lies in memory
+        self.asked_flags: set[int] = set()  # parameters whose `requires_grad` a body reads
         self.twice = False  # whether a gradient is taken that is differentiated again
         self.whole = True  # whether autograd's record reaches across modules, as no reshard cuts it
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
@@ -174,6 +177,8 @@ class Recorder(RecordingMode):
         with Unwatched():
             outside = self.value_of(tensor)
             alias = torch.ops.aten.alias.default(tensor)
+            if tensor.__dict__:
+                note_alike(alias, tensor)
             return alias, outside, self.new_value(alias, self.values[outside].differentiable, outside)
 
     # -- operations -----------------------------------------------------------------------------------------------
