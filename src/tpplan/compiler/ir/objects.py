@@ -53,7 +53,7 @@ def note_alike(made: Tensor, tensor: Tensor) -> Tensor:
     """`made`, with the plain values that are attributes of `tensor`."""
     for name, held in tensor.__dict__.items():
         if type(held) in PLAIN:
-            made.__dict__[name] = held
+            setattr(made, name, held)
     return made
 
 
