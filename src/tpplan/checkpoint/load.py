@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
@@ -145,7 +145,8 @@ def load(
     assert job is not None
     strange: list[Diagnostic] = []
     try:
-        strange = _read(job, meter, shown(progress, ranks.speaks))
+        with shown(progress, ranks.speaks) as tell:
+            strange = _read(job, meter, tell)
     except Exception as raised:
         error = raised
     warned += ranks.settle(os.fspath(source), digest, strange, error)
@@ -191,7 +192,7 @@ def _fill(wanted: Wanted, stored: Stored, device: torch.device) -> _Fill:
     return _Fill(wanted, stored, tensor, boxes)
 
 
-def _read(job: _Job, meter: Meter, tell: Callable[[int, int], None]) -> list[Diagnostic]:
+def _read(job: _Job, meter: Meter, tell: Progress) -> list[Diagnostic]:
     """Fill all tensors, several at once; warnings of numbers that aren't finite.
 
     Raises:
