@@ -17,6 +17,7 @@ import tpplan
 from tests.checkpoint.subjects import Packs
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import reading
+from tpplan.checkpoint.buffers import make_buffers
 from tpplan.checkpoint.files import SINGLE, CheckpointError
 from tpplan.checkpoint.header import read_header
 from tpplan.checkpoint.load import load
@@ -275,6 +276,14 @@ def test_buffers_that_cannot_be_made_are_named(tmp_path: Path, makes: str, left:
     with pytest.warns(UserWarning, match=f"{left} buffers are on `meta`"):
         tpplan.load_weights(model, tmp_path, strict=False)
     assert not model.up.weight.is_meta and model.inner.steps.is_meta
+
+
+def test_what_makes_buffers_writes_to_no_parameter() -> None:
+    model = Rotary()
+    model.inner.steps = torch.empty(4, dtype=torch.int64, device="meta")
+    (made,), nothing = make_buffers(model, torch.device("cpu"), strict=True)
+    assert not nothing and torch.equal(made.numbers, torch.arange(4))
+    assert torch.equal(model.inner.scale, torch.ones(4)) and model.inner.steps.is_meta
 
 
 def test_materialised_buffers_are_left_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tpplan.cli import schema
 from tpplan.cli.main import main
 
 SOURCES = Path(__file__).parents[2] / "src"
-COMMANDS = ["validate", "explain", "verify", "demo", "bench", "rule", "schema"]
+COMMANDS = ["validate", "explain", "verify", "checkpoint", "demo", "bench", "rule", "schema"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

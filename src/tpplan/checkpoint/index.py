@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
 from tpplan.checkpoint.files import CheckpointError, listed, problem, unreadable
@@ -49,7 +49,7 @@ def _is(file: Any) -> bool:
 def _leaves(file: str) -> bool:
     """Whether a path is absolute or goes up, on whatever system; links aren't followed, as the hub's cache has them."""
     windows = PureWindowsPath(file)
-    return PurePosixPath(file).is_absolute() or bool(windows.anchor) or ".." in windows.parts or "\0" in file
+    return bool(windows.anchor) or ".." in windows.parts or "\0" in file
 
 
 def _no_index(path: Path, reason: str, *more: str) -> CheckpointError:
