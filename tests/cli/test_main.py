@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from tpplan.cli import schema
 from tpplan.cli.main import main
 
 SOURCES = Path(__file__).parents[2] / "src"
-COMMANDS = ["validate", "explain", "verify", "demo", "bench", "rule", "schema"]
+COMMANDS = ["validate", "explain", "verify", "checkpoint", "demo", "bench", "rule", "schema"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +33,7 @@ def test_every_command_s_help_ends_with_examples(command: str, capsys: pytest.Ca
 def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"    {command} " in text for command in COMMANDS)
+    assert all(re.search(rf"^    {command}( |$)", text, re.MULTILINE) for command in COMMANDS)
 
 
 WRONG_USAGES = [

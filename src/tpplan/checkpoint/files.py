@@ -1,72 +1,115 @@
-"""The safetensors files of a checkpoint, and which of them holds which tensor."""
+"""Where a checkpoint is: the names of its files, and what else a folder may turn out to be."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from tpplan.plan import Diagnostic, PlanError
+from tpplan.plan import Diagnostic, PlanError, Severity
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SHOWN = 3
 
 
 class CheckpointError(PlanError):
     """A checkpoint and a model don't fit together; all findings are in `diagnostics`."""
 
 
-def locate_tensors(source: str | os.PathLike[str]) -> Mapping[str, Path]:
-    """The file of every tensor in a checkpoint.
-
-    Args:
-        source: a safetensors file, an index, or a folder with either.
-
-    Raises:
-        CheckpointError: TP121, if there is no readable checkpoint.
-    """
-    path = Path(source)
-    if path.is_dir():
-        path = path / INDEX if (path / INDEX).is_file() else path / SINGLE
-    if not path.is_file():
-        raise problem(
-            f"there is no checkpoint at `{path}`", f"name a safetensors file, or a folder with {SINGLE} or {INDEX}"
-        )
-    if path.suffix == ".json":
-        return _from_index(path)
-    return dict.fromkeys(_names_in(path), path)
-
-
-def _from_index(path: Path) -> Mapping[str, Path]:
-    try:
-        table: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise problem(f"`{path}` is no safetensors index: {error}", "it needs a `weight_map`") from None
-    missing = sorted({name for name in table.values() if not (path.parent / name).is_file()})
-    if missing:
-        raise problem(f"`{path}` names files that don't exist: {', '.join(missing)}", "complete the checkpoint")
-    return {name: path.parent / file for name, file in table.items()}
-
-
-def open_tensors(path: Path) -> Any:
-    """An open safetensors file, as a context; the library's own types say nothing."""
-    return safe_open(path, framework="pt")  # pyright: ignore
-
-
-def _names_in(path: Path) -> list[str]:
-    try:
-        with open_tensors(path) as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise problem(
-            f"`{path}` can't be read as safetensors: {error}", "convert the checkpoint to safetensors"
-        ) from None
+def finding(
+    message: str, way_out: str, *notes: str, subject: str | None = None, severity: Severity = Severity.ERROR
+) -> Diagnostic:
+    """A TP121 finding."""
+    return Diagnostic(code="TP121", message=message, help=way_out, notes=notes, subject=subject, severity=severity)
 
 
 def problem(message: str, way_out: str, *notes: str) -> CheckpointError:
     """A CheckpointError with one TP121 finding."""
-    return CheckpointError([Diagnostic(code="TP121", message=message, help=way_out, notes=notes)])
+    return CheckpointError([finding(message, way_out, *notes)])
+
+
+def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
+    """What is said of a file that the system refuses to open or to read."""
+    if isinstance(error, PermissionError):
+        return problem(
+            f"`{path}` can't be read: permission denied", "let the user that runs this read the checkpoint's files"
+        )
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return problem(f"`{path}` can't be read: {text}", "check the path, the disk and the network")
+
+
+def listed(names: Sequence[str], shown: int = _SHOWN) -> str:
+    """Some names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(f"`{name}`" for name in names[:shown]) + more
+
+
+def find_checkpoint(source: str | os.PathLike[str]) -> Path:
+    """The index or the safetensors file that a checkpoint starts from.
+
+    Args:
+        source: a safetensors file, an index, or a folder with either; of both, the index counts.
+
+    Raises:
+        CheckpointError: TP121, if there is neither; it says what is there instead.
+    """
+    path = Path(source)
+    try:
+        if path.is_dir():
+            for name in (INDEX, SINGLE):
+                if (path / name).is_file():
+                    return path / name
+            raise _no_safetensors(path, sorted(os.listdir(path)))
+        if path.is_file():
+            if path.suffix in _PICKLES:
+                raise _pickles(path, [path.name])
+            return path
+        if path.exists():
+            raise problem(f"`{path}` is neither a file nor a folder", "name a safetensors file or a folder")
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    if isinstance(source, str) and _HUB_ID.fullmatch(source) and not path.parent.exists():
+        raise problem(
+            f"there is no folder `{source}` on this machine; it looks like the name of a model on the Hugging Face hub",
+            f"download it first: `hf download {source} --local-dir {path.name}`, and load `{path.name}`",
+        )
+    raise problem(
+        f"there is no checkpoint at `{path}`", f"name a safetensors file, or a folder with {SINGLE} or {INDEX}"
+    )
+
+
+def _no_safetensors(folder: Path, names: list[str]) -> CheckpointError:
+    if ".metadata" in names:
+        return problem(
+            f"`{folder}` is a checkpoint of torch.distributed.checkpoint, not of safetensors",
+            "load it with torch.distributed.checkpoint: `state = model.state_dict(); load(state, checkpoint_id=folder)`"
+            "; a parallelized model's tensors are DTensors, of which it reads this rank's parts",
+        )
+    ours = [name for name in names if name.endswith(".safetensors")]
+    if ours:
+        return problem(
+            f"`{folder}` has {listed(ours)}, but neither {SINGLE} nor {INDEX}",
+            "name the file itself" if len(ours) == 1 else f"complete the checkpoint: {INDEX} is missing",
+        )
+    pickles = [name for name in names if name.endswith((*_PICKLES, ".bin.index.json"))]
+    if pickles:
+        return _pickles(folder, pickles)
+    return problem(
+        f"there is no checkpoint at `{folder}`: it has neither {SINGLE} nor {INDEX}",
+        "name the folder that `save_pretrained` or `tpplan.save_weights` wrote",
+    )
+
+
+def _pickles(path: Path, names: list[str]) -> CheckpointError:
+    return problem(
+        f"`{path}` holds pickles ({listed(names)}), not safetensors; tpplan reads no pickles",
+        "convert it once: load it into the stock model, and call its `save_pretrained(folder)`, or "
+        "`tpplan.save_weights(model, folder)`",
+    )
+
+
+__all__ = ["INDEX", "SINGLE", "CheckpointError", "find_checkpoint", "finding", "listed", "problem", "unreadable"]

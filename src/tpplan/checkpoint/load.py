@@ -1,126 +1,249 @@
-"""Loading: each rank reads its own slices from safetensors files, and nothing else."""
+"""Loading: each rank reads the bytes of its own parts from safetensors files, and nothing else."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections import defaultdict
+import warnings
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.checkpoint.files import locate_tensors, open_tensors, problem
-from tpplan.compat import local_of, named_modules, own_buffers, own_parameters, transient_buffers
+from tpplan.checkpoint.agreed import Ranks
+from tpplan.checkpoint.buffers import Made, make_buffers
+from tpplan.checkpoint.files import CheckpointError, finding, listed, unreadable
+from tpplan.checkpoint.header import Stored
+from tpplan.checkpoint.meter import Meter
+from tpplan.checkpoint.progress import Progress, shown
+from tpplan.checkpoint.ranges import elements
+from tpplan.checkpoint.reading import Files
+from tpplan.checkpoint.stored import read_checkpoint
+from tpplan.checkpoint.wanted import Wanted, match, renamed
+from tpplan.compat import local_of, own_parameters
+from tpplan.plan import Diagnostic, Severity
+from tpplan.runtime.distribute import device_of_mesh
+from tpplan.runtime.pieces import Box, whole_box
 from tpplan.runtime.state import part_of
 
+_THREADS = 4
 
-def load_weights(model: nn.Module, source: str | os.PathLike[str]) -> nn.Module:
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load did.
+
+    Attributes:
+        model: the model that was loaded.
+        bytes_read: by this rank, headers included.
+        missing: the model's tensors that the checkpoint hasn't, which were left as they are.
+        unexpected: the checkpoint's tensors that the model hasn't.
+        warnings: what the user should know, on the first rank of the model.
+    """
+
+    model: nn.Module
+    bytes_read: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    warnings: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """A tensor to be read.
+
+    Attributes:
+        wanted: where in the model it belongs.
+        stored: where it lies.
+        tensor: what is filled: the model's own, or a new one if that is on `meta`.
+        boxes: what this rank holds of it.
+    """
+
+    wanted: Wanted
+    stored: Stored
+    tensor: Tensor
+    boxes: tuple[Box, ...]
+
+    @property
+    def bytes(self) -> int:
+        """How many are read."""
+        dtype = self.stored.torch_dtype
+        return elements(self.boxes) * (0 if dtype is None else dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    fills: tuple[_Fill, ...]
+    made: tuple[Made, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    findings: tuple[Diagnostic, ...]
+    digest: str
+
+
+def load_weights(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    rename: Mapping[str, str] | None = None,
+    strict: bool = True,
+    progress: bool | Progress | None = None,
+) -> nn.Module:
     """Load a checkpoint of the stock model into a parallelized (or a stock) model, in place.
 
-    Names and shapes are compared first; nothing is changed unless all fit. Tensors still on `meta` are made on the
-    device of their mesh.
+    Headers, names, shapes and dtypes are compared first, on all ranks; nothing is changed on any of them unless all
+    fits on each. Every rank that holds a part of the model must call this. Tensors still on `meta` are made on the
+    device of their mesh, and buffers on `meta` that no checkpoint has are made by the model's `_init_weights`.
+    Floating-point numbers are cast to the model's dtype; quantised ones never are.
 
     Args:
-        model: the model; its parameters may be DTensors sharded over one axis.
+        model: the model.
         source: a safetensors file, an index, or a folder with either.
+        rename: regular expressions with what replaces their matches, as in `re.sub`, for names of the checkpoint that
+            differ from the model's: `{"^bert[.]": ""}`. Each sees what the one before it has made.
+        strict: whether the checkpoint must have every tensor of the model. If not, those that it hasn't stay as they
+            are, and are named in a warning.
+        progress: True for a bar on the first rank's terminal, or a function that is called with the bytes that this
+            rank has read and all that it will.
 
     Returns:
         `model` itself.
 
+    Warns:
+        UserWarning: the checkpoint has more than the model, or numbers that aren't finite; or what `strict` left.
+
     Raises:
-        CheckpointError: TP121, with every name that is missing or doesn't fit.
+        CheckpointError: TP121, with everything that is wrong, the same on all ranks.
     """
-    files = locate_tensors(source)
-    wanted = _wanted(model)
-    chosen = _check(wanted, files)
-    by_file: dict[Path, list[tuple[str, list[tuple[nn.Module, str]]]]] = defaultdict(list)
-    for name, holders in chosen.items():
-        by_file[files[name]].append((name, holders))
+    loaded = load(model, source, rename=rename, strict=strict, progress=progress)
+    for held in loaded.warnings:
+        warnings.warn("\n".join([held.headline, *held.notes]), stacklevel=2)
+    return loaded.model
+
+
+def load(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    rename: Mapping[str, str] | None = None,
+    strict: bool = True,
+    progress: bool | Progress | None = None,
+) -> Loaded:
+    """As `load_weights`; returns what it did, and warns of nothing."""
+    ranks, meter = Ranks(model), Meter()
+    job: _Job | None = None
+    error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
+    try:
+        job = _prepared(model, source, rename or {}, strict, meter, ranks)
+    except Exception as raised:
+        error = raised
+    digest, findings = (None, ()) if job is None else (job.digest, job.findings)
+    warned = ranks.settle(os.fspath(source), digest, findings, error)
+    assert job is not None
+    strange: list[Diagnostic] = []
+    try:
+        with shown(progress, ranks.speaks) as tell:
+            strange = _read(job, meter, tell)
+    except Exception as raised:
+        error = raised
+    warned += ranks.settle(os.fspath(source), digest, strange, error)
+    for fill in job.fills:
+        _put(fill)
+    for buffer in job.made:
+        setattr(buffer.module, buffer.leaf, buffer.numbers)
+    return Loaded(model, meter.bytes, job.missing, job.unexpected, warned if ranks.speaks else ())
+
+
+def _prepared(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    rename: Mapping[str, str],
+    strict: bool,
+    meter: Meter,
+    ranks: Ranks,
+) -> _Job:
+    """Everything that can fail before a tensor is read; the model isn't changed."""
+    checkpoint = read_checkpoint(source, meter)
+    tensors, wrong = renamed(checkpoint.tensors, rename)
+    if wrong:
+        raise CheckpointError(wrong)
+    device = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
+    matched = match(model, tensors, strict)
+    made, without = make_buffers(model, device, strict)
+    findings = (*checkpoint.warnings, *matched.findings, *without)
+    fills: list[_Fill] = []
+    if all(held.severity is not Severity.ERROR for held in findings):
+        fills = [_fill(wanted, stored, device) for wanted, stored in matched.pairs]
+        fills.sort(key=lambda fill: (fill.stored.path, fill.stored.start))
+    names = [(wanted.names[0], stored.name) for wanted, stored in matched.pairs]
+    digest = hashlib.sha256(f"{checkpoint.digest} {names}".encode()).hexdigest()
+    return _Job(tuple(fills), tuple(made), matched.missing, matched.unexpected, findings, digest)
+
+
+def _fill(wanted: Wanted, stored: Stored, device: torch.device) -> _Fill:
+    tensor = wanted.tensor
+    boxes = part_of(tensor).boxes if isinstance(tensor, DTensor) else whole_box(stored.shape)
+    if local_of(tensor).is_meta:
+        own = device_of_mesh(tensor.device_mesh) if isinstance(tensor, DTensor) else device
+        tensor = torch.empty_like(tensor, device=own)
+    return _Fill(wanted, stored, tensor, boxes)
+
+
+def _read(job: _Job, meter: Meter, tell: Progress) -> list[Diagnostic]:
+    """Fill all tensors, several at once; warnings of numbers that aren't finite.
+
+    Raises:
+        CheckpointError: TP121, if a file can't be read after all.
+    """
+    total, done = sum(fill.bytes for fill in job.fills), 0
+    strange: list[str] = []
+    with Files(meter) as files, ThreadPoolExecutor(_THREADS, "tpplan-load") as pool:
+        reads: dict[Future[bool], _Fill] = {pool.submit(_filled, fill, files): fill for fill in job.fills}
+        try:
+            for read in as_completed(reads):
+                if not read.result():
+                    strange.append(reads[read].stored.name)
+                done += reads[read].bytes
+                tell(done, total)
+        except OSError as error:
+            broken = [] if all(fill.tensor is not fill.wanted.tensor for fill in job.fills) else [_MIXED]
+            found = unreadable(error.filename or job.fills[0].stored.path, error).diagnostics[0]
+            raise CheckpointError([finding(found.message, str(found.help), *broken)]) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if not strange:
+        return []
+    message = f"{len(strange)} of the checkpoint's tensors have numbers that are NaN or infinite: {listed(strange)}"
+    way_out = "check the checkpoint; in a narrower dtype than its own, large numbers are infinite"
+    return [finding(message, way_out, severity=Severity.WARNING)]
+
+
+_MIXED = "the model has been loaded in part: its numbers are no longer those from before; load it again"
+
+
+def _filled(fill: _Fill, files: Files) -> bool:
+    part = local_of(fill.tensor).detach()
     with torch.no_grad():
-        for path, entries in by_file.items():
-            with open_tensors(path) as opened:
-                for name, holders in entries:
-                    _fill(holders, opened.get_slice(name))
-    return model
+        finite = files.fill(part, fill.boxes, fill.stored)
+    if not part.is_inference():
+        torch.autograd.graph.increment_version(part)  # reading into memory is no operation that autograd knows of
+    return finite
 
 
-def _wanted(model: nn.Module) -> dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]]:
-    """Every distinct tensor of the state_dict: (tensor, its names, where it is held)."""
-    found: dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]] = {}
-    for prefix, module in named_modules(model, remove_duplicate=False):
-        transient = transient_buffers(module)
-        for leaf, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
-            if tensor is None or leaf in transient:
-                continue
-            entry = found.setdefault(id(tensor), (tensor, [], []))
-            entry[1].append(f"{prefix}.{leaf}" if prefix else leaf)
-            entry[2].append((module, leaf))
-    return found
-
-
-def _check(
-    wanted: dict[int, tuple[Tensor, list[str], list[tuple[nn.Module, str]]]], files: Mapping[str, Path]
-) -> dict[str, list[tuple[nn.Module, str]]]:
-    shapes = _shapes(files)
-    chosen: dict[str, list[tuple[nn.Module, str]]] = {}
-    notes: list[str] = []
-    for tensor, names, holders in wanted.values():
-        name = next((n for n in names if n in files), None)
-        if name is None:
-            notes.append(f"`{names[0]}` is not in the checkpoint")
-        elif shapes[name] != tuple(tensor.shape):
-            notes.append(f"`{name}` has shape {list(shapes[name])} there and {list(tensor.shape)} in the model")
-        else:
-            chosen[name] = holders
-    if notes:
-        unused = sorted(set(files) - {n for _, names, _ in wanted.values() for n in names})
-        more = [f"the checkpoint has `{name}`, which the model doesn't" for name in unused[:5]]
-        raise problem(
-            f"{len(notes)} of the model's {len(wanted)} tensors can't be loaded from the checkpoint",
-            "load it into the class that it was saved from: a model with a head and the bare model name their "
-            "parameters differently",
-            *notes[:20],
-            *more,
-        )
-    return chosen
-
-
-def _shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in dict.fromkeys(files.values()):
-        with open_tensors(path) as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
-    return shapes
-
-
-def _fill(holders: list[tuple[nn.Module, str]], piece: Any) -> None:
-    owner, leaf = holders[0]
-    held = own_parameters(owner).get(leaf)
-    tensor = held if held is not None else own_buffers(owner)[leaf]
-    assert tensor is not None
-    local = local_of(tensor)
-    read = _read(piece, tensor).to(local.dtype)
-    if not local.is_meta:
-        local.copy_(read)
+def _put(fill: _Fill) -> None:
+    """Give a tensor that was on `meta` to all that hold it."""
+    if fill.tensor is fill.wanted.tensor:
         return
-    device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else torch.device("cpu")
-    filled = torch.empty_like(tensor, device=device)
-    local_of(filled).copy_(read)
+    owner, leaf = fill.wanted.holders[0]
+    held = own_parameters(owner).get(leaf)
+    filled = fill.tensor
     if isinstance(held, nn.Parameter):
         filled = nn.Parameter(filled, requires_grad=held.requires_grad)
-    for module, name in holders:
+    for module, name in fill.wanted.holders:
         setattr(module, name, filled)
 
 
-def _read(piece: Any, tensor: Tensor) -> Tensor:
-    """What this rank stores of the tensor in the file."""
-    if not isinstance(tensor, DTensor):
-        return piece[(slice(None),) * tensor.dim()]
-    read = torch.empty_like(local_of(tensor), device="cpu")
-    for box in part_of(tensor).boxes:
-        bounds = tuple(slice(start, start + size) for start, size in zip(box.start, box.sizes, strict=True))
-        box.of_part(read).copy_(piece[bounds])
-    return read
+__all__ = ["Loaded", "load", "load_weights"]

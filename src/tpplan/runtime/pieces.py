@@ -162,6 +162,11 @@ def _boxes(dims: dict[int, tuple[Stretch, ...]], shape: tuple[int, ...]) -> Iter
         )
 
 
+def whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """All of a tensor as boxes; none if it is empty."""
+    return tuple(_boxes({}, tuple(shape)))
+
+
 def beginning(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """The first `sizes` of a padded tensor; a view."""
     return _narrowed(tensor, (0,) * len(sizes), tuple(sizes))
@@ -174,4 +179,4 @@ def _narrowed(tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) ->
     return tensor
 
 
-__all__ = ["Box", "Part", "Stretch", "beginning", "part"]
+__all__ = ["Box", "Part", "Stretch", "beginning", "part", "whole_box"]

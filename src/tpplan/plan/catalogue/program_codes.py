@@ -171,9 +171,11 @@ model = tpplan.parallelize(model, plan, inputs=inputs)
         severity=Severity.ERROR,
         summary="The checkpoint doesn't fit the model.",
         explanation="""
-A tensor is missing from the checkpoint or unexpected, or its shape or dtype differs from the unsharded model's. The
-message lists all of them. Checkpoints hold whole tensors under the stock model's names, whatever
-the plan.
+A tensor is missing from the checkpoint, or its shape or dtype differs from the unsharded model's (floating-point
+numbers are cast, quantised ones never); or the checkpoint itself is broken: a file that was cut off, a header or an
+index that contradicts the files, no safetensors at all. All that is wrong is listed, and raised on every rank, before
+any of them changes its model. Checkpoints hold whole tensors under the stock model's names, whatever the plan. As a
+warning, it tells of tensors that the model doesn't have, and of numbers that aren't finite.
 """,
         bad="""
 tpplan.load_weights(llama_8b, "Llama-3.2-1B")

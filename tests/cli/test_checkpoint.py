@@ -1,0 +1,98 @@
+"""`tpplan checkpoint` shows what a checkpoint holds, and says whether it would load."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.runtime.world import Member, world
+from tpplan.checkpoint.files import SINGLE
+from tpplan.checkpoint.load import load
+from tpplan.cli.main import main
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+MORE = {"head_dim": 8, "vocab_size": 128, "num_hidden_layers": 2}
+
+
+def make():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **MORE))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make().save_pretrained(path, max_shard_size="200KB")
+    return path
+
+
+def test_inspect_shows_equal_layers_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "model.layers.*.mlp.up_proj.weight × 2" in text and "(128, 64)" in text and "64.0 KiB" in text
+    assert text.count("up_proj") == 1 and "F32" in text and "a rank" not in text
+    assert f"21 tensors in {len(list(folder.glob('*.safetensors')))} files, " in text
+
+
+def _read(member: Member, path: str) -> int:
+    import tpplan
+    from tpplan.compat import local_of
+
+    with torch.device("meta"):
+        model = make()
+    tpplan.parallelize(model, "llama", member.mesh())
+    loaded = load(model, path)
+    stock, ids = make(), torch.arange(12).view(2, 6)
+    assert torch.equal(model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(model(ids).logits, stock(ids).logits)
+    held = sum(local_of(parameter).nbytes for parameter in model.parameters())
+    assert held <= loaded.bytes_read <= 1.05 * held  # headers count much in a model as small as this
+    return held
+
+
+@pytest.mark.processes
+def test_a_rank_reads_what_inspect_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a model built on `meta`, rotary frequencies included, computes what the stock model does."""
+    options = ["--plan", "llama", "--model", str(folder), "--tp", "2"]
+    assert main(["checkpoint", "inspect", str(folder), *options, "--format", "json"]) == 0
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
+    assert tensors["model.norm.weight"]["bytes_by_rank"] == [256, 256]
+    said = [sum(held["bytes_by_rank"][rank] for held in tensors.values()) for rank in range(2)]
+    assert world(2).run(_read, str(folder)) == said
+    assert main(["checkpoint", "inspect", str(folder), *options]) == 0
+    assert "a rank" in (text := capsys.readouterr().out) and "Each of 2 ranks reads" in text
+
+
+def test_check_says_that_it_would_load(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "check", str(folder), "llama", "--model", str(folder), "--tp", "4"]) == 0
+    assert capsys.readouterr().out.endswith(f"{folder} would load into {folder} at tp=4.\n")
+
+
+def test_check_reports_all_misfits_of_plan_and_checkpoint_at_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    del state["model.layers.1.mlp.up_proj.weight"]
+    state |= {"lm_head.weight": state["lm_head.weight"].to(torch.int8), "model.norm.weight": torch.ones(3)}
+    save_file(state, tmp_path / SINGLE)
+    command = ["checkpoint", "check", str(tmp_path), "llama", "--model", str(folder), "--format", "concise"]
+    assert main([*command, "--tp", "3"]) == 1
+    text = capsys.readouterr().out
+    assert "TP102" in text or "TP103" in text or "TP114" in text, text
+    assert "2 of the model's 21 tensors can't be loaded" in text and "1 of the checkpoint's tensors hold" in text
+
+
+def test_what_cannot_be_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 1
+    assert "TP121" in (text := capsys.readouterr().err) and "pickles" in text
+    assert main(["checkpoint", "check", str(tmp_path), "llama", "--model", str(folder)]) == 1
+    assert "pickles" in capsys.readouterr().out
+    assert main(["checkpoint", "check", str(folder), "llama", "--model", "hf:lama"]) == 2
+    assert "TP122" in capsys.readouterr().out
+    assert main(["checkpoint", "inspect", str(folder), "--plan", "llama"]) == 2
+    assert main(["checkpoint"]) == 2
