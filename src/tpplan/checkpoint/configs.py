@@ -10,6 +10,7 @@ from torch import nn
 
 from tpplan.checkpoint.files import problem
 from tpplan.checkpoint.writer import sync
+from tpplan.runtime.modules import stock_class
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
@@ -23,7 +24,7 @@ def write_configs(model: nn.Module, folder: Path) -> None:
     if not callable(getattr(config, "save_pretrained", None)):
         return
     config = copy.deepcopy(config)
-    config.architectures = [type(held).__name__.removeprefix("FSDP")]
+    config.architectures = [stock_class(model).__name__.removeprefix("FSDP")]
     dtype = getattr(held, "dtype", None)
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
