@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -55,7 +57,7 @@ def assert_holds(folder: Path, stock: nn.Module) -> None:
     assert set(found) <= set(state)
 
 
-def _saves(member: Member, name: str, shape: tuple[int, ...], folder: str, round_bytes: int, file_bytes: int) -> int:
+def _saves(member: Member, name: str, shape: Any, folder: str, round_bytes: int, file_bytes: int) -> int:
     bench = Bench(member, name, shape, Path(folder))
     model = bench.sharded()
     sent = Counter[str]()
@@ -78,7 +80,7 @@ def _saves(member: Member, name: str, shape: tuple[int, ...], folder: str, round
 def test_every_layout_is_saved_as_the_stock_model_has_it(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     for number, (round_bytes, file_bytes) in enumerate([(1 << 26, 1 << 30), (1 << 10, 1 << 10), (64, 3000)]):
         folder = tmp_path / str(number)
-        size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        size = math.prod(shape)
         gathered = world(size).run(_saves, name, shape, str(folder), round_bytes, file_bytes)
         assert gathered == [0] * size  # no rank has had a whole tensor
         assert_holds(folder, subject(name).model)

@@ -74,7 +74,8 @@ def test_transformers_reads_what_is_saved(name: str, how: str, fsdp: bool, tmp_p
         set(json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]) for path in (folder, theirs)
     ]
     assert names[0] == names[1] and len(list(folder.glob("*.safetensors"))) > 1
-    model, problems = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, problems = loaded
     assert not any(problems.values())
     assert type(model) is type(stock) and model.generation_config.max_new_tokens == 7
     for key, tensor in stock.state_dict().items():
