@@ -59,6 +59,7 @@ ELSEWHERE = {
     "TP130": "runtime/test_changes.py",
     "TP131": "runtime/test_watch.py",
     "TP140": "runtime/test_packed.py",
+    "TP142": "checkpoint/test_save_pretrained.py",
     "TP136": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from tpplan.checkpoint.files import INDEX, SINGLE, problem
+from tpplan.checkpoint.commit import Stage, begin, commit, finish, place, recover
+from tpplan.checkpoint.configs import write_configs
+from tpplan.checkpoint.entries import File, entries_of, in_files
+from tpplan.checkpoint.files import INDEX, CheckpointError, problem
+from tpplan.checkpoint.ranks import Ranks
+from tpplan.checkpoint.stream import stream
+from tpplan.checkpoint.writer import FileWriter, write_file
 
 FILE_BYTES = 5 * 1024**3
 
@@ -20,76 +26,146 @@ FILE_BYTES = 5 * 1024**3
 def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> None:
     """Write a parallelized (or a stock) model as a checkpoint of the stock model.
 
-    Every rank must call this; the tensors are gathered one by one, and the first rank of the world writes them.
+    Every rank of the world must call this. Where all see the same folder, each writes some of the files; otherwise the
+    first rank writes them, to its folder. No rank gets more of the model than its shards and a block of a tensor. Where
+    the model is one of transformers', its config and generation config are written as well.
+
+    Killed at any moment, the folder holds what it held before, or the new checkpoint; see `commit.py`.
 
     Args:
         model: the model.
-        folder: where to; made if need be.
+        folder: where to; made if need be. A checkpoint that is there is replaced.
         file_bytes: the size past which a further file is begun.
 
+    Warns:
+        UserWarning: a tensor has a NaN; or the checkpoint is written, but something old couldn't be removed.
+
     Raises:
-        CheckpointError: TP121, if a tensor is still on `meta`.
+        CheckpointError: TP121, on every rank, if the model has no numbers yet, the ranks' models differ, or the folder
+            can't be written. What was there before is unchanged.
     """
-    writes = not dist.is_initialized() or dist.get_rank() == 0
-    path = Path(folder)
-    missing = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
-    if missing:
+    ranks = Ranks(folder)
+    saving = _planned(model, Path(folder), file_bytes, ranks)
+    try:
+        nan = _write(saving, model)
+    except CheckpointError:
+        if ranks.rank == 0:
+            _undo(saving.stage.folder)
+        raise
+    if ranks.rank == 0:
+        try:
+            finish(saving.stage)
+        except OSError as error:
+            _warn(f"the checkpoint in `{folder}` is written, but what it replaces couldn't be removed: {error}")
+    ranks.together(lambda: None)
+    if nan:
+        more = f" and {len(nan) - 1} more tensors" if len(nan) > 1 else ""
+        _warn(f"`{nan[0]}`{more} had NaN in them when they were saved to `{folder}`")
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """What the ranks have agreed on.
+
+    Attributes:
+        ranks: they.
+        stage: where files are before the commit.
+        files: what they hold.
+        writers: the ranks that write them in turns.
+    """
+
+    ranks: Ranks
+    stage: Stage
+    files: list[File]
+    writers: list[int]
+
+    @property
+    def own(self) -> list[tuple[str, File]]:
+        """The files that this rank writes, by name."""
+        named = list(zip(self.stage.names, self.files, strict=True))
+        if self.ranks.rank not in self.writers:
+            return []
+        return named[self.writers.index(self.ranks.rank) :: len(self.writers)]
+
+
+def _planned(model: nn.Module, folder: Path, file_bytes: int, ranks: Ranks) -> _Saving:
+    files: list[File] = []
+
+    def describe() -> str:
+        if file_bytes < 1:
+            raise problem(f"a file can't have {file_bytes} bytes", "give `file_bytes` a size")
+        files.extend(in_files(entries_of(model), file_bytes))
+        return hashlib.sha256(b"".join(file.header() for file in files)).hexdigest()
+
+    digests = ranks.together(describe)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
         raise problem(
-            f"`{missing[0]}` and {len(missing) - 1} more have no numbers yet", "load or initialise them first"
+            f"rank 0 and rank {other} save different models",
+            "call save_weights with the same model on every rank of the world",
         )
-    if writes:
-        path.mkdir(parents=True, exist_ok=True)
-    parts: list[tuple[Path, list[str]]] = []
-    held: dict[str, Tensor] = {}
-    total = size = 0
-    for name, tensor in _distinct(model):
-        whole = _gather(tensor)
-        if held and size + whole.nbytes > file_bytes:
-            parts.append((_write(path, held, len(parts), writes), list(held)))
-            held, size = {}, 0
-        size += whole.nbytes
-        total += whole.nbytes
-        if writes:
-            whole = whole.cpu().contiguous()
-        held[name] = whole
-    parts.append((_write(path, held, len(parts), writes), list(held)))
-    if writes:
-        _name_files(path, parts, total)
-    if dist.is_initialized():
-        dist.barrier()
+    # The same folder may have another path on another machine.
+    stage = replace(ranks.first(lambda: begin(folder, len(files))), folder=folder)
+    seen = ranks.together(stage.is_visible)
+    writers = [rank for rank, sees in enumerate(seen) if sees or rank == 0]
+    return _Saving(ranks, stage, files, writers)
 
 
-def _distinct(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The state_dict's tensors, tied ones once, under their first name."""
-    seen: set[int] = set()
-    found: list[tuple[str, Tensor]] = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found.append((name, tensor))
-    return found
+def _write(saving: _Saving, model: nn.Module) -> list[str]:
+    """Write all files and commit them; returns the names of tensors with a NaN."""
+    ranks, stage = saving.ranks, saving.stage
+    ranks.first(lambda: _write_small(saving, model))
+    sink = FileWriter([(stage.staged(name), file) for name, file in saving.own])
+
+    def send() -> set[str]:
+        try:
+            outcome = stream(saving.files, saving.writers, ranks, sink)
+            if outcome.error is not None:
+                raise outcome.error
+            sink.finish()
+        finally:
+            sink.abandon()
+        return outcome.nan
+
+    nan = sorted({name for names in ranks.together(send) for name in names})
+    ranks.together(lambda: place(stage, [name for name, _ in saving.own]))
+    ranks.first(lambda: _commit(stage))
+    return nan
 
 
-def _gather(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def _write_small(saving: _Saving, model: nn.Module) -> None:
+    stage, files = saving.stage, saving.files
+    write_configs(model, stage.new)
+    if len(files) > 1:
+        write_file(stage.new / INDEX, _index(stage.names, files))
 
 
-def _write(folder: Path, held: dict[str, Tensor], number: int, writes: bool) -> Path:
-    path = folder / f"part-{number:05}.safetensors"
-    if writes:
-        save_file(held, path, metadata={"format": "pt"})
-    return path
-
-
-def _name_files(folder: Path, parts: list[tuple[Path, list[str]]], total: int) -> None:
-    if len(parts) == 1:
-        os.replace(parts[0][0], folder / SINGLE)
-        return
-    table: dict[str, str] = {}
-    for number, (path, names) in enumerate(parts, start=1):
-        final = folder / f"model-{number:05}-of-{len(parts):05}.safetensors"
-        os.replace(path, final)
-        table |= dict.fromkeys(names, final.name)
+def _index(names: Sequence[str], files: Sequence[File]) -> bytes:
+    table = {entry.name: name for name, file in zip(names, files, strict=True) for entry in file.entries}
+    total = sum(file.bytes for file in files)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def _commit(stage: Stage) -> None:
+    unseen = [name for name in stage.names if len(stage.names) > 1 and not (stage.folder / name).is_file()]
+    if unseen:
+        raise problem(
+            f"the first rank doesn't see `{unseen[0]}`, which another rank has written to `{stage.folder}`",
+            "save to a folder that all ranks share at every moment, or to one that each rank has for itself",
+        )
+    commit(stage)
+
+
+def _undo(folder: Path) -> None:
+    try:
+        recover(folder)
+    except OSError as error:
+        _warn(f"what a failed save has left in `{folder}` couldn't be removed; the next save will: {error}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=3)
+
+
+__all__ = ["save_weights"]

@@ -21,10 +21,12 @@ from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
 from tpplan.runtime.outside import serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.pretrained import saving_methods
 from tpplan.runtime.reshard import CallContext, Move
 from tpplan.runtime.standalone import starts_alone
 from tpplan.runtime.watched import AGAIN, WatchedCall
@@ -211,6 +213,9 @@ class ShardedModule(Watched):
                 return runtime.body(super().forward, args, kwargs)
         return super().forward(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return here_only(super().__reduce_ex__(protocol), stock_class(self).__name__)
+
     def extra_repr(self) -> str:
         """The stock representation, and what the module has become."""
         stock = super().extra_repr()
@@ -363,7 +368,7 @@ def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type
     elif style == "vocab":
         base = VocabularyEmbedding
     name = f"{_PREFIX[style]}{stock.__name__}"
-    methods = serving_methods(stock, _is_outside) if root else {}
+    methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": _as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
     return type(name, (base, stock), methods | own)
 

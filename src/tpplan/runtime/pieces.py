@@ -44,11 +44,11 @@ class Box(NamedTuple):
 
     def of_whole(self, tensor: Tensor) -> Tensor:
         """The box in a whole tensor; a view."""
-        return _narrowed(tensor, self.start, self.sizes)
+        return narrowed(tensor, self.start, self.sizes)
 
     def of_part(self, tensor: Tensor) -> Tensor:
         """The box in the part; a view."""
-        return _narrowed(tensor, self.place, self.sizes)
+        return narrowed(tensor, self.place, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +169,15 @@ def whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 def beginning(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """The first `sizes` of a padded tensor; a view."""
-    return _narrowed(tensor, (0,) * len(sizes), tuple(sizes))
+    return narrowed(tensor, (0,) * len(sizes), tuple(sizes))
 
 
-def _narrowed(tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+def narrowed(tensor: Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    """A box of a tensor; a view."""
     for dim, (first, count) in enumerate(zip(start, sizes, strict=True)):
         if count != tensor.shape[dim]:
             tensor = tensor.narrow(dim, first, count)
     return tensor
 
 
-__all__ = ["Box", "Part", "Stretch", "beginning", "part", "whole_box"]
+__all__ = ["Box", "Part", "Stretch", "beginning", "narrowed", "part", "whole_box"]

@@ -15,18 +15,20 @@ from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.pieces import Part
 
 
-def part_of(tensor: DTensor) -> Part:
-    """What this rank holds of a parameter; the axis of tensor parallelism is the last of its mesh.
+def part_of(tensor: DTensor, place: tuple[int, ...] | None = None) -> Part:
+    """What the rank at `place` of its mesh, or this one, holds of a parameter.
 
-    FSDP, on the axes before it, cuts what that axis gives to a rank.
+    The axis of tensor parallelism is the last of the mesh. FSDP, on the axes before it, cuts what that axis gives to a
+    rank.
     """
     if isinstance(tensor, PackedTensor):
-        return tensor.part
+        return tensor.packing.part(tensor.device_mesh, place)
     splits = [interleaving(placement) for placement in tensor.placements]
     axis, mesh = len(splits) - 1, tensor.device_mesh
     layout = REPLICATED if splits[axis] is None else sharded((splits[axis] or (0, 1))[0])
     chunks = tuple(None if split is None or i == axis else split[0] for i, split in enumerate(splits))
-    place = tuple(mesh.get_coordinate() or (0,) * mesh.ndim)
+    if place is None:
+        place = tuple(mesh.get_coordinate() or (0,) * mesh.ndim)
     return pieces.part(layout, axis, chunks, tuple(tensor.shape), tuple(mesh.shape), place)
 
 

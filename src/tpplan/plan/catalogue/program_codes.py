@@ -433,6 +433,23 @@ model.load_state_dict({"attention.qkv.weight": whole}, strict=False)
 """,
     ),
     Entry(
+        code="TP142",
+        name="pickled-model",
+        severity=Severity.ERROR,
+        summary="A sharded module was to be pickled.",
+        explanation="""
+A sharded module belongs to one process: it holds that rank's parts and its connections to the other ranks, which
+mean nothing elsewhere. `torch.save(model)`, `pickle.dumps(model)` and passing a model to another process are therefore
+refused. Its state can be saved, and loaded into a model that is parallelized where it is needed; `copy.deepcopy` works.
+""",
+        bad="""
+torch.save(model, "model.pt")
+""",
+        good="""
+tpplan.save_weights(model, "folder")
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,

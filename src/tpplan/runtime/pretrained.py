@@ -1,0 +1,63 @@
+"""`save_pretrained` of transformers' models, for sharded ones: of the stock class, with whole tensors.
+
+It knows of no sharding but transformers' own, and would write parts, under the name of the sharded class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def saving_methods(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """`save_pretrained`, for a class that has it."""
+    saves = getattr(stock, "save_pretrained", None)
+    if not callable(saves):
+        return {}
+
+    def save_pretrained(self: nn.Module, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """As the stock model's. Every rank must call it; the first one gathers the whole model in main memory.
+
+        `tpplan.save_weights` writes the same folder without that.
+        """
+        state = _whole_state(self) if state_dict is None else state_dict
+        result = saves(_stock_twin(self, stock), *args, state_dict=state, **kwargs)
+        if dist.is_initialized():
+            dist.barrier()  # what a rank returns from has been written
+        return result
+
+    return {"save_pretrained": save_pretrained}
+
+
+def _stock_twin(model: nn.Module, stock: type[nn.Module]) -> Any:
+    """The same model as one of the stock class, with a config that may be written to."""
+    twin = cast("Any", stock.__new__(stock))
+    twin.__dict__.update(model.__dict__)
+    if "config" in twin.__dict__:
+        twin.__dict__["config"] = copy.deepcopy(twin.__dict__["config"])
+    return twin
+
+
+def _whole_state(model: nn.Module) -> dict[str, Any]:
+    """The whole state_dict on the first rank of the world, tied tensors as one; nothing on the others."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    whole: dict[int, Any] = {}
+    state: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in whole:
+                gathered: Any = value.full_tensor() if isinstance(value, DTensor) else value
+                plain: Any = gathered.detach().cpu() if isinstance(gathered, Tensor) else gathered
+                whole[id(value)] = plain if first else None
+            if first:
+                state[name] = whole[id(value)]
+    return state
+
+
+__all__ = ["saving_methods"]
