@@ -293,3 +293,25 @@ def test_materialised_buffers_are_left_alone(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         tpplan.load_weights(model, tmp_path)
     assert torch.equal(dict(model.named_buffers())["inner.steps"], torch.arange(4))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_tied_tensors_must_be_one_in_the_checkpoint_as_well(tmp_path: Path, change: float) -> None:
+    numbers = torch.rand(64, 64)
+    save_file({"table.weight": numbers, "head.weight": numbers + change}, tmp_path / SINGLE)
+    model = Tied()
+    before = model.table.weight.clone()
+    if not change:
+        tpplan.load_weights(model, tmp_path)
+        assert torch.equal(model.head.weight, numbers) and model.head.weight is model.table.weight
+        return
+    with pytest.raises(CheckpointError, match=r"`table\.weight`, `head\.weight` are one tensor in the model"):
+        tpplan.load_weights(model, tmp_path)
+    assert torch.equal(model.head.weight, before)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import tpplan
 from tests.checkpoint.subjects import Packs, subject
@@ -24,7 +25,12 @@ pytestmark = pytest.mark.processes
 def _model(member: Member, meta: bool) -> nn.Module:
     with torch.device("meta" if meta else "cpu"):
         model = Packs()
-    return tpplan.parallelize(model, subject("packs").plan, member.mesh(), inputs=(torch.zeros(2, 8),))
+    two = member.size == 4
+    mesh = member.mesh(2, 2, names=("dp", "tp")) if two else member.mesh()
+    tpplan.parallelize(model, subject("packs").plan, mesh, inputs=(torch.zeros(2, 8),))
+    if two:
+        fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def _tries(member: Member, folder: str, faults: dict[int, str], meta: bool) -> str:
@@ -91,6 +97,22 @@ def test_a_file_that_breaks_on_one_rank_while_it_is_read(tmp_path: Path) -> None
 
 def test_patterns_that_one_rank_has_are_no_matter_if_they_change_nothing(tmp_path: Path) -> None:
     assert world(2).run(_tries, _checkpoint(tmp_path), {1: "rename"}, True) == ["", ""]
+
+
+def _holds_all(member: Member, folder: str) -> bool:
+    model = _model(member, False)
+    torch.manual_seed(member.rank)
+    torch.nn.init.uniform_(model.get_parameter("up.bias"))
+    tpplan.load_weights(model, folder)
+    torch.manual_seed(3)
+    state = model.state_dict()
+    return all(torch.equal(state[name].full_tensor(), tensor) for name, tensor in Packs().named_parameters())
+
+
+def test_on_a_mesh_of_two_axes(tmp_path: Path) -> None:
+    assert world(4).run(_holds_all, _checkpoint(tmp_path)) == [True] * 4
+    said = world(4).run(_tries, str(tmp_path), {3: "nowhere"}, False)
+    assert len(set(said)) == 1 and "on rank 3 of 4" in said[0]
 
 
 def _warned(member: Member, folder: str) -> list[str]:

@@ -21,8 +21,8 @@ from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.progress import Progress, shown
 from tpplan.checkpoint.ranges import elements
 from tpplan.checkpoint.reading import Files
-from tpplan.checkpoint.stored import read_checkpoint
-from tpplan.checkpoint.wanted import Wanted, match, renamed
+from tpplan.checkpoint.stored import alike, read_checkpoint
+from tpplan.checkpoint.wanted import Match, Wanted, match, renamed
 from tpplan.compat import local_of, own_parameters
 from tpplan.plan import Diagnostic, Severity
 from tpplan.runtime.distribute import device_of_mesh
@@ -173,7 +173,7 @@ def _prepared(
     device = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
     matched = match(model, tensors, strict)
     made, without = make_buffers(model, device, strict)
-    findings = (*checkpoint.warnings, *matched.findings, *without)
+    findings = (*checkpoint.warnings, *matched.findings, *without, *_untied(matched, tensors, meter))
     fills: list[_Fill] = []
     if all(held.severity is not Severity.ERROR for held in findings):
         fills = [_fill(wanted, stored, device) for wanted, stored in matched.pairs]
@@ -181,6 +181,17 @@ def _prepared(
     names = [(wanted.names[0], stored.name) for wanted, stored in matched.pairs]
     digest = hashlib.sha256(f"{checkpoint.digest} {names}".encode()).hexdigest()
     return _Job(tuple(fills), tuple(made), matched.missing, matched.unexpected, findings, digest)
+
+
+def _untied(matched: Match, tensors: Mapping[str, Stored], meter: Meter) -> list[Diagnostic]:
+    """Tensors that are one in the model and not in the checkpoint, of which only one could be loaded."""
+    found: list[Diagnostic] = []
+    for wanted, stored in matched.pairs:
+        names = [name for name in wanted.names if name in tensors]
+        if not all(tensors[name] is stored or alike(tensors[name], stored, meter) for name in names):
+            message = f"{listed(names)} are one tensor in the model, and have different numbers in the checkpoint"
+            found.append(finding(message, "build the model with tensors of their own for them (untied)"))
+    return found
 
 
 def _fill(wanted: Wanted, stored: Stored, device: torch.device) -> _Fill:
