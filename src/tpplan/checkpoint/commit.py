@@ -118,7 +118,6 @@ def commit(stage: Stage) -> None:
             _exchange(stage, changes + obsolete)
             return
         except OSError as error:
-            _settle(stage.folder)
             if error.errno not in _NO_LINKS:
                 raise
     _one_by_one(stage, changes)

@@ -37,8 +37,7 @@ class Turn:
         entry: the tensor.
         local: what this rank holds of it, as integers.
         block: the block.
-        sources: the ranks that have parts of it; none if each rank has the whole.
-        apart: whether the writer is on another mesh, so that this rank has no part in it.
+        sources: the ranks that have parts of it; none if each rank has the whole, or the writer is on another mesh.
     """
 
     writer: int
@@ -46,7 +45,6 @@ class Turn:
     local: Tensor
     block: Block
     sources: tuple[Source, ...]
-    apart: bool = False
 
 
 @dataclass(slots=True)
@@ -100,15 +98,13 @@ def _turns(files: Sequence[File], writer: int, share: int) -> Iterator[Turn]:
         for entry in file.entries:
             tensor, limit = entry.tensor.detach(), max(share // entry.tensor.dtype.itemsize, 1)
             sources: tuple[Source, ...] = ()
-            apart = False
             if isinstance(tensor, DTensor) and not lies_in_parts(tensor):
                 tensor = tensor.full_tensor()  # all ranks are at this entry
             elif isinstance(tensor, DTensor):
                 sources = sources_of(tensor, writer)
-                apart = not sources
             local = _as_integers(local_of(tensor))
             for block in blocks(entry.tensor.shape, limit):
-                yield Turn(writer, entry, local, block, sources, apart)
+                yield Turn(writer, entry, local, block, sources)
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -124,7 +120,7 @@ def _exchanged(turns: Sequence[Turn], ranks: Ranks, outcome: Streamed) -> Tensor
     for turn in turns:
         mine = turn.writer == ranks.rank
         if not turn.sources:
-            if mine and not turn.apart:
+            if mine:
                 with outcome.going_on():
                     block = turn.block.of(turn.local).contiguous().cpu()
             continue
