@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ from tpplan.checkpoint.files import SINGLE
 from tpplan.checkpoint.load import load
 from tpplan.cli.main import main
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
-MORE = {"head_dim": 8, "vocab_size": 128, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+MORE: dict[str, Any] = {"head_dim": 8, "vocab_size": 128, "num_hidden_layers": 2}
 
 
 def make():
