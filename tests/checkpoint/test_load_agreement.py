@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tpplan
 from tests.checkpoint.subjects import Packs, subject
-from tests.runtime.world import Member, world
+from tests.runtime.world import Member, WorldError, world
 from tpplan.checkpoint.files import SINGLE
 from tpplan.compat import local_of
 from tpplan.plan import PlanError
@@ -148,3 +148,24 @@ def test_an_error_of_another_kind_does_not_let_the_others_wait(tmp_path: Path) -
     ours, theirs = world(2).run(_bug, _checkpoint(tmp_path))
     assert theirs.startswith("TypeError")
     assert ours.startswith("CheckpointError TP121") and "loading failed with TypeError" in ours and "rank 1" in ours
+
+
+def _dies(member: Member, folder: str) -> None:
+    model = _model(member, True)
+    if member.rank:
+        os.preadv = lambda *_: os._exit(1)  # pyright: ignore
+    try:
+        tpplan.load_weights(model, folder)
+    finally:
+        assert all(local_of(tensor).is_meta for tensor in model.state_dict().values())
+
+
+def test_a_rank_that_is_killed_while_it_reads(tmp_path: Path) -> None:
+    held = world(2)
+    try:
+        with pytest.raises(WorldError) as caught:
+            held.run(_dies, _checkpoint(tmp_path))
+    finally:
+        held.close()
+    text = str(caught.value)
+    assert "rank 1:\nthe process died" in text and "TP121" in text and "a rank was lost" in text
