@@ -101,7 +101,6 @@ REFUSED: dict[str, Callable[[Any, Tensor], object]] = {
     "is_leaf": lambda own, x: not x.is_leaf,
     "_version": lambda own, x: x._version > 0,
     "storage_offset()": lambda own, x: x.storage_offset() > 0,
-    "data_ptr()": lambda own, x: x.data_ptr() % 64,
 }
 
 

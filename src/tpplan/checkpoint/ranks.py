@@ -16,10 +16,6 @@ T = TypeVar("T")
 Failure = tuple[str, str, tuple[str, ...]]
 
 
-class PartedError(CheckpointError):
-    """Another rank doesn't answer any more, so that there is no use in asking it for more."""
-
-
 class Ranks:
     """All ranks of the world, seen from one of them; this process alone where there is no process group.
 
@@ -38,6 +34,7 @@ class Ranks:
             )
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
+        self._parted = False  # whether another rank doesn't answer any more, so that there is no use in asking it
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Take a step on every rank, and exchange what it returns.
@@ -49,9 +46,9 @@ class Ranks:
         outcome: T | None = None
         try:
             outcome = step()
-        except PartedError:
-            raise
         except Exception as error:
+            if self._parted:
+                raise
             failure = self._described(error)
         outcomes = self._exchanged((failure, outcome))
         for rank, (failed, _) in enumerate(outcomes):
@@ -75,14 +72,14 @@ class Ranks:
             raise self.parted(error) from None
         return outcomes
 
-    def parted(self, error: Exception) -> PartedError:
+    def parted(self, error: Exception) -> CheckpointError:
         """What to raise where another rank doesn't answer any more."""
-        found = problem(
+        self._parted = True
+        return problem(
             f"the model can't be saved to `{self.folder}`: another rank has ended, or can't be reached",
             "look for the first error among the ranks; what was in the folder before is unchanged",
             str(error).splitlines()[0] if str(error) else type(error).__name__,
         )
-        return PartedError(found.diagnostics)
 
     def _described(self, error: Exception) -> Failure:
         if isinstance(error, CheckpointError):
@@ -107,4 +104,4 @@ def _way_out(error: OSError) -> str:
     return "mend that, or save elsewhere" + unchanged
 
 
-__all__ = ["PartedError", "Ranks"]
+__all__ = ["Ranks"]

@@ -30,7 +30,6 @@ _AUTOGRADS_OWN: dict[Any, str] = {Tensor.grad.__get__: "grad", Tensor.is_leaf.__
 _MEMORYS_OWN: dict[Any, str] = {
     READ_VERSION: "_version",
     Tensor.storage_offset: "storage_offset()",
-    Tensor.data_ptr: "data_ptr()",
 }
 _STRIDES = frozenset((Tensor.is_contiguous, Tensor.stride))
 _POSITION_OF_DATA = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, Tensor.new_tensor: 1}
