@@ -3,7 +3,7 @@
 model.config.use_cache = False         the skeleton's config gets the flag, and calls are proved anew
 model.options["causal"] = True         so does its dict
 
-What a forward writes itself is for its proof to follow, and no longer looked at.
+What a forward writes itself is for its proof to follow. Where each call goes on writing, it is no longer looked at.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def compile_call(request: Request) -> Compiled:
         raise CompileError(unfit)
     with without_collection():
         compiled, trace, state = _compile(request)
-        if not state.sequel[0]:
+        if not state.sequel.differs:
             return compiled
         with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
             again = replace(
@@ -118,7 +118,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
-        keeps_writing=state.sequel[1], asked=trace.asked,
+        keeps_writing=state.sequel.writes, asked=trace.asked,
     )  # fmt: skip
     return compiled, trace, state
 

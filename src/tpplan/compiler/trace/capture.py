@@ -34,6 +34,7 @@ from tpplan.compiler.trace.gradient_flow import complete_gradients
 from tpplan.compiler.trace.hooks import note_module_hooks
 from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
+from tpplan.compiler.trace.sequel import Sequel
 from tpplan.compiler.trace.skeleton import Skeleton
 from tpplan.compiler.trace.state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
@@ -100,7 +101,7 @@ class Capture:
     failed: Frame | None = None
     heard: Heard | None = None
     arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    sequel: tuple[bool, bool] = (False, False)
+    sequel: Sequel = field(default_factory=lambda: Sequel(False, False))
     leaves: bool = True
 
 
