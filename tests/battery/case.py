@@ -68,7 +68,11 @@ class Case:
         return self.build().to(self.dtype)
 
 
-CASES: dict[str, Case] = {}
+class Cases(dict[str, Case]):
+    """All cases. Of a class of its own, since captures look into plain dicts of the files that modules come from."""
+
+
+CASES = Cases()
 
 
 def case(

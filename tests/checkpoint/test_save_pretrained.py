@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tpplan
+from tests.marking import slow_but
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member, world
 
@@ -58,9 +59,14 @@ def _saved(member: Member, name: str, how: str, folder: str, fsdp: bool) -> None
     assert model.config.to_dict() == before
 
 
+KINDS = ("llama", "gpt2", "tied llama")
+
+
 @pytest.mark.parametrize("how", ["save_weights", "save_pretrained"])
 @pytest.mark.parametrize(
-    ("name", "fsdp"), [("llama", False), ("gpt2", False), ("tied llama", False), ("gpt2", True)], ids=str
+    ("name", "fsdp"),
+    slow_but([("gpt2", False), ("tied llama", False)], [(name, False) for name in KINDS] + [("gpt2", True)]),
+    ids=str,
 )
 def test_transformers_reads_what_is_saved(name: str, how: str, fsdp: bool, tmp_path: Path) -> None:
     folder, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -99,7 +105,7 @@ def _copied(member: Member, name: str) -> None:
     assert list(copy.deepcopy(inner).state_dict()) == list(inner.state_dict())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(["gpt2"], ["llama", "gpt2"]))
 def test_copies_run_before_and_after_a_backward(name: str) -> None:
     world(2).run(_copied, name)
 

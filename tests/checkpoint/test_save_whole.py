@@ -25,6 +25,12 @@ OPERATIONS = ("open", "write", "fsync", "replace", "rename", "unlink", "mkdir", 
 FORMS = {"one file": 1 << 30, "index": 80, "longer index": 40}
 
 
+@pytest.fixture(autouse=True)
+def _nothing_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are killed here, not the machine."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # pyright: ignore[reportUnknownLambdaType]
+
+
 class Config:
     """Stands in for one of transformers'."""
 

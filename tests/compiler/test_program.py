@@ -33,6 +33,7 @@ def test_equal_inputs_give_equal_programs() -> None:
     assert program().digest == program().digest
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_in_another_process() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(

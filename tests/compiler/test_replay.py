@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
+from tests.marking import slow_but
 from tpplan.compat import fake_process_group
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import Program, RecordedBody
@@ -89,8 +90,13 @@ def compiled(model: nn.Module, plan: dict[str, Any], size: int) -> Program:
     return program
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["derived", "parted", "self", "cross"])
+KINDS = ("derived", "parted", "self", "cross")
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    slow_but([(kind, 2) for kind in KINDS] + [("self", 4)], [(kind, n) for kind in KINDS for n in (2, 4)]),
+)
 def test_it_computes_the_same(kind: str, size: int) -> None:
     blocks = {"derived": Derived, "parted": Parted}
     model = Block(blocks[kind]) if kind in blocks else Torch(cross=kind == "cross")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 # Top to bottom. A layer imports from layers below it, never from its own line or above.
@@ -107,7 +107,13 @@ class Source:
 
 
 def sources(package: Path) -> list[Source]:
-    return [Source(path, package) for path in sorted(package.rglob("*.py"))]
+    return [_source(path, package, path.stat().st_mtime_ns) for path in sorted(package.rglob("*.py"))]
+
+
+@cache
+def _source(path: Path, package: Path, changed: int) -> Source:
+    """Read once for all checks, unless it has changed."""
+    return Source(path, package)
 
 
 def upward_imports(package: Path) -> list[str]:

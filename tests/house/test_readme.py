@@ -17,6 +17,7 @@ from tests.house.readme import Block, blocks, exchanges, matches
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 COMMANDS = ("make demo", "make test")
+SLOW = ("$ tpplan suggest", "$ tpplan explain")  # each compiles a model of billions of parameters
 TIMEOUT_SECONDS = 600
 
 PAGE = README.read_text(encoding="utf-8") if README.is_file() else ""
@@ -28,7 +29,7 @@ def blocks_of(language: str) -> list[object]:
     cases: list[object] = []
     for block in blocks(PAGE):
         if block.language == language:
-            marks = [pytest.mark.slow] if block.slow else []
+            marks = [pytest.mark.slow] if block.slow or any(command in block.text for command in SLOW) else []
             if block.why_untested:
                 marks.append(pytest.mark.skip(reason=f"README.md:{block.line}: {block.why_untested}"))
             cases.append(pytest.param(block, id=f"line{block.line}", marks=marks))

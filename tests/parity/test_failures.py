@@ -32,6 +32,7 @@ def test_a_rank_that_raises_is_named():
         verify_program(model, with_impossible_heads(program), example)
 
 
+@pytest.mark.slow
 @pytest.mark.spawned
 @pytest.mark.processes
 def test_a_process_that_raises_is_named():

@@ -218,7 +218,7 @@ def calls_with_a_cache(model: nn.Module) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("calls", [calls_of_many_lengths, calls_with_a_cache])
+@pytest.mark.parametrize("calls", slow_but([calls_with_a_cache], [calls_of_many_lengths, calls_with_a_cache]))
 @pytest.mark.parametrize("kind", slow_but(["mamba"], MODELS))
 def test_a_compiled_model_takes_other_lengths_and_a_cache(
     kind: str, calls: Callable[[nn.Module], list[Tensor]]

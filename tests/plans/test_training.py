@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tpplan
+from tests.marking import slow_but
 from tests.models.tiny import ARCHITECTURES, example_keywords, first_output, tiny_model
 from tests.plans.parity import (
     PLANS,
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.processes
 
 EXACT = tolerance(torch.float64)
 COARSE = tolerance(torch.float32)
+NAMES = ("llama", "torch_transformer", "opt", "bert")
+PLANS_OF_TOY = ("torch_transformer", "torch_transformer-sequence")
 
 
 def allowed(name: str) -> float:
@@ -70,7 +73,7 @@ def _from_meta(member: Member) -> None:
     assert_same_run(run(sharded, keywords), run(stock, keywords), EXACT)
 
 
-@pytest.mark.parametrize("plan", ["torch_transformer", "torch_transformer-sequence"])
+@pytest.mark.parametrize("plan", slow_but(["torch_transformer-sequence"], PLANS_OF_TOY))
 def test_gradients_of_two_backwards_add_up(plan: str) -> None:
     world(2).run(_two_backwards, plan)
 
@@ -128,7 +131,7 @@ def _frozen(member: Member, plan: str) -> None:
     assert_parity(stock, keywords, PLANS / f"{plan}.yaml", member.mesh(), COARSE)
 
 
-@pytest.mark.parametrize("name", ["llama", "torch_transformer", "opt", "bert"])
+@pytest.mark.parametrize("name", slow_but(["llama"], NAMES))
 def test_a_wholly_frozen_model_gives_the_stock_models_outputs(name: str) -> None:
     world(2).run(_wholly_frozen, name)
 
@@ -141,7 +144,7 @@ def _wholly_frozen(member: Member, name: str) -> None:
         assert_close(plan, first_output(sharded(**keywords)), first_output(stock(**keywords)), allowed(name))
 
 
-@pytest.mark.parametrize("plan", ["torch_transformer", "torch_transformer-sequence"])
+@pytest.mark.parametrize("plan", slow_but(["torch_transformer-sequence"], PLANS_OF_TOY))
 def test_an_optimizer_step_is_the_stock_models_step(plan: str) -> None:
     world(2).run(_optimizer_step, plan)
 
@@ -166,7 +169,7 @@ def _optimizer_step(member: Member, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", slow_but([False], [False, True]))
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_activation_checkpointing_changes_nothing(plan: str, reentrant: bool, when: str) -> None:
     world(2).run(_checkpointed, plan, reentrant, when)
@@ -222,7 +225,7 @@ def _own_loss(member: Member, plan: str) -> None:
         assert_close(name, whole(sharded.get_parameter(name).grad), parameter.grad, COARSE)
 
 
-@pytest.mark.parametrize("name", ["llama", "torch_transformer", "opt", "bert"])
+@pytest.mark.parametrize("name", slow_but(["torch_transformer"], NAMES))
 def test_evaluation_gives_the_stock_models_outputs(name: str) -> None:
     world(2).run(_evaluation, name)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
+from tests.marking import slow_but
 from tests.runtime.world import Member, world
 from tpplan.calls.arguments import Left
 from tpplan.calls.guard import CallGuard
@@ -176,14 +177,15 @@ def worst(kind: str, shared: int, tp: int) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = [*((kind, 2) for kind in KINDS), ("one by one", 4)]
+
+
+@pytest.mark.parametrize(("kind", "tp"), slow_but(QUICK, [(kind, tp) for kind in KINDS for tp in (2, 4)]))
 def test_keys_and_values_in_any_container_are_decoded_with(kind: str, tp: int) -> None:
     assert worst(kind, HEADS, tp) < 1e-12
 
 
-@pytest.mark.parametrize("shared", [2, 1])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("shared", "tp"), slow_but([(1, 4), (2, 2)], [(2, 2), (1, 2), (2, 4), (1, 4)]))
 def test_heads_that_several_ranks_hold_are_known_too(shared: int, tp: int) -> None:
     assert worst("list", shared, tp) < 1e-12
 

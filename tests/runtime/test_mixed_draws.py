@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
+from tests.marking import slow_but
 from tests.models.mixed_draws import HIDDEN, SUBJECTS, TOYS, WIDE, Functional, Masks, mixed_draws
 from tests.models.tiny import output_tensors
 from tests.plans.parity import run
@@ -35,7 +36,10 @@ def correlation(one: Tensor, other: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in SUBJECTS), *((name, 4) for name in TOYS)])
+QUICK = [*((name, 2) for name in SUBJECTS if name != "bart"), *((name, 4) for name in TOYS)]
+
+
+@pytest.mark.parametrize(("name", "size"), slow_but(QUICK, [*QUICK, ("bart", 2)]))
 def test_masks_differ_between_ranks_where_values_are_split_and_only_there(name: str, size: int) -> None:
     world(size).run(_masks, name)
 
@@ -87,7 +91,7 @@ def _collectives(member: Member) -> None:
         assert found.forward + found.backward == predicted
 
 
-@pytest.mark.parametrize("name", ["nested", "bart"])
+@pytest.mark.parametrize("name", slow_but(["nested"], ["nested", "bart"]))
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputed_body_draws_the_same_masks(name: str, reentrant: bool) -> None:
     world(2).run(_recomputed, name, reentrant)

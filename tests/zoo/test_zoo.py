@@ -34,8 +34,13 @@ def test_a_plan_writes_itself(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_is_right_or_refused(name: str) -> None:
-    check(run(name, 2, sequence=False))
     check(run(name, 4, sequence=True))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_right_or_refused_on_two_ranks(name: str) -> None:
+    check(run(name, 2, sequence=False))
 
 
 def test_the_page_has_a_row_for_every_architecture() -> None:

@@ -122,13 +122,18 @@ def _rebuilt_tuple(held: Any, items: Sequence[Any]) -> Any:
 def _attributes(held: Any) -> dict[str, Any]:
     """A record's fields, and what else is set on it."""
     found: dict[str, Any] = {}
-    names = [field.name for field in fields(held)] if is_dataclass(held) else []
-    names += [field.name for field in getattr(held, "__attrs_attrs__", ())]
-    for name in names:
+    for name in _field_names(type(held)):
         if hasattr(held, name):
             found[name] = getattr(held, name)
     own: dict[Any, Any] = getattr(held, "__dict__", {})
     return found | ({} if own is held else own)
+
+
+@functools.lru_cache(maxsize=4096)
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a record's class."""
+    own = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+    return (*own, *(field.name for field in getattr(kind, "__attrs_attrs__", ())))
 
 
 class Walk:

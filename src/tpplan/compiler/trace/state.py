@@ -16,9 +16,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from types import CellType, FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ _LAST = 8  # of a longer list
 _LENGTH = " (its length)"
 
 State = dict[str, Any]
+Setter = Callable[[Any, Any, Any], object]
 
 
 class StateError(Exception):
@@ -44,105 +44,110 @@ class StateError(Exception):
         self.name = name
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place that holds state.
+class Slot(NamedTuple):
+    """A place that holds state. There may be thousands, of which few are ever written to.
 
     Attributes:
         value: what it holds.
-        put: how to put another value there; None if nobody can.
+        holder, key: where that is.
+        setter: called with `holder`, `key` and another value, puts it there; None if nobody can.
         counted: the list whose length it is.
         outside: whether it is a hook's or Python's own, and no attribute of a module.
         cached: whether it is the size of a `functools.lru_cache`.
     """
 
     value: Any
-    put: Callable[[Any], None] | None
+    holder: Any = None
+    key: Any = None
+    setter: Setter | None = None
     counted: list[Any] | None = None
     outside: bool = False
     cached: bool = False
 
+    def put(self, value: object) -> None:
+        """Put another value there."""
+        assert self.setter is not None
+        self.setter(self.holder, self.key, value)
+
 
 def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
     """The places of a model, its hooks and its surroundings that hold numbers, tensors and containers, by name."""
-    found: dict[str, Slot] = {}
-    seen: set[int] = set()
-    for prefix, module in named_modules(model):
-        held = vars(module)
-        for leaf in held:
+    collector = _Collector()
+    modules = list(named_modules(model))
+    for prefix, module in modules:
+        own = vars(module)
+        for leaf, held in own.items():
             if leaf not in _STOCK:
-                _collect(f"{prefix}.{leaf}" if prefix else leaf, held[leaf], _item(held, leaf), found, seen)
+                collector.collect(f"{prefix}.{leaf}" if prefix else leaf, held, own, leaf, operator.setitem)
         for leaf, buffer in own_buffers(module).items():
             if buffer is not None:
-                found[f"{prefix}.{leaf}" if prefix else leaf] = Slot(buffer, None)
-    own = set(found)
-    for prefix, module in named_modules(model):
+                collector.found[f"{prefix}.{leaf}" if prefix else leaf] = Slot(buffer)
+    collector.outside = True
+    for prefix, module in modules:
         for hook in hooks_of(module):
-            _collect(f"a hook of {prefix or 'the model'}", hook, None, found, seen)
+            collector.collect(f"a hook of {prefix or 'the model'}", hook)
     for name, space in around.spaces:
-        for leaf, item in around.values(space).items():
-            _collect(f"{name}.{leaf}", item, _name(space, leaf), found, seen)
-    found |= {name: replace(slot, outside=True) for name, slot in found.items() if name not in own}
+        for leaf, held in around.values(space).items():
+            collector.collect(f"{name}.{leaf}", held, space, leaf, Space.set)
     for cache in around.caches.values():
-        found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, None, cached=True)
-    return found
+        collector.found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
+    return collector.found
 
 
-def _item(held: Any, key: Any) -> Callable[[Any], None]:
-    return lambda value: operator.setitem(held, key, value)
+class _Collector:
+    """Finds slots; each object is looked into once."""
 
+    def __init__(self) -> None:
+        self.found: dict[str, Slot] = {}
+        self.outside = False
+        self._seen: set[int] = set()
 
-def _name(space: Space, leaf: str) -> Callable[[Any], None]:
-    return lambda value: space.set(leaf, value)
-
-
-def _collect(
-    name: str, item: object, put: Callable[[Any], None] | None, found: dict[str, Slot], seen: set[int]
-) -> None:
-    held: Any = item
-    if is_plain(held) or isinstance(held, (Tensor, Watched)):
-        found[name] = Slot(held, put)
-        return
-    if id(held) in seen or isinstance(held, (nn.Module, type)):
-        return
-    kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
-    if issubclass(kind, (list, dict, set)) and kind not in CONTAINERS and kind is not WatchedList:
-        return  # its class may make anything of what it stores
-    if str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0] == "torch":
-        return  # what torch keeps is no state of the model
-    seen.add(id(held))  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(held, (list, dict, set)):
-        count = len(held)  # pyright: ignore[reportUnknownArgumentType]
-        found[f"{name}{_LENGTH}"] = Slot(count, put, held if type(held) is list else None)  # pyright: ignore
-        if count > _FEW and not isinstance(held, list):
+    def collect(
+        self, name: str, held: Any, holder: object = None, key: object = None, setter: Setter | None = None
+    ) -> None:
+        """Note what `held`, which `holder` has at `key`, is or holds."""
+        if is_plain(held) or isinstance(held, (Tensor, Watched)):
+            self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
-    if isinstance(held, list):
-        for i in range(max(0, len(held) - _LAST) if len(held) > _FEW else 0, len(held)):  # pyright: ignore
-            _collect(f"{name}[{i}]", held[i], _item(held, i), found, seen)  # pyright: ignore
-    elif isinstance(held, FunctionType):
-        for leaf, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=False):
-            _collect_cell(f"{name}.{leaf}", cell, found, seen)
-    elif isinstance(held, dict):
-        for key, inner in held.items():  # pyright: ignore
-            _collect(f"{name}[{key!r}]", inner, _item(held, key), found, seen)  # pyright: ignore
-    elif isinstance(held, tuple):
-        for i, inner in enumerate(held):  # pyright: ignore
-            _collect(f"{name}[{i}]", inner, None, found, seen)  # pyright: ignore[reportUnknownArgumentType]
-    else:
-        for leaf, inner in list(members(held)):  # pyright: ignore[reportUnknownArgumentType]
-            _collect(f"{name}.{leaf}", inner, _attribute(held, leaf), found, seen)  # pyright: ignore
+        if id(held) in self._seen or isinstance(held, (nn.Module, type)):
+            return
+        kind: type[Any] = type(held)
+        stored = issubclass(kind, (list, dict, set))
+        if stored and kind not in CONTAINERS and kind is not WatchedList:
+            return  # its class may make anything of what it stores
+        if str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0] == "torch":
+            return  # what torch keeps is no state of the model
+        self._seen.add(id(held))
+        if stored:
+            counted = held if kind is list else None
+            self.found[f"{name}{_LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
+            if len(held) > _FEW and not issubclass(kind, list):
+                return
+        self._look_into(name, held, kind)
 
+    def _look_into(self, name: str, held: Any, kind: type[Any]) -> None:
+        if issubclass(kind, list):
+            for i in range(max(0, len(held) - _LAST) if len(held) > _FEW else 0, len(held)):
+                self.collect(f"{name}[{i}]", held[i], held, i, operator.setitem)
+        elif kind is FunctionType:
+            for leaf, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=False):
+                self._collect_cell(f"{name}.{leaf}", cell)
+        elif issubclass(kind, dict):
+            for key, inner in held.items():
+                self.collect(f"{name}[{key!r}]", inner, held, key, operator.setitem)
+        elif issubclass(kind, tuple):
+            for i, inner in enumerate(held):
+                self.collect(f"{name}[{i}]", inner)
+        else:
+            for leaf, inner in list(members(held)):
+                self.collect(f"{name}.{leaf}", inner, held, leaf, object.__setattr__)
 
-def _collect_cell(name: str, cell: CellType, found: dict[str, Slot], seen: set[int]) -> None:
-    """What a function closes over."""
-    try:
-        _collect(name, cell.cell_contents, lambda value: setattr(cell, "cell_contents", value), found, seen)
-    except ValueError:  # not filled yet
-        return
-
-
-def _attribute(held: object, leaf: str) -> Callable[[Any], None]:
-    return lambda value: object.__setattr__(held, leaf, value)
+    def _collect_cell(self, name: str, cell: CellType) -> None:
+        """What a function closes over."""
+        try:
+            self.collect(name, cell.cell_contents, cell, "cell_contents", setattr)
+        except ValueError:  # not filled yet
+            return
 
 
 def described(slots: Mapping[str, Slot]) -> State:
@@ -277,11 +282,11 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
         slot = slots[name]
         if isinstance(slot.value, Tensor):
             tensors.add(id(slot.value))
-        elif slot.counted is not None and slot.put is not None:
+        elif slot.counted is not None and slot.setter is not None:
             longer = WatchedList(slot.counted)
             longer.note = functools.partial(note, name)
             slot.put(longer)
-        elif type(slot.value) in (int, float) and slot.put is not None and not name.endswith(_LENGTH):
+        elif type(slot.value) in (int, float) and slot.setter is not None and not name.endswith(_LENGTH):
             slot.put(Watched(slot.value, name, note))
         elif not any(name.startswith(f"{grown}[") for grown in lists):  # whoever reads that reads the list
             raise StateError(f"`{name}` changes with each call, and later calls may depend on it", name)
