@@ -103,15 +103,16 @@ class _Collector:
         self._seen: set[int] = set()
 
     def collect(
-        self, name: str, held: Any, holder: object = None, key: object = None, setter: Setter | None = None
+        self, name: str, item: object, holder: object = None, key: object = None, setter: Setter | None = None
     ) -> None:
-        """Note what `held`, which `holder` has at `key`, is or holds."""
+        """Note what `item`, which `holder` has at `key`, is or holds."""
+        held = cast("Any", item)
         if is_plain(held) or isinstance(held, (Tensor, Watched)):
             self.found[name] = Slot(held, holder, key, setter, None, self.outside)
             return
         if id(held) in self._seen or isinstance(held, (nn.Module, type)):
             return
-        kind: type[Any] = type(held)
+        kind: Any = type(item)
         stored = issubclass(kind, (list, dict, set))
         if stored and kind not in CONTAINERS and kind is not WatchedList:
             return  # its class may make anything of what it stores
@@ -125,7 +126,7 @@ class _Collector:
                 return
         self._look_into(name, held, kind)
 
-    def _look_into(self, name: str, held: Any, kind: type[Any]) -> None:
+    def _look_into(self, name: str, held: Any, kind: Any) -> None:
         if issubclass(kind, list):
             for i in range(max(0, len(held) - _LAST) if len(held) > _FEW else 0, len(held)):
                 self.collect(f"{name}[{i}]", held[i], held, i, operator.setitem)
