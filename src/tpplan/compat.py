@@ -317,6 +317,21 @@ def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:
 _Question = tuple[OpOverload, tuple[Any, ...], tuple[tuple[str, Any], ...], int]
 
 
+class _Same:
+    """An object, equal to itself alone; as it is kept, no other one gets its address."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, kept: object) -> None:
+        self._kept = kept
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._kept is self._kept
+
+    def __hash__(self) -> int:
+        return id(self._kept)
+
+
 class NoRule(Exception):
     """DTensor has no sharding rule for the operator, or its rule refused these placements; the text says which."""
 
@@ -331,7 +346,7 @@ def propagate(
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = tuple(
-        id(getattr(propagator, table, {}).get(operator))
+        _Same(getattr(propagator, table, {}).get(operator))
         for table in ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
     )
     question = (operator, tuple(arguments), tuple(keywords.items()), size)
@@ -345,7 +360,7 @@ def propagate(
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _remembered(question: _Question, rules: tuple[int, ...]) -> tuple[Placement | None, ...] | NoRule | None:
+def _remembered(question: _Question, rules: tuple[_Same, ...]) -> tuple[Placement | None, ...] | NoRule | None:
     """As `_asked`, which takes ten milliseconds; `rules` are those that the operator has now."""
     return _asked(question)
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 
+from tpplan import compat
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
@@ -287,3 +289,15 @@ def _gradients(results: Sequence[Tensor], inputs: Sequence[Tensor], pulls: Seque
         return [torch.zeros_like(i) for i in inputs]
     found = torch.autograd.grad([r for r, _ in pairs], list(inputs), [p for _, p in pairs], allow_unused=True)
     return [torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True)]
+
+
+def test_a_rule_that_is_registered_again_is_asked_again() -> None:
+    library = torch.library.Library("tpplan_asked_again", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")  # pyright: ignore
+    operator: Any = torch.ops.tpplan_asked_again.twice.default
+    operand = compat.OperatorMeta((4, 6), (6, 1), torch.float32, Shard(0))
+    for placement in (Shard(0), Replicate(), Shard(0), Replicate()):
+        # What may be chosen: for each result, and for each operand.
+        compat.register_sharding(operator, lambda _, placement=placement: [([placement], [Shard(0)])])
+        assert compat.propagate(operator, (operand,), {}, 2) == [placement]
