@@ -11,6 +11,8 @@ from tpplan.plan import Diagnostic, PlanError, Severity
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+METADATA = ".metadata"
+"""What torch.distributed.checkpoint calls the table of what it has saved."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHOWN = 3
@@ -49,10 +51,10 @@ def listed(names: Sequence[str], shown: int = _SHOWN) -> str:
 
 
 def find_checkpoint(source: str | os.PathLike[str]) -> Path:
-    """The index or the safetensors file that a checkpoint starts from.
+    """The index, the safetensors file, or the table of torch.distributed.checkpoint that a checkpoint starts from.
 
     Args:
-        source: a safetensors file, an index, or a folder with either; of both, the index counts.
+        source: one of these, or a folder with it; of several, the index counts.
 
     Raises:
         CheckpointError: TP121, if there is neither; it says what is there instead.
@@ -60,7 +62,7 @@ def find_checkpoint(source: str | os.PathLike[str]) -> Path:
     path = Path(source)
     try:
         if path.is_dir():
-            for name in (INDEX, SINGLE):
+            for name in (INDEX, SINGLE, METADATA):
                 if (path / name).is_file():
                     return path / name
             raise _no_safetensors(path, sorted(os.listdir(path)))
@@ -83,12 +85,6 @@ def find_checkpoint(source: str | os.PathLike[str]) -> Path:
 
 
 def _no_safetensors(folder: Path, names: list[str]) -> CheckpointError:
-    if ".metadata" in names:
-        return problem(
-            f"`{folder}` is a checkpoint of torch.distributed.checkpoint, not of safetensors",
-            "load it with torch.distributed.checkpoint: `state = model.state_dict(); load(state, checkpoint_id=folder)`"
-            "; a parallelized model's tensors are DTensors, of which it reads this rank's parts",
-        )
     ours = [name for name in names if name.endswith(".safetensors")]
     if ours:
         return problem(
@@ -112,4 +108,14 @@ def _pickles(path: Path, names: list[str]) -> CheckpointError:
     )
 
 
-__all__ = ["INDEX", "SINGLE", "CheckpointError", "find_checkpoint", "finding", "listed", "problem", "unreadable"]
+__all__ = [
+    "INDEX",
+    "METADATA",
+    "SINGLE",
+    "CheckpointError",
+    "find_checkpoint",
+    "finding",
+    "listed",
+    "problem",
+    "unreadable",
+]

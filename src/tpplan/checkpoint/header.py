@@ -32,8 +32,25 @@ _NOTES = 10
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor that torch.distributed.checkpoint has saved by itself.
+
+    Attributes:
+        path: the file.
+        start, bytes: where it begins in the file, and how many bytes it is, as `torch.save` has written it.
+        offsets, sizes: which part of the whole tensor it is.
+    """
+
+    path: Path
+    start: int
+    bytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file.
+    """A tensor in a file, or in several.
 
     Attributes:
         name: its name there.
@@ -41,6 +58,7 @@ class Stored:
         dtype: as safetensors calls it, such as `BF16`.
         shape: of the whole tensor.
         start, bytes: where its numbers begin in the file, and how many bytes they are.
+        chunks: in which it lies, if not in one piece.
     """
 
     name: str
@@ -49,11 +67,18 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     bytes: int
+    chunks: tuple[Chunk, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """Torch's dtype; None for those that it hasn't."""
-        return getattr(torch, _OF_TORCH.get(self.dtype, ""), None)
+        return getattr(torch, _OF_TORCH.get(self.dtype, self.dtype), None)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls a dtype; of those that it hasn't, torch's name."""
+    name = str(dtype).removeprefix("torch.")
+    return next((key for key, value in _OF_TORCH.items() if value == name), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +209,4 @@ def _no_safetensors(path: Path, reason: str, *more: str) -> CheckpointError:
     )
 
 
-__all__ = ["BITS", "Header", "Stored", "read_header"]
+__all__ = ["BITS", "Chunk", "Header", "Stored", "dtype_name", "read_header"]

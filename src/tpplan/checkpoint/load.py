@@ -1,4 +1,4 @@
-"""Loading: each rank reads the bytes of its own parts from safetensors files, and nothing else."""
+"""Loading: each rank reads the bytes of its own parts from a checkpoint, and nothing else."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def load_weights(
 
     Args:
         model: the model.
-        source: a safetensors file, an index, or a folder with either.
+        source: a safetensors file, an index, a folder with either, or one that torch.distributed.checkpoint has saved,
+            of which a rank reads the chunks that it needs any of.
         rename: regular expressions with what replaces their matches, as in `re.sub`, for names of the checkpoint that
             differ from the model's: `{"^bert[.]": ""}`. Each sees what the one before it has made.
         strict: whether the checkpoint must have every tensor of the model. If not, those that it hasn't stay as they
@@ -219,10 +220,12 @@ def _read(job: _Job, meter: Meter, tell: Progress) -> list[Diagnostic]:
                     strange.append(reads[read].stored.name)
                 done += reads[read].bytes
                 tell(done, total)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             broken = [] if all(fill.tensor is not fill.wanted.tensor for fill in job.fills) else [_MIXED]
-            found = unreadable(error.filename or job.fills[0].stored.path, error).diagnostics[0]
-            raise CheckpointError([finding(found.message, str(found.help), *broken)]) from None
+            if isinstance(error, OSError):
+                error = unreadable(error.filename or job.fills[0].stored.path, error)
+            found = error.diagnostics[0]
+            raise CheckpointError([finding(found.message, str(found.help), *found.notes, *broken)]) from None
         finally:
             pool.shutdown(cancel_futures=True)
     if not strange:

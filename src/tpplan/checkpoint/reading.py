@@ -9,17 +9,18 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self, cast
 
 import torch
 from torch import Tensor
 
-from tpplan.checkpoint.header import Stored
+from tpplan.checkpoint.distributed import read_chunk
+from tpplan.checkpoint.header import Chunk, Stored
 from tpplan.checkpoint.meter import Meter
 from tpplan.checkpoint.ranges import run_length, runs
-from tpplan.runtime.pieces import Box
+from tpplan.runtime.pieces import Box, narrowed
 
 CHUNK = 4 * 1024**2
 SHORT = 32 * 1024
@@ -59,6 +60,8 @@ class Files:
         Raises:
             OSError: the file can't be read, or has become shorter.
         """
+        if stored.chunks:
+            return self._fill_from_chunks(part, [*boxes], stored.chunks)
         path, shape, dtype = stored.path, stored.shape, stored.torch_dtype
         assert dtype is not None, stored
         here = part.device.type == "cpu"
@@ -72,6 +75,18 @@ class Files:
                 whole = torch.frombuffer(self._map(path), dtype=dtype, count=math.prod(shape), offset=stored.start)
                 finite &= self._copy(target, box.of_whole(whole.view(shape)), here)
         return finite if here else all_finite(part)
+
+    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[Chunk]) -> bool:
+        """Copy what the boxes share with each chunk; those that share nothing aren't read."""
+        for chunk in chunks:
+            shared = [(box, start, sizes) for box in boxes if (meet := _shared(box, chunk)) for start, sizes in [meet]]
+            numbers = read_chunk(chunk, self._meter) if shared else None
+            for box, start, sizes in shared:
+                assert numbers is not None
+                place = tuple(p + s - b for p, s, b in zip(box.place, start, box.start, strict=True))
+                inside = tuple(s - o for s, o in zip(start, chunk.offsets, strict=True))
+                narrowed(part, place, sizes).copy_(narrowed(numbers, inside, sizes))
+        return all_finite(part)
 
     def _run(self, target: Tensor, path: Path, begin: int, dtype: torch.dtype, here: bool) -> bool:
         """Read what is one stretch in the file."""
@@ -141,6 +156,17 @@ class Files:
                 flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
                 self._mapped[path] = mmap.mmap(descriptor, 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
             return self._mapped[path]
+
+
+def _shared(box: Box, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Where in the whole what a box and a chunk share begins, and its sizes."""
+    start = tuple(max(pair) for pair in zip(box.start, chunk.offsets, strict=True))
+    box_end, chunk_end = (
+        tuple(first + count for first, count in zip(*pair, strict=True))
+        for pair in ((box.start, box.sizes), (chunk.offsets, chunk.sizes))
+    )
+    sizes = tuple(min(a, b) - s for a, b, s in zip(box_end, chunk_end, start, strict=True))
+    return (start, sizes) if all(count > 0 for count in sizes) else None
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tpplan.checkpoint.files import CheckpointError, find_checkpoint, finding, listed, unreadable
+import torch
+
+from tpplan.checkpoint.distributed import read_chunk, read_distributed
+from tpplan.checkpoint.files import METADATA, CheckpointError, find_checkpoint, finding, listed, unreadable
 from tpplan.checkpoint.header import Header, Stored, read_header
 from tpplan.checkpoint.index import read_index
 from tpplan.checkpoint.meter import Meter
@@ -45,7 +48,7 @@ def read_checkpoint(source: str | os.PathLike[str], meter: Meter | None = None) 
     """Read and check an index and all headers; no tensor is read.
 
     Args:
-        source: a safetensors file, an index, or a folder with either.
+        source: a safetensors file, an index, or a folder with either; or a folder of torch.distributed.checkpoint.
         meter: counts what is read.
 
     Raises:
@@ -53,6 +56,8 @@ def read_checkpoint(source: str | os.PathLike[str], meter: Meter | None = None) 
     """
     meter = meter or Meter()
     path = find_checkpoint(source)
+    if path.name == METADATA:
+        return Checkpoint(path, *read_distributed(path, meter), ())
     if path.suffix != ".json":
         header = read_header(path, meter)
         tensors = {tensor.name: tensor for tensor in header.tensors}
@@ -154,6 +159,9 @@ def alike(one: Stored, other: Stored, meter: Meter) -> bool:
     """Whether two tensors seem to have the same numbers: the same dtype and shape, and the same samples."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    if one.chunks or other.chunks:
+        first = [read_chunk(held.chunks[0], meter) for held in (one, other) if held.chunks]
+        return len(first) == 2 and torch.equal(*first)
     read = [_samples(held.path, held.start, held.bytes, meter) for held in (one, other)]
     return read[0] == read[1]
 

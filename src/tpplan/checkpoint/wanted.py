@@ -159,6 +159,7 @@ def _misfits(missing: Sequence[str], shapes: Sequence[str], count: int, unexpect
     if not notes:
         return []
     more = [f"the checkpoint has `{name}`, which the model doesn't" for name in unexpected[:_UNUSED]]
+    more += _prefix(missing, unexpected)
     return [
         finding(
             f"{len(notes)} of the model's {count} tensors can't be loaded from the checkpoint",
@@ -168,6 +169,20 @@ def _misfits(missing: Sequence[str], shapes: Sequence[str], count: int, unexpect
             *more,
         )
     ]
+
+
+def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """What `rename` would mend, where the names on one side are those of the other with something in front."""
+    for ours, theirs, cut in ((missing, unexpected, True), (unexpected, missing, False)):
+        if not ours:
+            continue
+        every = set(theirs)
+        for longer in theirs:
+            prefix = longer.removesuffix(f".{ours[0]}")
+            if prefix != longer and all(f"{prefix}.{name}" in every for name in ours):
+                rename = f'{{"^{re.escape(prefix)}\\\\.": ""}}' if cut else f'{{"^": "{prefix}."}}'
+                return [f"with `rename={rename}` the names are equal"]
+    return []
 
 
 def _of_kinds(kinds: Sequence[str]) -> list[Diagnostic]:
