@@ -18,6 +18,10 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
         compile_time.use_one_core()
         return compile_time.measure(**arguments)
+    if name == "checkpoint":
+        from tpplan.bench import checkpoint
+
+        return checkpoint.measure(**arguments)
     from tpplan.bench import collectives
     from tpplan.compat import fake_process_group
 

@@ -13,7 +13,8 @@ _HEAD = """\
 # Benchmarks
 
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
-measure what tpplan itself adds, on torch's fake process group, whose collectives return at once.
+measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints
+are of gloo processes.
 """
 _ABOUT = {
     "collectives": """\
@@ -42,6 +43,18 @@ in which torch and transformers import what they put off, are measured apart. Co
 time: capture runs the model on meta tensors, check runs it again on local shapes, build_regions finds equal layers,
 solve places the reshards. A sequence-parallel plan takes two rounds of solve and check: the first finds that the
 embedding's result can't be split, since the model reads the sequence's length from it.
+""",
+    "checkpoint": """\
+## Checkpoints
+
+A Llama in bfloat16 (hidden size 2048, 17 layers) in safetensors files of up to 500 MiB, on gloo processes of one
+machine, each with one thread. `load_weights` fills a model that was parallelized on `meta`; a plain read is a loop that
+reads as many bytes, one after the other, into new memory. Times are wall time of the slowest rank, medians over
+interleaved rounds with the files in the page cache; the ratio is taken within each round, with its quartiles. Before a
+cold read the files are dropped from the page cache. Memory is what a rank alone holds and has changed
+(`Private_Dirty`), over what it held before, sampled every 20 ms: of a load without its share and its largest tensor, of
+a save whole. transformers' `from_pretrained(…, tp_plan="auto")` gets the same files; on a CPU it maps them, and reads
+little of them until the model is used.
 """,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "compile")
+BENCHMARKS = ("collectives", "overhead", "compile", "checkpoint")
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 
@@ -27,6 +27,9 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
     if name == "overhead":
         rounds = {"rounds": 2, "calls": 1} if quick else {}
         return [{"kind": kind, **rounds} for kind in ("transformers", "plain")]
+    if name == "checkpoint":
+        tiny = {"layers": 1, "hidden": 256, "rounds": 1, "file_bytes": 1 << 23}
+        return [{"ranks": 2, **tiny}] if quick else [{"ranks": 2}, {"ranks": 4}]
     if quick:
         return [{"layers": 2, "plan": plan, "size": 2, "reduced": True} for plan in _PLANS]
     return [{"layers": layers, "plan": plan} for plan in _PLANS for layers in _LAYERS]

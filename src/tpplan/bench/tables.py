@@ -15,6 +15,8 @@ from tpplan.bench.overhead import BACKWARD, FORWARD, SEQUENCE, TORCH, TPPLAN, UN
 FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
 SEQUENCE_TARGETS = {FORWARD: 1.3, BACKWARD: 1.5}
 WATCHED_TARGET = 3.0
+READ_TARGET, TIME_TARGET = 1.02, 1.3
+MEMORY_TARGET, SAVE_TARGET = 100, 300  # MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class Table:
 
 def tables_of(result: dict[str, Any]) -> list[Table]:
     """The tables of a benchmark's result."""
-    return {"overhead": _overhead, "compile": _compile, "collectives": _collectives}[result["benchmark"]](result)
+    tables = {"overhead": _overhead, "compile": _compile, "collectives": _collectives, "checkpoint": _checkpoint}
+    return tables[result["benchmark"]](result)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -64,6 +67,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             for row in rows
             if row["layers"] == longest
         ]
+    if kind == "checkpoint":
+        return [verdict for row in rows for verdict in _checkpoint_verdicts(row)]
     checked = [row["agrees"] for row in rows if row["agrees"] is not None]
     return [f"predicted and counted agree for {sum(checked)} of {len(checked)} plans"]
 
@@ -88,6 +93,19 @@ def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{_met(watched <= WATCHED_TARGET)})"
         )
     return lines
+
+
+def _checkpoint_verdicts(row: dict[str, Any]) -> list[str]:
+    cold = row["cold_load_seconds"] / row["cold_read_seconds"]
+    return [
+        f"{row['ranks']} ranks: a rank reads {row['bytes_ratio']:.4f} × its share (at most {READ_TARGET}: "
+        f"{_met(row['bytes_ratio'] <= READ_TARGET)})",
+        f"{row['ranks']} ranks: loading needs {row['load_memory_mib']:.0f} MiB besides the share and the largest "
+        f"tensor (at most {MEMORY_TARGET}: {_met(row['load_memory_mib'] <= MEMORY_TARGET)}), saving "
+        f"{row['save_memory_mib']:.0f} MiB (at most {SAVE_TARGET}: {_met(row['save_memory_mib'] <= SAVE_TARGET)})",
+        f"{row['ranks']} ranks: loading takes {row['ratio']:.2f} × a plain read (at most {TIME_TARGET}: "
+        f"{_met(row['ratio'] <= TIME_TARGET)}), cold {cold:.2f} × (at most 1: {_met(cold <= 1)})",
+    ]
 
 
 def _met(condition: bool) -> str:
@@ -139,6 +157,30 @@ def _collectives(result: dict[str, Any]) -> list[Table]:
         rows.append((name, _counts(block), _counts(model), agrees))
     columns = ("plan", "a block: forward / with backward", "a model of two blocks", "as predicted")
     return [Table(f"Collectives counted, tp={result['tp']}", columns, tuple(rows))]
+
+
+def _checkpoint(result: dict[str, Any]) -> list[Table]:
+    columns = (
+        "", "GiB", "share MiB", "read / share", "load s", "plain read s", "ratio", "quartiles", "cold load s",
+        "cold read s", "load MiB", "save s", "save MiB", "transformers s",
+    )  # fmt: skip
+    rows = tuple(
+        (
+            f"{row['ranks']} ranks, {row['files']} files",
+            f"{row['gib']:.2f}",
+            f"{row['share_mib']:.0f}",
+            f"{row['bytes_ratio']:.4f}",
+            *(f"{row[key]:.2f}" for key in ("load_seconds", "read_seconds", "ratio")),
+            f"{row['low']:.2f} to {row['high']:.2f}",
+            *(f"{row[key]:.2f}" for key in ("cold_load_seconds", "cold_read_seconds")),
+            f"{row['load_memory_mib']:.0f}",
+            f"{row['save_seconds']:.2f}",
+            f"{row['save_memory_mib']:.0f}",
+            "" if row["transformers_seconds"] is None else f"{row['transformers_seconds']:.2f}",
+        )
+        for row in result["rows"]
+    )
+    return [Table("Loading and saving", columns, rows)]
 
 
 def _counts(count: dict[str, dict[str, int]]) -> str:

@@ -30,6 +30,7 @@ from tpplan.runtime.pieces import Box, whole_box
 from tpplan.runtime.state import part_of
 
 _THREADS = 4
+_AHEAD = 12  # tensors that the system is asked to read before their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,12 @@ def _read(job: _Job, meter: Meter, tell: Progress) -> list[Diagnostic]:
     total, done = sum(fill.bytes for fill in job.fills), 0
     strange: list[str] = []
     with Files(meter) as files, ThreadPoolExecutor(_THREADS, "tpplan-load") as pool:
-        reads: dict[Future[bool], _Fill] = {pool.submit(_filled, fill, files): fill for fill in job.fills}
+        later = [*job.fills[_AHEAD:], *[None] * _AHEAD]
+        for fill in job.fills[:_AHEAD]:
+            files.expect(fill.boxes, fill.stored)
+        reads: dict[Future[bool], _Fill] = {
+            pool.submit(_filled, fill, files, ahead): fill for fill, ahead in zip(job.fills, later, strict=False)
+        }
         try:
             for read in as_completed(reads):
                 if not read.result():
@@ -238,7 +244,9 @@ def _read(job: _Job, meter: Meter, tell: Progress) -> list[Diagnostic]:
 _MIXED = "the model has been loaded in part: its numbers are no longer those from before; load it again"
 
 
-def _filled(fill: _Fill, files: Files) -> bool:
+def _filled(fill: _Fill, files: Files, ahead: _Fill | None) -> bool:
+    if ahead is not None:
+        files.expect(ahead.boxes, ahead.stored)
     part = local_of(fill.tensor).detach()
     with torch.no_grad():
         finite = files.fill(part, fill.boxes, fill.stored)

@@ -9,7 +9,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self, cast
 
@@ -45,6 +45,15 @@ class Files:
     def __exit__(self, *_: object) -> None:
         self._mapped.clear()  # tensors that look into a map keep it; it goes with them
         self._opened.close()
+
+    def expect(self, boxes: Iterable[Box], stored: Stored) -> None:
+        """Have the system read what `fill` will ask for, so that the disk is busy while numbers are copied."""
+        if stored.chunks or not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError):  # reading tells what is wrong
+            descriptor = self._descriptor(stored.path)
+            for begin, count in _stretches(boxes, stored):
+                os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)
 
     def fill(self, part: Tensor, boxes: Iterable[Box], stored: Stored) -> bool:
         """Read a rank's boxes of a tensor into its part, cast to the part's dtype.
@@ -156,6 +165,18 @@ class Files:
                 flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
                 self._mapped[path] = mmap.mmap(descriptor, 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
             return self._mapped[path]
+
+
+def _stretches(boxes: Iterable[Box], stored: Stored) -> Iterator[tuple[int, int]]:
+    """The bytes of a file that boxes are in; short stretches with all that is between them."""
+    dtype = stored.torch_dtype
+    assert dtype is not None, stored
+    for box in boxes:
+        count = run_length(box, stored.shape) * dtype.itemsize
+        if SHORT <= count < stored.bytes:
+            yield from ((stored.start + first * dtype.itemsize, count) for first, _ in runs(box, stored.shape))
+        elif count:
+            yield stored.start, stored.bytes
 
 
 def _shared(box: Box, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
