@@ -203,7 +203,7 @@ def _with_next_token(known: Inference, plan: Plan, prompt: _Prompt) -> Inference
 
     example = _next_call(prompt.stock.result, prompt.call)
     if example is None:
-        return unknown("such a call is made up for transformers models that take `input_ids` and return a cache")
+        return unknown("such a call is made up for transformers' language models alone")
     after: dict[int, _Run] = {}
     try:
         compiled = _for_one_token(prompt, plan)
@@ -238,17 +238,17 @@ def _for_one_token(prompt: _Prompt, plan: Plan) -> Compiled:
 def _next_call(result: Any, call: Call) -> Call | None:
     """The call with one token for each sequence, as `generate` makes it, without what the first call has left."""
     arguments, keywords = call
-    ids, mask = keywords.get("input_ids"), keywords.get("attention_mask")
-    if arguments or not isinstance(ids, Tensor) or not isinstance(result, Mapping):
+    ids, decoded = keywords.get("input_ids"), keywords.get("decoder_input_ids")
+    mask = keywords.get("attention_mask")
+    if arguments or not isinstance(result, Mapping):
         return None
     settings = {name: value for name, value in keywords.items() if not isinstance(value, Tensor)}
-    if "decoder_input_ids" in keywords:
-        encoded: Any = result.get("encoder_last_hidden_state")
-        if encoded is None:
-            return None
+    encoded: Any = result.get("encoder_last_hidden_state")
+    if isinstance(decoded, Tensor) and isinstance(encoded, Tensor):
         settings |= {} if mask is None else {"attention_mask": mask}
-        decoded = keywords["decoder_input_ids"]
         return (), {**settings, "encoder_outputs": (encoded,), "decoder_input_ids": decoded.new_empty(len(decoded), 1)}
+    if not isinstance(ids, Tensor) or decoded is not None:
+        return None
     longer = {} if mask is None else {"attention_mask": mask.new_empty(len(mask), mask.shape[1] + 1)}
     return (), {**settings, "input_ids": ids.new_empty(len(ids), 1), **longer}
 

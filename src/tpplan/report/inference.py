@@ -181,7 +181,7 @@ def _kept_table(kept: Kept) -> Table:
 def _traffic_table(view: Inference) -> Table:
     table = new_table("each rank, without gradients", "", "sends", right=(2,))
     table.columns[1].no_wrap = False
-    table.add_row("the whole prompt", counts_text(view.prefill), bytes_text(view.prefill.total))
+    table.add_row("the call above", counts_text(view.prefill), bytes_text(view.prefill.total))
     if view.decode is not None:
         table.add_row("one token more", counts_text(view.decode), bytes_text(view.decode.total))
     return table
@@ -191,17 +191,20 @@ def _notes(view: Inference) -> Iterator[str]:
     kept = view.kept
     if kept is not None:
         if sum(kept.bytes_by_rank) > kept.bytes:
+            times = f"{sum(kept.bytes_by_rank) / kept.bytes:.2f}".rstrip("0").rstrip(".")
             yield (
-                f"The ranks hold {sum(kept.bytes_by_rank) / kept.bytes:.1f} times the whole cache together: what "
-                "several ranks use, such as key heads that are fewer than the ranks, each of them keeps."
+                f"The ranks hold {times} times the whole cache together: what several ranks use, such as key heads "
+                "that are fewer than the ranks, each of them keeps."
             )
         if len(set(kept.bytes_by_rank)) > 1:
             yield f"By rank, the cache takes {', '.join(map(bytes_text, kept.bytes_by_rank))}."
         if kept.growth is not None:
             more = max(kept.growth)
-            yield f"One token more adds {bytes_text(more)} to a rank's cache." if more else "The cache doesn't grow."
+            added = bytes_text(more) if more else "nothing"
+            yield f"One token more for each sequence adds {added} to a rank's cache."
         if max(kept.storage) > max(kept.bytes_by_rank):
-            yield f"After the prompt its tensors are views of {bytes_text(max(kept.storage))}, until the next token."
+            behind = bytes_text(max(kept.storage))
+            yield f"After the call above its tensors are views of {behind}, until the next token."
     yield from view.unknown.values()
     yield _RINGS
 
