@@ -136,7 +136,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         TOKENS | {"num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 14, "sliding_window": 5},
     ),
     "sequence": ("llama", "llama-sequence", 4, TOKENS | {"num_key_value_heads": 4}),
-    "compressed": ("deepseek_v3", "deepseek_v3", 2, TOKENS | MLA),
+    "compressed": ("deepseek_v3", "deepseek_v3", 2, TOKENS | MLA | {"num_hidden_layers": 2}),
     "states": ("mamba", "mamba", 2, MAMBA),
     "encoder": ("t5", "t5", 2, T5),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -243,7 +243,8 @@ def _next_call(result: Any, call: Call) -> Call | None:
     if arguments or not isinstance(result, Mapping):
         return None
     settings = {name: value for name, value in keywords.items() if not isinstance(value, Tensor)}
-    encoded: Any = result.get("encoder_last_hidden_state")
+    fields = cast("Mapping[str, Any]", result)
+    encoded = fields.get("encoder_last_hidden_state")
     if isinstance(decoded, Tensor) and isinstance(encoded, Tensor):
         settings |= {} if mask is None else {"attention_mask": mask}
         return (), {**settings, "encoder_outputs": (encoded,), "decoder_input_ids": decoded.new_empty(len(decoded), 1)}

@@ -56,7 +56,7 @@ def keep_in_float32(model: nn.Module) -> None:
     """Widen the parameters of a model on `meta` that `from_pretrained` loads in float32 whatever the model's dtype."""
     plan_of: Any = getattr(model, "_get_dtype_plan", None)
     dtype: Any = getattr(getattr(model, "config", None), "dtype", None)
-    kept: dict[str, torch.dtype] = plan_of(dtype) if callable(plan_of) and isinstance(dtype, torch.dtype) else {}
+    kept: dict[str, torch.dtype] = plan_of(dtype) if plan_of is not None and isinstance(dtype, torch.dtype) else {}
     patterns = [(re.compile(name.replace("*", ".*")), kind) for name, kind in kept.items()]
     for name, parameter in model.named_parameters():
         kind = next((kind for pattern, kind in patterns if pattern.search(name)), None)
