@@ -207,8 +207,8 @@ class Nothing(Lists):
         return super().forward(x)
 
 
-class Counting(Lists):
-    """Its cache is a Python list of numbers that come from a tensor's values."""
+class Unnamed(Lists):
+    """Returns its list, and puts nothing into it."""
 
     def forward(self, x: Tensor, kept: list[Any] | None = None) -> tuple[Tensor, list[Any]]:  # type: ignore[override]
         return super().forward(x), [] if kept is None else kept
@@ -229,7 +229,7 @@ def test_what_goes_into_a_list_is_kept() -> None:
     assert "made up" in view.unknown["decode"] and view.prefill.counts == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize("kind", [Nothing, Counting])
+@pytest.mark.parametrize("kind", [Nothing, Unnamed])
 def test_no_cache_is_said_in_words(kind: type[nn.Module]) -> None:
     view = own(kind)
     assert view.kept is None and view.unknown["cache"].startswith("No cache: ")
