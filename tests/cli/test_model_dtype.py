@@ -106,6 +106,7 @@ def test_explain_counts_in_the_folder_s_dtype(capsys: pytest.CaptureFixture[str]
     assert "model.norm rms_norm (eps 1e-06) on a GPU, where it pays" in lines
 
 
+@pytest.mark.slow
 def test_a_tensor_of_another_dtype_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     sizes = [part for item in (T5 | {"dtype": "float16"}).items() for part in ("--set", "{}={}".format(*item))]
