@@ -22,6 +22,7 @@ from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.plan import load_plan
 from tpplan.report.inference import Inference
+from tpplan.report.program_cost import module_traffic
 from tpplan.runtime.lower import lower
 
 transformers = pytest.importorskip("transformers")
@@ -150,6 +151,7 @@ def check(case: str, guarded: bool) -> None:
     with torch.no_grad():
         assert view.kept.bytes == sum(t.nbytes for t in kept_by(stock(**prompt(kind), use_cache=True)).values())
     assert view.kept.growth is not None
+    assert view.prefill.sent == module_traffic(view.program.modules, tp).forward.sent  # as `explain` counts
     runs = ran(stock, plan, tp, kind, dict(view.settings), guarded)
     for rank, ((prefilled, sent), (decoded, sent_for_one)) in enumerate(runs):
         said = {t.path.partition(".")[2]: (t.local_shapes[rank], t.bytes_by_rank[rank]) for t in view.kept.tensors}
