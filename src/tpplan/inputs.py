@@ -40,11 +40,16 @@ def example_call(
     raise TypeError(f"inputs must be a dict, a tuple or a tensor, not {type(inputs).__name__}")
 
 
+def most_positions(model: nn.Module) -> int | None:
+    """How many tokens a made-up call of a transformers model may have, where its config has a limit."""
+    return _shortest_table(getattr(model, "config", None))
+
+
 def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> dict[str, Any]:
     config = getattr(model, "config", None)
     accepted = inspect.signature(type(model).forward).parameters
     known = config is not None and hasattr(config, "to_dict")
-    made: dict[str, Any] = _senses(config, accepted, batch) if known else {}
+    made: dict[str, Any] = _senses(model, config, accepted, batch) if known else {}
     if not made and (not known or "input_ids" not in accepted):
         raise CompileError(
             [
@@ -68,8 +73,9 @@ def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> d
     return made
 
 
-def _senses(config: Any, accepted: Mapping[str, object], batch: int) -> dict[str, Any]:
-    """Pictures and sounds of the sizes that the config gives; without those that it doesn't."""
+def _senses(model: nn.Module, config: Any, accepted: Mapping[str, object], batch: int) -> dict[str, Any]:
+    """Pictures and sounds of the sizes that the config gives, in the model's dtype; without those that it doesn't."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     sizes: dict[str, list[object]] = {}
     if "pixel_values" in accepted:
         seeing = getattr(config, "vision_config", None) or config
@@ -80,7 +86,7 @@ def _senses(config: Any, accepted: Mapping[str, object], batch: int) -> dict[str
         frames: Any = getattr(config, "max_source_positions", None)
         sizes["input_features"] = [getattr(config, "num_mel_bins", None), 2 * frames if frames else None]
     return {
-        name: torch.zeros(batch, *held, device="meta")  # pyright: ignore
+        name: torch.zeros(batch, *held, device="meta", dtype=dtype)  # pyright: ignore
         for name, held in sizes.items()
         if all(isinstance(n, int) and n > 0 for n in held)
     }

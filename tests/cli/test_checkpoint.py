@@ -102,3 +102,17 @@ def test_what_cannot_be_read(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert "TP122" in capsys.readouterr().out
     assert main(["checkpoint", "inspect", str(folder), "--plan", "llama"]) == 2
     assert main(["checkpoint"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "out", "llama"], "tpplan checkpoint check: name a model with --model REF, a folder or file with "),
+        (["inspect", "out", "--plan", "llama"], "tpplan checkpoint inspect: --plan and --model go together"),
+        (["inspect", "out", "--tp", "4"], "tpplan checkpoint inspect: --tp needs --model\n"),
+    ],
+)
+def test_wrong_usage_is_told_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(message) and captured.err.count("\n") == 1

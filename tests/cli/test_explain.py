@@ -135,8 +135,10 @@ def test_every_option_is_on_the_page(command: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_the_example_on_the_page_is_real(capsys: pytest.CaptureFixture[str]) -> None:
-    found = re.search(r"`tpplan explain (llama .*)`:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
-    assert found is not None
-    code, text, _ = explain(capsys, *found[1].split())
-    assert code == 0 and found[2] in text
+@pytest.mark.parametrize("number", [0, 1], ids=["training", "inference"])
+def test_the_example_on_the_page_is_real(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.findall(r"\n`tpplan explain (llama [^`]*)`:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    assert len(found) == 2
+    command, shown = found[number]
+    code, text, _ = explain(capsys, *command.split())
+    assert code == 0 and shown in text

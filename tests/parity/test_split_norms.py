@@ -10,9 +10,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import tpplan
+from tpplan.calls.inference import inference
 from tpplan.compat import fake_process_group
 from tpplan.compiler.ir.layout import Collective
 from tpplan.parity import verify_program
+from tpplan.plan import load_plan
+from tpplan.report.program_cost import module_traffic
 from tpplan.runtime import bodies
 
 WIDTH, HEADS, GROUPS = 32, 4, 2
@@ -60,6 +63,15 @@ class Attention(nn.Module):
         q, k, v = heads(self.q_norm(self.q(x))), heads(self.k_norm(self.k(x))), heads(self.v(x))
         k, v = (y.repeat_interleave(self.repeats, 1) for y in (k, v))
         return self.o(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)])
+def test_the_statistic_is_counted_in_the_dtype_that_it_is_summed_in(dtype: torch.dtype, width: int) -> None:
+    model = Attention(Root).to(dtype)
+    view = inference(model, load_plan(PLAN), 2, (ACTIVATIONS[0].detach().to(dtype),), {})
+    assert view.prefill.sent == module_traffic(view.program.modules, 2).forward.sent
+    # Two statistics of each of 15 tokens, and the result.
+    assert view.prefill.sent == {"all-reduce": 2 * 15 * width + 15 * WIDTH * dtype.itemsize}
 
 
 @pytest.mark.parametrize("size", [2, 4])

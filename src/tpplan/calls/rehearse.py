@@ -31,6 +31,7 @@ from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.cost.communication import bytes_sent
 from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
@@ -39,33 +40,43 @@ _LIBRARIES = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).paren
 
 
 class ShapeCommunicator:
-    """Ranks of which only this one is there, and of whose tensors only the shapes are."""
+    """Ranks of which only this one is there, and of whose tensors only the shapes are.
+
+    Attributes:
+        counts: how often each collective ran.
+        sent: the bytes that this rank would have sent in each.
+    """
 
     def __init__(self, size: int, rank: int) -> None:
         """Be `rank` of `size`."""
         self.size = size
         self.rank = rank
         self.counts: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
-        self.counts["all-reduce"] += 1
+        self._count("all-reduce", tensor, 1)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
-        self.counts["all-gather"] += 1
+        self._count("all-gather", tensor, self.size)
         return torch.cat([tensor] * self.size, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
-        self.counts["reduce-scatter"] += 1
+        self._count("reduce-scatter", tensor, 1)
         return tensor.chunk(self.size, dim)[self.rank].clone()
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
         """See `Communicator`."""
-        self.counts["all-to-all"] += 1
+        self._count("all-to-all", tensor, self.size)
         return torch.cat([tensor.chunk(self.size, split_dim)[self.rank]] * self.size, concatenate_dim)
+
+    def _count(self, name: str, tensor: Tensor, parts: int) -> None:
+        self.counts[name] += 1
+        self.sent[name] += bytes_sent(name, tensor.numel() * tensor.itemsize * parts, self.size)
 
 
 class Rehearsed(NamedTuple):
@@ -108,13 +119,7 @@ def _rehearse(
 ) -> Rehearsed:
     program = compiled.program
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
-    skeleton = make_skeleton(model).model.train(program.training)
-    axis = ShapeCommunicator(program.size, rank)
-    distributor = MeshDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
-    distributor.device = torch.device("meta")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that aren't there
-        lower(skeleton, program, distributor)
+    skeleton, axis = lowered_on_shapes(model, program, rank)
     standing = _stand_in(skeleton, compiled.streams[rank])
     around = Surroundings(skeleton)
     try:
@@ -132,6 +137,18 @@ def _rehearse(
     finally:
         around.restore()
     return Rehearsed(axis.counts, _predicted(program, standing))
+
+
+def lowered_on_shapes(model: nn.Module, program: Program, rank: int) -> tuple[nn.Module, ShapeCommunicator]:
+    """A skeleton of the stock model, in the program's mode, sharded as a rank would have it; and its communicator."""
+    skeleton = make_skeleton(model).model.train(program.training)
+    axis = ShapeCommunicator(program.size, rank)
+    distributor = MeshDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
+    distributor.device = torch.device("meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that aren't there
+        lower(skeleton, program, distributor)
+    return skeleton, axis
 
 
 def _differentiate(result: Any) -> Exception | None:
@@ -246,4 +263,4 @@ def _is_in(name: str, modules: frozenset[str]) -> bool:
     return True
 
 
-__all__ = ["Rehearsed", "ShapeCommunicator", "rehearse"]
+__all__ = ["Rehearsed", "ShapeCommunicator", "lowered_on_shapes", "rehearse"]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import functools
+import shutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from tpplan.cli.exit_codes import FAILED
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
 FORMATS = ("full", "concise", "json", "github")
 MODEL_HELP = "a folder or file with a transformers config.json, hf:MODEL_TYPE, or package.module:callable"
+PLAN_HELP = "a plan file, or a shipped plan's name"
+_PIPED_WIDTH = 100
+_NO_MODEL = "the following arguments are required: --model"  # argparse's words
 
 
 def add_command(
@@ -41,6 +49,17 @@ def add_format_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_text_format_argument(parser: argparse.ArgumentParser, whole: str) -> None:
+    """Add `--format` of a command that shows tables; `whole` is what it writes as JSON."""
+    parser.add_argument(
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        metavar="text|json",
+        help=f"text for people, or {whole} (default: text)",
+    )
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Add `--model` and what goes with it."""
     group = parser.add_argument_group("model")
@@ -57,6 +76,20 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     )
     group.add_argument("--batch", type=positive, metavar="N", help="the batch size of the example inputs")
     group.add_argument("--sequence", type=positive, metavar="N", help="the sequence length of the example inputs")
+    if required:
+        parser.error = functools.partial(_refuse, parser, parser.error)
+
+
+def _refuse(parser: argparse.ArgumentParser, usual: Callable[[str], NoReturn], message: str) -> NoReturn:
+    """As argparse refuses arguments, but in our own words where only a model is missing."""
+    if message == _NO_MODEL:
+        parser.exit(FAILED, f"{parser.prog}: name a model with --model REF, {MODEL_HELP}\n")
+    usual(message)
+
+
+def terminal_width(least: int = 80) -> int:
+    """How wide output may be: COLUMNS comes first, then the terminal's own width; a pipe has neither."""
+    return max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, least)
 
 
 def positive(text: str) -> int:

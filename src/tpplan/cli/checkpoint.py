@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import add_command, add_format_argument, add_model_arguments
+from tpplan.cli.arguments import (
+    PLAN_HELP,
+    add_command,
+    add_format_argument,
+    add_model_arguments,
+    add_text_format_argument,
+)
+from tpplan.cli.compile_model import compile_for, model_and_inputs, ranks_of, refuse_model_options
 from tpplan.cli.exit_codes import CLEAN, UsageError, exit_code
 
 if TYPE_CHECKING:
@@ -45,46 +53,53 @@ def register(subparsers: Subparsers) -> None:
         examples=_EXAMPLES,
     )
     inner = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    inspect = add_command(
+    inspect = _add_action(
         inner,
         "inspect",
+        run_inspect,
         help="show its tensors, dtypes and sizes, and what a rank reads under a plan",
         description="Show a checkpoint's tensors, dtypes and sizes; with a plan, the bytes that a rank reads.",
         examples=_INSPECT,
     )
-    inspect.add_argument("path", metavar="PATH", help="a folder, an index or a safetensors file")
-    inspect.add_argument("--plan", metavar="PLAN", help="a plan file, or a shipped plan's name; needs --model")
-    inspect.add_argument(
-        "--format",
-        choices=("text", "json"),
-        default="text",
-        metavar="text|json",
-        help="text for people, or every tensor as JSON (default: text)",
-    )
+    inspect.add_argument("--plan", metavar="PLAN", help=f"{PLAN_HELP}; needs --model")
+    add_text_format_argument(inspect, "every tensor as JSON")
     add_model_arguments(inspect, required=False)
-    inspect.set_defaults(run=run_inspect)
-    check = add_command(
+    check = _add_action(
         inner,
         "check",
+        run_check,
         help="say whether it would load into a model under a plan",
         description="Compile the plan, and compare the checkpoint with the model; every misfit at once.",
         examples=_CHECK,
     )
-    check.add_argument("path", metavar="PATH", help="a folder, an index or a safetensors file")
-    check.add_argument("plan", metavar="PLAN", help="a plan file, or a shipped plan's name")
+    check.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     add_format_argument(check)
     add_model_arguments(check, required=True)
-    check.set_defaults(run=run_check)
+
+
+def _add_action(
+    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], **words: str
+) -> argparse.ArgumentParser:
+    """A command inside of this one, on the checkpoint at PATH."""
+    parser = add_command(subparsers, name, **words)
+    parser.add_argument("path", metavar="PATH", help="a folder, an index or a safetensors file")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the checkpoint's tensors; a checkpoint that can't be read is raised."""
     if (arguments.plan is None) != (arguments.model is None):
         raise UsageError("--plan and --model go together: they say what a rank reads")
+    if arguments.model is None:
+        refuse_model_options(arguments)
     from tpplan.checkpoint.stored import read_checkpoint
+    from tpplan.plan import load_plan
 
     checkpoint = read_checkpoint(arguments.path)
-    program = _compiled(arguments)[1] if arguments.plan is not None else None
+    program: Program | None = None
+    if arguments.plan is not None:
+        program = compile_for(arguments, load_plan(arguments.plan), *model_and_inputs(arguments))
     from tpplan.cli.checkpoint_tables import as_json, as_text
     from tpplan.report.quantities import encodable
 
@@ -101,7 +116,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """Print every finding about the plan, the model and the checkpoint; the exit code says whether it would load."""
     from tpplan.checkpoint.stored import read_checkpoint
-    from tpplan.plan import PlanError
+    from tpplan.plan import PlanError, load_plan
 
     findings: list[Diagnostic] = []
     model: nn.Module | None = None
@@ -112,11 +127,10 @@ def run_check(arguments: argparse.Namespace) -> int:
     except PlanError as error:
         findings += error.diagnostics
     try:
-        model, program = _compiled(arguments)
-        findings += program.diagnostics
+        model, inputs = model_and_inputs(arguments)
+        findings += compile_for(arguments, load_plan(arguments.plan), model, inputs).diagnostics
     except PlanError as error:
         findings += error.diagnostics
-        model = _model(arguments) if error.diagnostics[0].code != "TP122" else None
     if model is not None and checkpoint is not None:
         findings += _compared(model, checkpoint)
     _show(findings, arguments)
@@ -131,25 +145,6 @@ def _compared(model: nn.Module, checkpoint: Checkpoint) -> list[Diagnostic]:
 
     _, without = make_buffers(model, torch.device("cpu"), strict=False)
     return [*match(model, checkpoint.tensors, strict=True).findings, *without]
-
-
-def _model(arguments: argparse.Namespace) -> nn.Module:
-    from tpplan.cli.model_reference import load_model
-
-    return load_model(arguments.model, dict(arguments.overrides))[0]
-
-
-def _compiled(arguments: argparse.Namespace) -> tuple[nn.Module, Program]:
-    from tpplan.plan import load_plan
-
-    plan = load_plan(arguments.plan)
-    from tpplan.api import compile_plan
-    from tpplan.cli.compile_model import DEFAULT_TP
-    from tpplan.cli.model_reference import load_model
-
-    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
-    model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)
-    return model, compile_plan(model, plan, tp=arguments.tp or DEFAULT_TP, inputs=inputs)
 
 
 def _shares(program: Program, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -168,5 +163,5 @@ def _show(findings: list[Diagnostic], arguments: argparse.Namespace) -> None:
     if chosen in (Format.FULL, Format.CONCISE):
         if text and chosen is Format.FULL:
             print()
-        good = f"{arguments.path} would load into {arguments.model} at tp={arguments.tp or 2}."
+        good = f"{arguments.path} would load into {arguments.model} at tp={ranks_of(arguments)}."
         print(" ".join([*([good] if exit_code(findings) == CLEAN else []), *([summary(findings)] if findings else [])]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tpplan.cli.arguments import add_command, add_model_arguments
+from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
+from tpplan.cli.compile_model import compile_for, model_and_inputs
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
@@ -23,9 +23,8 @@ _EXAMPLES = """\
   tpplan explain llama --model hf:llama --tp 8 model.layers.0.self_attn     why it is so
   tpplan explain llama --model hf:llama --tp 8 'model.layers.*.mlp'         equal layers once
   tpplan explain llama --model hf:llama --tp 8 --format json > program.json
+  tpplan explain llama --model Llama-3.2-1B --tp 8 --inference --batch 4 --sequence 8192
 """
-_PIPED_WIDTH = 100
-_LEAST_WIDTH = 80
 
 
 def register(subparsers: Subparsers) -> None:
@@ -37,16 +36,16 @@ def register(subparsers: Subparsers) -> None:
         description="Show what each module becomes, every collective, its bytes, the memory of a rank, and why.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("plan", metavar="PLAN", help="a plan file, or a shipped plan's name")
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     parser.add_argument(
         "module", nargs="?", metavar="MODULE", help="why this module, or those of a pattern, became what they did"
     )
+    add_text_format_argument(parser, "the whole program as JSON")
     parser.add_argument(
-        "--format",
-        choices=("text", "json"),
-        default="text",
-        metavar="text|json",
-        help="text for people, or the whole program as JSON (default: text)",
+        "--inference",
+        action="store_true",
+        help="show a rank's parameters, its cache for --batch prompts of --sequence tokens (default: 1 of 4096), and a "
+        "forward without gradients",
     )
     add_model_arguments(parser, required=True)
     _take_module_behind_options(parser)
@@ -73,18 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.module is not None and arguments.format == "json":
         raise UsageError("--format json is the whole program; leave out MODULE")
+    if arguments.module is not None and arguments.inference:
+        raise UsageError("--inference is about the whole model; leave out MODULE")
     plan = load_plan(arguments.plan)
+    if arguments.inference:
+        from tpplan.cli.explain_inference import show_inference
+
+        return show_inference(arguments, plan)
     wanted = _pattern(arguments.module) if arguments.module is not None else None
-
-    from tpplan.api import compile_plan
-    from tpplan.cli.compile_model import DEFAULT_TP
-    from tpplan.cli.model_reference import load_model
-
-    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
-    model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)
+    model, inputs = model_and_inputs(arguments)
     if wanted is not None:
         _require_match(wanted, model)
-    program = compile_plan(model, plan, tp=arguments.tp or DEFAULT_TP, inputs=inputs)
+    program = compile_for(arguments, plan, model, inputs)
     if arguments.format == "json":
         _print_json(program)
     else:
@@ -144,9 +143,7 @@ def _print_text(program: Program, wanted: Pattern | None) -> None:
     from tpplan.report.program_why import render_why
     from tpplan.report.quantities import encodable
 
-    color = wants_color(sys.stdout)
-    # COLUMNS comes first, then the terminal's own width; a pipe has neither.
-    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, _LEAST_WIDTH)
+    color, width = wants_color(sys.stdout), terminal_width()
     if wanted is None:
         text = render_program(program, width=width, color=color)
     else:

@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tpplan: interrupted", file=sys.stderr)
         return INTERRUPTED
     except UsageError as error:
-        print(f"tpplan {parsed.command}: {error}", file=sys.stderr)
+        print(
+            " ".join(filter(None, ["tpplan", parsed.command, getattr(parsed, "action", "")])) + f": {error}",
+            file=sys.stderr,
+        )
         return FAILED
     except Exception as error:
         return _report(error, bool(getattr(parsed, "traceback", False)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.cli.arguments import add_command, add_model_arguments
+from tpplan.cli.compile_model import model_and_inputs, ranks_of
 from tpplan.cli.exit_codes import CLEAN, UsageError
 
 if TYPE_CHECKING:
@@ -55,11 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the plan; findings that keep one from being found are raised."""
     if arguments.from_hf and arguments.sequence_parallel:
         raise UsageError("--from-hf writes the plan as it is; leave out --sequence-parallel")
-
-    from tpplan.cli.model_reference import load_model
-
-    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
-    model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)
+    model, inputs = model_and_inputs(arguments)
     text = _text(model, inputs, arguments)
     if arguments.output is None:
         print(text, end="")
@@ -74,10 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> str:
     from tpplan.api import plan_name, suggest_text
-    from tpplan.cli.compile_model import DEFAULT_TP
 
     if arguments.from_hf:
         from tpplan.suggest import import_plan
 
         return import_plan(model, plan_name(model))
-    return suggest_text(model, arguments.tp or DEFAULT_TP, arguments.sequence_parallel, inputs)
+    return suggest_text(model, ranks_of(arguments), arguments.sequence_parallel, inputs)

@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import add_command, add_format_argument, add_model_arguments
-from tpplan.cli.exit_codes import CLEAN, UsageError, exit_code
+from tpplan.cli.compile_model import findings_for, ranks_of, refuse_model_options
+from tpplan.cli.exit_codes import CLEAN, exit_code
 
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tpplan.plan import check_plan
 
     if arguments.model is None:
-        _refuse_model_options(arguments)
+        refuse_model_options(arguments)
     diagnostics: list[Diagnostic] = []
     plans: list[Plan] = []
     for source in arguments.plans:
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         if plan is not None:
             plans.append(plan)
     if plans and arguments.model is not None:
-        diagnostics += _check_against_model(plans, arguments)
+        diagnostics += findings_for(arguments, plans)
     unique = list(dict.fromkeys(diagnostics))
     _show(unique, arguments)
     return exit_code(unique)
@@ -62,19 +63,6 @@ def _standard_input() -> str:
 
     # The line break makes it text rather than a path; bytes that aren't UTF-8 are for the reader to report.
     return sys.stdin.buffer.read(MAX_BYTES + 1).decode("utf-8", "surrogateescape") + "\n"
-
-
-def _refuse_model_options(arguments: argparse.Namespace) -> None:
-    given = {"--tp": arguments.tp, "--set": arguments.overrides, "--batch": arguments.batch}
-    for option, value in (given | {"--sequence": arguments.sequence}).items():
-        if value:
-            raise UsageError(f"{option} needs --model")
-
-
-def _check_against_model(plans: list[Plan], arguments: argparse.Namespace) -> list[Diagnostic]:
-    from tpplan.cli.compile_model import compile_for_arguments
-
-    return compile_for_arguments(plans, arguments)
 
 
 def _show(diagnostics: list[Diagnostic], arguments: argparse.Namespace) -> None:
@@ -95,5 +83,5 @@ def _closing_line(diagnostics: list[Diagnostic], summary: str, arguments: argpar
         return summary
     count = len(arguments.plans)
     valid = "The plan is valid" if count == 1 else f"All {count} plans are valid"
-    against = f" for {arguments.model} at tp={arguments.tp or 2}" if arguments.model else ""
+    against = f" for {arguments.model} at tp={ranks_of(arguments)}" if arguments.model else ""
     return f"{valid}{against}. {summary}" if diagnostics else f"{valid}{against}."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from tpplan.cli.arguments import add_command, add_model_arguments
+from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
+from tpplan.cli.compile_model import model_and_inputs, ranks_of
 from tpplan.cli.exit_codes import CLEAN, FINDINGS, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ The model is run on made-up numbers, unsharded and sharded, forward and backward
 model computes the same, 1 it diverges or the plan doesn't fit, 2 it couldn't be run.
 """
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-_PIPED_WIDTH = 100
 
 
 def register(subparsers: Subparsers) -> None:
@@ -35,7 +34,7 @@ def register(subparsers: Subparsers) -> None:
         description="Compare outputs and every gradient of the sharded program with those of the unsharded model.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("plan", metavar="PLAN", help="a plan file, or a shipped plan's name")
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     parser.add_argument(
         "--processes", action="store_true", help="run a process for each rank, with gloo, instead of simulated ranks"
     )
@@ -43,16 +42,10 @@ def register(subparsers: Subparsers) -> None:
         "--dtype",
         choices=_DTYPES,
         metavar="|".join(_DTYPES),
-        help="what to compute in (default: float64, or float32 for models over 2 GiB)",
+        help="what to compute in, whatever dtype the model has (default: float64, or float32 for models over 2 GiB)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and inputs (default: 0)")
-    parser.add_argument(
-        "--format",
-        choices=("text", "json"),
-        default="text",
-        metavar="text|json",
-        help="text for people, or the whole report as JSON (default: text)",
-    )
+    add_text_format_argument(parser, "the whole report as JSON")
     add_model_arguments(parser, required=True)
     parser.set_defaults(run=run)
 
@@ -65,17 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from tpplan.cli.compile_model import DEFAULT_TP
-    from tpplan.cli.model_reference import load_model
     from tpplan.parity import VerifyError, verify
 
-    sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
-    model, inputs = load_model(arguments.model, dict(arguments.overrides), **sizes)
+    model, inputs = model_and_inputs(arguments, float32=True)
     try:
         report = verify(
             model,
             plan,
-            arguments.tp or DEFAULT_TP,
+            ranks_of(arguments),
             inputs,
             processes=arguments.processes,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
@@ -101,6 +91,4 @@ def _print(report: ParityReport, chosen: str) -> None:
     from tpplan.report.diagnostics import wants_color
     from tpplan.report.parity import render_parity
 
-    # COLUMNS comes first, then the terminal's own width; a pipe has neither.
-    width = max(shutil.get_terminal_size((_PIPED_WIDTH, 0)).columns, 40)
-    print(render_parity(report, width=width, color=wants_color(sys.stdout)))
+    print(render_parity(report, width=terminal_width(40), color=wants_color(sys.stdout)))

@@ -304,13 +304,14 @@ def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:
     placed, value = decided.normed, trace.values[decided.frame.entries[0].target]
     assert placed is not None
     shape = (*value.shape[:-1], 1)
-    size = math.prod(shape) * torch.float32.itemsize
+    dtype = torch.float32 if value.dtype.itemsize < 4 or placed.norm.narrows else value.dtype
     origin = "the statistic of a norm over split features"
     return tuple(
         Reshard(
             path=(name,), aliases=(), source=PARTIAL, target=REPLICATED_PARTIAL, forward=Collective.ALL_REDUCE,
-            backward=Collective.ALL_REDUCE if value.differentiable else Collective.NONE, shape=shape, dtype="float32",
-            bytes=size, differentiable=value.differentiable, origin=origin,
+            backward=Collective.ALL_REDUCE if value.differentiable else Collective.NONE, shape=shape,
+            dtype=dtype_name(dtype), bytes=math.prod(shape) * dtype.itemsize, differentiable=value.differentiable,
+            origin=origin,
         )
         for name in (("mean", "variance") if placed.norm.centred else ("mean square",))
     )  # fmt: skip

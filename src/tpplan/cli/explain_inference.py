@@ -1,0 +1,46 @@
+"""`tpplan explain --inference`: what a plan costs where nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tpplan.cli.arguments import terminal_width
+from tpplan.cli.compile_model import model_and_inputs, ranks_of
+from tpplan.cli.exit_codes import CLEAN
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tpplan.plan import Plan
+
+_BATCH, _SEQUENCE = 1, 4096
+
+
+def show_inference(arguments: argparse.Namespace, plan: Plan) -> int:
+    """Print the costs of inference as text or JSON; findings that keep the plan from compiling are raised."""
+    from tpplan.calls.inference import inference
+    from tpplan.inputs import example_call
+    from tpplan.report.diagnostics import wants_color
+    from tpplan.report.inference import inference_json, render_inference
+    from tpplan.report.quantities import encodable
+
+    model, inputs = model_and_inputs(arguments, sized=False)
+    sizes = {} if inputs is not None else _sizes(arguments, model)
+    call = example_call(model, ranks_of(arguments), inputs, **sizes)
+    view = inference(model, plan, ranks_of(arguments), *call)
+    if arguments.format == "json":
+        print(inference_json(view))
+    else:
+        text = render_inference(view, width=terminal_width(), color=wants_color(sys.stdout))
+        print(encodable(text, sys.stdout.encoding))
+    return CLEAN
+
+
+def _sizes(arguments: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
+    """The sizes of made-up inputs: one prompt of 4096 tokens, or of what the model has positions for."""
+    from tpplan.inputs import most_positions
+
+    most = most_positions(model)
+    return {"batch": arguments.batch or _BATCH, "sequence": arguments.sequence or min(_SEQUENCE, most or _SEQUENCE)}
