@@ -60,11 +60,19 @@ class Files:
         Raises:
             OSError: the file can't be read, or has become shorter.
         """
+        return self.fill_by(part, [(stored, tuple(boxes))])
+
+    def fill_by(self, part: Tensor, reads: Iterable[tuple[Stored, Iterable[Box]]]) -> bool:
+        """As `fill`, with boxes of several tensors."""
+        here = part.device.type == "cpu"
+        finite = all([self._filled(part, boxes, stored, here) for stored, boxes in reads])
+        return finite if here else all_finite(part)
+
+    def _filled(self, part: Tensor, boxes: Iterable[Box], stored: Stored, here: bool) -> bool:
         if stored.chunks:
-            return self._fill_from_chunks(part, [*boxes], stored.chunks)
+            return self._fill_from_chunks(part, [*boxes], stored.chunks, here)
         path, shape, dtype = stored.path, stored.shape, stored.torch_dtype
         assert dtype is not None, stored
-        here = part.device.type == "cpu"
         finite = True
         for box in boxes:
             target = box.of_part(part)
@@ -74,10 +82,11 @@ class Files:
             else:
                 whole = torch.frombuffer(self._map(path), dtype=dtype, count=math.prod(shape), offset=stored.start)
                 finite &= self._copy(target, box.of_whole(whole.view(shape)), here)
-        return finite if here else all_finite(part)
+        return finite
 
-    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[Chunk]) -> bool:
+    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[Chunk], here: bool) -> bool:
         """Copy what the boxes share with each chunk; those that share nothing aren't read."""
+        finite = True
         for chunk in chunks:
             shared = [(box, start, sizes) for box in boxes if (meet := _shared(box, chunk)) for start, sizes in [meet]]
             numbers = read_chunk(chunk, self._meter) if shared else None
@@ -85,8 +94,10 @@ class Files:
                 assert numbers is not None
                 place = tuple(p + s - b for p, s, b in zip(box.place, start, box.start, strict=True))
                 inside = tuple(s - o for s, o in zip(start, chunk.offsets, strict=True))
-                narrowed(part, place, sizes).copy_(narrowed(numbers, inside, sizes))
-        return all_finite(part)
+                target = narrowed(part, place, sizes)
+                target.copy_(narrowed(numbers, inside, sizes))
+                finite &= not here or all_finite(target)
+        return finite
 
     def _run(self, target: Tensor, path: Path, begin: int, dtype: torch.dtype, here: bool) -> bool:
         """Read what is one stretch in the file."""
