@@ -334,3 +334,26 @@ def test_a_base_model_in_a_folder_that_promises_a_head(tmp_path: Path) -> None:
 def test_without_torchrun_it_says_how_to_start(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"TP115(.|\n)*torchrun"):
         tpplan.from_pretrained(_folder("llama", tmp_path))
+
+
+def _by_hand(member: Member, folder: str, kind: str) -> None:
+    """README's route: on `meta`, parallelized, then loaded, by names that only the stock class has rules for."""
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    tpplan.parallelize(model, kind, member.mesh())
+    tpplan.load_weights(model, folder)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = stock(input_ids=IDS).logits
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_a_model_built_on_meta_by_hand(tmp_path: Path, kind: str) -> None:
+    settings = _BERT if kind == "gpt_neox" else _SMALL
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    names = safetensors.torch.load_file(tmp_path / SINGLE)
+    assert ("embed_out.weight" in names) is (kind == "gpt_neox")
+    world(2).run(_by_hand, str(tmp_path), kind)

@@ -18,6 +18,7 @@ from tests.runtime.world import Member, world
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
+
 def _saves(member: Member, folder: str, file_bytes: int) -> tuple[int, int, float]:
     config = LlamaConfig(
         hidden_size=1024,

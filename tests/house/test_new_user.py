@@ -1,4 +1,4 @@
-"""As a new user would: a folder, a plan from the command line, a script under torchrun, and another at another degree."""
+"""As a new user would: a folder, a plan from the command line, a script under torchrun, again at another degree."""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.checkpoint.memory import MIB, peak
+from tests.checkpoint.subjects import subject
 from tests.runtime.world import Member, world
 from tpplan.compat import local_of
+from tpplan.runtime import distribute
 from tpplan.runtime.distribute import MeshDistributor
 
 pytestmark = pytest.mark.processes
@@ -48,13 +50,13 @@ def _frees(member: Member, broadcast: bool) -> list[int]:
     counts: list[int] = []
     stock = MeshDistributor.distribute
 
-    def distribute(self: MeshDistributor, parameter: Tensor, placement: Any) -> nn.Parameter:
+    def counted(self: MeshDistributor, parameter: Tensor, placement: Any) -> nn.Parameter:
         if not parameter.is_meta:
             counts.append(sum(held() is not None for held in there))
         return stock(self, parameter, placement)
 
     gc.disable()
-    MeshDistributor.distribute = distribute
+    MeshDistributor.distribute = counted
     try:
         _sharded(member, model, WIDTH, broadcast=broadcast)
     finally:
@@ -76,13 +78,13 @@ def _fails(member: Member, after: int) -> tuple[bool, list[str], list[str]]:
     hooks = [len(module._load_state_dict_pre_hooks) for module in model.modules()]  # pyright: ignore
     stock, calls = MeshDistributor.distribute, [0]
 
-    def distribute(self: MeshDistributor, parameter: Tensor, placement: Any) -> nn.Parameter:
+    def counted(self: MeshDistributor, parameter: Tensor, placement: Any) -> nn.Parameter:
         calls[0] += not parameter.is_meta
         if calls[0] > after:
             raise MemoryError("no more")
         return stock(self, parameter, placement)
 
-    MeshDistributor.distribute = distribute
+    MeshDistributor.distribute = counted
     notes: list[str] = []
     try:
         _sharded(member, model, WIDTH, broadcast=False)
@@ -118,3 +120,22 @@ def test_a_model_and_its_shards_are_not_there_at_once(broadcast: bool) -> None:
     for largest, most in world(2).run(_takes, broadcast):
         print(f"{most // MIB} MiB over the whole model, of which a tensor has {largest // MIB}")
         assert most <= largest + 64 * MIB
+
+
+def _agrees(member: Member, name: str, block: int) -> None:
+    held = subject(name, seed=member.rank)
+    first = subject(name, seed=0).model.state_dict()
+    stock, distribute.BLOCK = distribute.BLOCK, block
+    try:
+        tpplan.parallelize(held.model, held.plan, member.mesh(), inputs=held.inputs)
+    finally:
+        distribute.BLOCK = stock
+    for key, tensor in held.model.state_dict().items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        assert torch.equal(whole, first[key]), key
+
+
+@pytest.mark.parametrize("name", ["packs", "uneven", "shared in packs", "groups", "tied", "gpt2"])
+@pytest.mark.parametrize("block", [1, 700])
+def test_all_ranks_take_the_first_ones_numbers_block_by_block(name: str, block: int) -> None:
+    world(2).run(_agrees, name, block)

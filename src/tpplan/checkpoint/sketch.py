@@ -115,7 +115,8 @@ def _split(sketch: Sketch, sizes: int | Sequence[int], dim: int = 0) -> tuple[Sk
 
 
 def _chunk(sketch: Sketch, chunks: int, dim: int = 0) -> tuple[Sketch, ...]:
-    return _split(sketch, -(-sketch.shape[dim] // chunks), dim)
+    length = sketch.shape[dim]
+    return _split(sketch, -(-length // chunks) if length else [0] * chunks, dim)
 
 
 Sketch.functions |= {torch.cat: _cat, torch.stack: _stack, torch.split: _split, torch.chunk: _chunk}

@@ -96,7 +96,9 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
         for change in reversed(done):
             change.undo()
         if replaced:
-            error.add_note(f"{replaced} of the model's {len(held)} parameters are sharded already; build the model anew")
+            error.add_note(
+                f"{replaced} of the model's {len(held)} parameters are sharded already; build the model anew"
+            )
         raise
     return model
 
