@@ -11,8 +11,9 @@ MIB = 1024**2
 
 
 def private() -> int:
+    """What the process has written; pages of files that it maps belong to the system, which may drop them."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor
 
 import tpplan
+from tests.checkpoint.memory import MIB, peak
 from tests.plans.parity import tolerance
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import load as loading
@@ -357,3 +358,29 @@ def test_a_model_built_on_meta_by_hand(tmp_path: Path, kind: str) -> None:
     names = safetensors.torch.load_file(tmp_path / SINGLE)
     assert ("embed_out.weight" in names) is (kind == "gpt_neox")
     world(2).run(_by_hand, str(tmp_path), kind)
+
+
+def _large(member: Member, small: str, folder: str) -> tuple[int, int, int]:
+    tpplan.from_pretrained(small, "llama", member.mesh())  # what is imported and compiled for any model
+    torch.distributed.barrier()
+    with peak(0.01) as seen:
+        model = tpplan.from_pretrained(folder, "llama", member.mesh())
+    held = [local_of(parameter).nbytes for parameter in model.parameters()]
+    return sum(held), max(held), seen[0]
+
+
+@pytest.mark.slow
+def test_nothing_but_the_shards_is_in_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 40000}
+    config = transformers.LlamaConfig(**_SMALL | sizes)
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.to_empty(device="cpu").parameters():
+            parameter.fill_(0.01)
+    model.save_pretrained(tmp_path, max_shard_size="200MB")
+    del model
+    for share, slice_, most in world(2).run(_large, _folder("llama", tmp_path / "small"), str(tmp_path)):
+        print(f"{most // MIB} MiB at the most, for a share of {share // MIB}")
+        assert share > 380 * MIB
+        assert most <= share + slice_ + 100 * MIB < 2 * share
