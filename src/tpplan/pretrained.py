@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -202,6 +202,8 @@ def _dtype(asked: torch.dtype | str | None, config: Any, checkpoint: Checkpoint)
     """As transformers decides: what was asked for, the config's, or the first of the checkpoint's."""
     if asked in (None, AUTO):
         asked = getattr(config, "dtype", None)
+    if isinstance(asked, dict):  # a dtype for each part of a model; transformers takes the main one for all
+        asked = cast("dict[str, Any]", asked).get("") or torch.get_default_dtype()
     if asked is None:
         kinds = (tensor.torch_dtype for tensor in checkpoint.tensors.values())
         floats = (kind for kind in kinds if kind is not None and kind.is_floating_point and kind.itemsize > 1)

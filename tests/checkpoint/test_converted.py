@@ -176,7 +176,7 @@ def test_what_transformers_takes_no_notice_of_is_no_warning(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_parameters_that_transformers_keeps_wide_are_wide(tmp_path: Path, dtype: torch.dtype) -> None:
     kinds = transformers.T5ForConditionalGeneration, transformers.T5Config
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 32}
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 32}
     stock: Any = kinds[0](kinds[1](**sizes))
     stock.save_pretrained(tmp_path)
     theirs = kinds[0].from_pretrained(tmp_path, dtype=dtype).state_dict()

@@ -371,7 +371,12 @@ def _large(member: Member, small: str, folder: str) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_nothing_but_the_shards_is_in_memory(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 40000}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "vocab_size": 40000,
+    }
     config = transformers.LlamaConfig(**_SMALL | sizes)
     with torch.device("meta"):
         model: Any = transformers.LlamaForCausalLM(config)

@@ -116,6 +116,8 @@ def test_wrong_usage_is_told_in_a_line(arguments: list[str], message: str, capsy
     assert main(["checkpoint", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(message) and captured.err.count("\n") == 1
+
+
 def test_check_knows_the_names_of_transformers_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 

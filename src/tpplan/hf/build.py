@@ -56,15 +56,14 @@ def build_stock(kind: Any, config: Any, dtype: torch.dtype | None = None) -> nn.
         raise UnusableError(
             f"`{getattr(kind, '__name__', kind)}` can't be built: {first_line(error)}", "check the config's values"
         ) from None
-    if dtype is not None:
-        _keep_wide(model, dtype)
+    _keep_wide(model, dtype or config.dtype)
     return model
 
 
-def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+def _keep_wide(model: Any, dtype: Any) -> None:
     """Give those parameters another dtype that transformers' `from_pretrained` keeps in float32."""
     planned: Any = getattr(model, "_get_dtype_plan", None)
-    plan: dict[str, torch.dtype] = {} if planned is None else planned(dtype)
+    plan: dict[str, torch.dtype] = planned(dtype) if planned is not None and isinstance(dtype, torch.dtype) else {}
     patterns = [(re.compile(pattern.replace("*", ".*")), wide) for pattern, wide in plan.items()]
     for name, tensor in model.state_dict(keep_vars=True).items():
         wide = next((wide for pattern, wide in patterns if pattern.search(name)), None)

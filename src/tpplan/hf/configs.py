@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,8 +56,12 @@ def default_config(kind: str, what: str) -> StoredConfig:
     return StoredConfig(None, {}, transformers.CONFIG_MAPPING[kind]())
 
 
-def read_config(path: Path) -> StoredConfig:
+def read_config(path: Path, adapted: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None) -> StoredConfig:
     """The config in a folder or a file. No code that a folder brings along is run.
+
+    Args:
+        path: the folder or the file.
+        adapted: checks what the file says, and makes the `fields` of it that are returned.
 
     Raises:
         UnusableError: there is none, or transformers can't read it.
@@ -83,6 +88,8 @@ def read_config(path: Path) -> StoredConfig:
                 "build the model from that code on `meta`, then call `tpplan.parallelize` and `tpplan.load_weights`",
             )
         default_config(kind, str(path))
+    if adapted is not None:
+        fields = adapted(fields, file)
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' classes check their fields, and raise whatever they like
