@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         check_plan,
         load_plan,
     )
+    from tpplan.pretrained import from_pretrained
     from tpplan.runtime.draws import RandomnessError
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
@@ -70,6 +71,7 @@ __all__ = [
     "__version__",
     "check_plan",
     "compile_plan",
+    "from_pretrained",
     "load_plan",
     "load_weights",
     "parallelize",
@@ -80,8 +82,9 @@ __all__ = [
 
 _API = frozenset({"Program", "compile_plan", "load_weights", "parallelize", "save_weights", "suggest_plan", "verify"})
 
-# Where the errors stand that a user may catch, beside those of `tpplan.plan`.
-_ERRORS = {
+# Where the rest is, beside `tpplan.plan`: most of it are errors that a user may catch.
+_ELSEWHERE = {
+    "from_pretrained": "tpplan.pretrained",
     "AloneError": "tpplan.runtime.standalone",
     "CheckpointError": "tpplan.checkpoint.files",
     "KernelArgumentError": "tpplan.kernels.errors",
@@ -107,7 +110,7 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         value: object = _installed_version()
     else:
-        value = getattr(import_module("tpplan.api" if name in _API else _ERRORS.get(name, "tpplan.plan")), name)
+        value = getattr(import_module("tpplan.api" if name in _API else _ELSEWHERE.get(name, "tpplan.plan")), name)
     globals()[name] = value
     return value
 

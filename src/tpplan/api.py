@@ -128,15 +128,15 @@ def parallelize(
     except Exception as raised:
         error = raised
     if loaded is None and mesh is not None and mesh.ndim == 1:
-        axis_mesh = mesh
+        over = mesh
     else:
-        axis_mesh = _axis_mesh(mesh, DEFAULT_AXIS if loaded is None else loaded.axis)
-    group = axis_mesh.get_group()
+        over = axis_mesh(mesh, DEFAULT_AXIS if loaded is None else loaded.axis)
+    group = over.get_group()
     if loaded is not None:
         try:
-            call = example_call(model, axis_mesh.size(), inputs)
-            device = device_of_mesh(axis_mesh)
-            compiled = prove(Request(model, loaded, axis_mesh.size(), *call, device=device))
+            call = example_call(model, over.size(), inputs)
+            device = device_of_mesh(over)
+            compiled = prove(Request(model, loaded, over.size(), *call, device=device))
         except Exception as raised:
             error = raised
     program = None if compiled is None else compiled.program
@@ -145,7 +145,7 @@ def parallelize(
     assert loaded is not None and compiled is not None and program is not None
     axis = ProcessGroupCommunicator(group)
     guard = CallGuard(make_skeleton(model).model, loaded, compiled, *call, axis)
-    lower(model, program, MeshDistributor(axis_mesh, axis, group if broadcast else None), guard)
+    lower(model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     guard.watch(model)
     return model
 
@@ -156,7 +156,12 @@ def plan_name(model: nn.Module) -> str:
     return "-".join(word.lower() for word in words) or "plan"
 
 
-def _axis_mesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh:
+def axis_mesh(mesh: DeviceMesh | None, axis: str) -> DeviceMesh:
+    """The mesh of one axis of a mesh; without a mesh, of all of torchrun's processes.
+
+    Raises:
+        CompileError: TP115, if there is no such axis, or no torchrun.
+    """
     if mesh is None:
         if not torch.distributed.is_initialized() and "WORLD_SIZE" not in os.environ:
             raise _mesh_error(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +12,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpplan
+from tests.checkpoint.memory import MIB, peak
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member, world
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-MIB = 1024**2
-
-
-def _private() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
-
-
-@contextmanager
-def _peak() -> Iterator[list[int]]:
-    """The most private memory that the process has had in the block, over what it had before; seen every 30 ms."""
-    before, found, over = _private(), [0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.03):
-            found[0] = max(found[0], _private() - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        thread.join()
 
 
 def _saves(member: Member, folder: str, file_bytes: int) -> tuple[int, int, float]:
@@ -63,16 +36,16 @@ def _saves(member: Member, folder: str, file_bytes: int) -> tuple[int, int, floa
         for parameter in model.parameters():
             parameter.to_local().fill_(member.rank)
     dist.barrier()
-    with _peak() as peak:
+    with peak() as seen:
         start = time.perf_counter()
         tpplan.save_weights(model, folder, file_bytes=file_bytes)
         seconds = time.perf_counter() - start
-    return sum(p.numel() * p.itemsize for p in model.parameters()), peak[0], seconds
+    return sum(p.numel() * p.itemsize for p in model.parameters()), seen[0], seconds
 
 
 @pytest.mark.parametrize("file_bytes", [5 * 1024 * MIB, 256 * MIB], ids=["one file", "files of both ranks"])
 def test_a_rank_needs_little_more_than_its_shards(file_bytes: int, tmp_path: Path) -> None:
-    for rank, (size, peak, seconds) in enumerate(world(2).run(_saves, str(tmp_path), file_bytes)):
-        print(f"rank {rank}: {peak // MIB} MiB over its shards, {size // MIB} MiB in all, {seconds:.1f} s")
+    for rank, (size, most, seconds) in enumerate(world(2).run(_saves, str(tmp_path), file_bytes)):
+        print(f"rank {rank}: {most // MIB} MiB over its shards, {size // MIB} MiB in all, {seconds:.1f} s")
         assert size > 900 * MIB
-        assert peak <= 300 * MIB
+        assert most <= 300 * MIB

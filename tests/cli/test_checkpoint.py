@@ -116,3 +116,13 @@ def test_wrong_usage_is_told_in_a_line(arguments: list[str], message: str, capsy
     assert main(["checkpoint", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(message) and captured.err.count("\n") == 1
+
+
+def test_check_knows_the_names_of_transformers_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**SIZES, **MORE, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    assert any("experts.3.w2" in name for name in load_file(tmp_path / SINGLE))
+    assert main(["checkpoint", "check", str(tmp_path), "mixtral", "--model", str(tmp_path), "--tp", "2"]) == 0
+    assert "would load into" in capsys.readouterr().out

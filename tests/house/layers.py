@@ -17,10 +17,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__init__",),
     ("bench", "demo"),
+    ("pretrained",),
     ("api",),
     ("calls",),
     ("report", "parity"),
-    ("inputs",),
+    ("inputs", "hf"),
     ("suggest",),
     ("checkpoint",),
     ("runtime",),
@@ -61,7 +62,7 @@ TORCH_FREE = ("tpplan.plan", "tpplan.report.diagnostics")
 HEAVY_PACKAGES = frozenset({"torch", "triton", "transformers", "safetensors", "numpy"})
 
 # All that changes a user's module stands in runtime/lower.py; what runs before or beside it only looks.
-MUTATION_FREE = frozenset({"cli", "api", "report", "parity", "suggest", "compiler", "cost", "plan"})
+MUTATION_FREE = frozenset({"cli", "pretrained", "hf", "api", "report", "parity", "suggest", "compiler", "cost", "plan"})
 MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 MODULE_MUTATORS = frozenset({"register_parameter", "register_buffer", "register_module", "add_module", "set_submodule"})
 TABLE_MUTATORS = frozenset({"update", "pop", "popitem", "clear", "setdefault", "__setitem__", "__delitem__"})

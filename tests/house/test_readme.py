@@ -105,9 +105,27 @@ def test_python_runs(block: Block, workplace, reader_environment):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.fixture
+def folder_of_transformers(workplace):
+    """The folder that README loads, with a tiny model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=96,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(workplace / "my-llama")
+
+
 @pytest.mark.slow
 @needs_readme
 @pytest.mark.processes
+@pytest.mark.usefixtures("folder_of_transformers")
 def test_python_prints_under_torchrun_what_is_shown(workplace, reader_environment):
     shown = blocks(PAGE)
     pairs = [(block, after) for block, after in itertools.pairwise(shown) if block.processes]

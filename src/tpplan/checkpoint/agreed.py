@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from tpplan.checkpoint.files import CheckpointError, finding
 from tpplan.compat import without_dispatch_modes
 from tpplan.plan import Diagnostic, PlanError, Severity
 
+Digest = str | Mapping[str, str] | None
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -23,22 +25,22 @@ class Report:
     Attributes:
         rank: its number in the world.
         source: what it was told to load.
-        digest: of what it would load; None if it can't.
+        digest: of what it would load, or of each thing that must be the same; None if it can't.
         findings: errors and warnings.
     """
 
     rank: int
     source: str
-    digest: str | None
+    digest: Digest
     findings: tuple[Diagnostic, ...]
 
 
 class Ranks:
     """The ranks that hold parts of one model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Those of the meshes that the model's parameters are on; none but this one for a stock model."""
-        self.meshes: list[DeviceMesh] = []
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+        """Those of `mesh`, and of the meshes that the model's parameters are on; none but this one without any."""
+        self.meshes: list[DeviceMesh] = [] if mesh is None else [mesh]
         for tensor in model.parameters():
             if isinstance(tensor, DTensor) and tensor.device_mesh not in self.meshes:
                 self.meshes.append(tensor.device_mesh)
@@ -51,13 +53,13 @@ class Ranks:
         return all(set(mesh.get_coordinate() or (0,)) == {0} for mesh in self.meshes)
 
     def settle(
-        self, source: str, digest: str | None, findings: Sequence[Diagnostic], error: Exception | None
+        self, source: str, digest: Digest, findings: Sequence[Diagnostic], error: Exception | None
     ) -> tuple[Diagnostic, ...]:
         """Compare notes; every rank raises if any of them has an error.
 
         Args:
             source: what this rank was told to load.
-            digest: of what it would load.
+            digest: of what it would load; or several, by the words for what they are of.
             findings: errors and warnings of this rank.
             error: what it failed with.
 
@@ -123,14 +125,20 @@ def _merged(reports: Sequence[Report]) -> list[Diagnostic]:
 
 
 def _differences(reports: Sequence[Report]) -> list[Diagnostic]:
-    other = next((report for report in reports if report.digest != reports[0].digest), None)
+    first = reports[0]
+    other = next((report for report in reports if report.digest != first.digest), None)
     if other is None:
         return []
+    what, way_out = "checkpoints, or other tensors of one", "give every rank the same files and the same `rename`"
+    if isinstance(first.digest, Mapping) and isinstance(other.digest, Mapping):
+        theirs = other.digest
+        what = " and ".join(name for name, digest in first.digest.items() if theirs.get(name) != digest)
+        way_out = "give every rank the same folder, and the same arguments"
     return [
         finding(
-            f"rank {reports[0].rank} and rank {other.rank} would load different checkpoints, or other tensors of one",
-            "give every rank the same files and the same `rename`",
-            *(f"rank {report.rank} reads `{report.source}`" for report in (reports[0], other)),
+            f"rank {first.rank} and rank {other.rank} would load different {what}",
+            way_out,
+            *(f"rank {report.rank} reads `{report.source}`" for report in (first, other)),
         )
     ]
 

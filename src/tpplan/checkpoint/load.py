@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.agreed import Ranks
+from tpplan.checkpoint.assembled import Source, Sources, reads
 from tpplan.checkpoint.buffers import Made, make_buffers
 from tpplan.checkpoint.files import CheckpointError, finding, listed, unreadable
 from tpplan.checkpoint.header import Stored
 from tpplan.checkpoint.meter import Meter
+from tpplan.checkpoint.opened import Opened, open_checkpoint
 from tpplan.checkpoint.progress import Progress, shown
 from tpplan.checkpoint.ranges import elements
 from tpplan.checkpoint.reading import Files
-from tpplan.checkpoint.stored import alike, read_checkpoint
-from tpplan.checkpoint.wanted import Match, Wanted, match, renamed
+from tpplan.checkpoint.stored import alike
+from tpplan.checkpoint.wanted import Match, Wanted, match
 from tpplan.compat import local_of, own_parameters
 from tpplan.plan import Diagnostic, Severity
 from tpplan.runtime.distribute import device_of_mesh
@@ -58,21 +60,21 @@ class _Fill:
 
     Attributes:
         wanted: where in the model it belongs.
-        stored: where it lies.
+        source: where it lies.
         tensor: what is filled: the model's own, or a new one if that is on `meta`.
-        boxes: what this rank holds of it.
+        reads: which boxes of which stored tensors hold what this rank holds of it.
     """
 
     wanted: Wanted
-    stored: Stored
+    source: Source
     tensor: Tensor
-    boxes: tuple[Box, ...]
+    reads: list[tuple[Stored, tuple[Box, ...]]]
 
     @property
     def bytes(self) -> int:
         """How many are read."""
-        dtype = self.stored.torch_dtype
-        return elements(self.boxes) * (0 if dtype is None else dtype.itemsize)
+        kinds = [(stored.torch_dtype, elements(boxes)) for stored, boxes in self.reads]
+        return sum(count * (0 if dtype is None else dtype.itemsize) for dtype, count in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class _Job:
     unexpected: tuple[str, ...]
     findings: tuple[Diagnostic, ...]
     digest: str
+    meter: Meter
 
 
 def load_weights(
@@ -128,84 +131,86 @@ def load_weights(
 
 def load(
     model: nn.Module,
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Opened,
     *,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     progress: bool | Progress | None = None,
 ) -> Loaded:
-    """As `load_weights`; returns what it did, and warns of nothing."""
-    ranks, meter = Ranks(model), Meter()
+    """As `load_weights`, also of what was opened before; returns what it did, and warns of nothing."""
+    ranks = Ranks(model)
+    named = source.source if isinstance(source, Opened) else os.fspath(source)
     job: _Job | None = None
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     try:
-        job = _prepared(model, source, rename or {}, strict, meter, ranks)
+        opened = source if isinstance(source, Opened) else open_checkpoint(model, source, rename)
+        job = _prepared(model, opened, strict, ranks)
     except Exception as raised:
         error = raised
     digest, findings = (None, ()) if job is None else (job.digest, job.findings)
-    warned = ranks.settle(os.fspath(source), digest, findings, error)
+    warned = ranks.settle(named, digest, findings, error)
     assert job is not None
     strange: list[Diagnostic] = []
     try:
         with shown(progress, ranks.speaks) as tell:
-            strange = _read(job, meter, tell)
+            strange = _read(job, tell)
     except Exception as raised:
         error = raised
-    warned += ranks.settle(os.fspath(source), digest, strange, error)
+    warned += ranks.settle(named, digest, strange, error)
     for fill in job.fills:
         _put(fill)
     for buffer in job.made:
         setattr(buffer.module, buffer.leaf, buffer.numbers)
-    return Loaded(model, meter.bytes, job.missing, job.unexpected, warned if ranks.speaks else ())
+    return Loaded(model, job.meter.bytes, job.missing, job.unexpected, warned if ranks.speaks else ())
 
 
-def _prepared(
-    model: nn.Module,
-    source: str | os.PathLike[str],
-    rename: Mapping[str, str],
-    strict: bool,
-    meter: Meter,
-    ranks: Ranks,
-) -> _Job:
+def _prepared(model: nn.Module, opened: Opened, strict: bool, ranks: Ranks) -> _Job:
     """Everything that can fail before a tensor is read; the model isn't changed."""
-    checkpoint = read_checkpoint(source, meter)
-    tensors, wrong = renamed(checkpoint.tensors, rename)
-    if wrong:
-        raise CheckpointError(wrong)
+    checkpoint, tensors, meter = opened.checkpoint, opened.tensors, opened.meter
     device = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
     matched = match(model, tensors, strict)
     made, without = make_buffers(model, device, strict)
     findings = (*checkpoint.warnings, *matched.findings, *without, *_untied(matched, tensors, meter))
     fills: list[_Fill] = []
     if all(held.severity is not Severity.ERROR for held in findings):
-        fills = [_fill(wanted, stored, device) for wanted, stored in matched.pairs]
-        fills.sort(key=lambda fill: (fill.stored.path, fill.stored.start))
-    names = [(wanted.names[0], stored.name) for wanted, stored in matched.pairs]
+        fills = [_fill(wanted, source, device) for wanted, source in matched.pairs]
+        fills.sort(key=lambda fill: (fill.source.path, fill.source.start))
+    names = [(wanted.names[0], source.name) for wanted, source in matched.pairs]
     digest = hashlib.sha256(f"{checkpoint.digest} {names}".encode()).hexdigest()
-    return _Job(tuple(fills), tuple(made), matched.missing, matched.unexpected, findings, digest)
+    return _Job(tuple(fills), tuple(made), matched.missing, matched.unexpected, findings, digest, meter)
 
 
-def _untied(matched: Match, tensors: Mapping[str, Stored], meter: Meter) -> list[Diagnostic]:
+def _untied(matched: Match, tensors: Sources, meter: Meter) -> list[Diagnostic]:
     """Tensors that are one in the model and not in the checkpoint, of which only one could be loaded."""
     found: list[Diagnostic] = []
-    for wanted, stored in matched.pairs:
+    for wanted, source in matched.pairs:
         names = [name for name in wanted.names if name in tensors]
-        if not all(tensors[name] is stored or alike(tensors[name], stored, meter) for name in names):
+        if not all(tensors[name] is source or _alike(tensors[name], source, meter) for name in names):
             message = f"{listed(names)} are one tensor in the model, and have different numbers in the checkpoint"
             found.append(finding(message, "build the model with tensors of their own for them (untied)"))
     return found
 
 
-def _fill(wanted: Wanted, stored: Stored, device: torch.device) -> _Fill:
+def _alike(one: Source, other: Source, meter: Meter) -> bool:
+    boxes = whole_box(one.shape)
+    if one.shape != other.shape or not boxes:
+        return one.shape == other.shape
+    ours, theirs = reads(one, boxes), reads(other, boxes)
+    if [inside for _, inside in ours] != [inside for _, inside in theirs]:
+        return False
+    return all(alike(a, b, meter) for (a, _), (b, _) in zip(ours, theirs, strict=True))
+
+
+def _fill(wanted: Wanted, source: Source, device: torch.device) -> _Fill:
     tensor = wanted.tensor
-    boxes = part_of(tensor).boxes if isinstance(tensor, DTensor) else whole_box(stored.shape)
+    boxes = part_of(tensor).boxes if isinstance(tensor, DTensor) else whole_box(source.shape)
     if local_of(tensor).is_meta:
         own = device_of_mesh(tensor.device_mesh) if isinstance(tensor, DTensor) else device
         tensor = torch.empty_like(tensor, device=own)
-    return _Fill(wanted, stored, tensor, boxes)
+    return _Fill(wanted, source, tensor, reads(source, boxes))
 
 
-def _read(job: _Job, meter: Meter, tell: Progress) -> list[Diagnostic]:
+def _read(job: _Job, tell: Progress) -> list[Diagnostic]:
     """Fill all tensors, several at once; warnings of numbers that aren't finite.
 
     Raises:
@@ -213,23 +218,23 @@ def _read(job: _Job, meter: Meter, tell: Progress) -> list[Diagnostic]:
     """
     total, done = sum(fill.bytes for fill in job.fills), 0
     strange: list[str] = []
-    with Files(meter) as files, ThreadPoolExecutor(_THREADS, "tpplan-load") as pool:
+    with Files(job.meter) as files, ThreadPoolExecutor(_THREADS, "tpplan-load") as pool:
         later = [*job.fills[_AHEAD:], *[None] * _AHEAD]
         for fill in job.fills[:_AHEAD]:
-            files.expect(fill.boxes, fill.stored)
-        reads: dict[Future[bool], _Fill] = {
+            files.expect(fill.reads)
+        running: dict[Future[bool], _Fill] = {
             pool.submit(_filled, fill, files, ahead): fill for fill, ahead in zip(job.fills, later, strict=False)
         }
         try:
-            for read in as_completed(reads):
+            for read in as_completed(running):
                 if not read.result():
-                    strange.append(reads[read].stored.name)
-                done += reads[read].bytes
+                    strange.append(running[read].source.name)
+                done += running[read].bytes
                 tell(done, total)
         except (OSError, CheckpointError) as error:
             broken = [] if all(fill.tensor is not fill.wanted.tensor for fill in job.fills) else [_MIXED]
             if isinstance(error, OSError):
-                error = unreadable(error.filename or job.fills[0].stored.path, error)
+                error = unreadable(error.filename or job.fills[0].source.path, error)
             found = error.diagnostics[0]
             raise CheckpointError([finding(found.message, str(found.help), *found.notes, *broken)]) from None
         finally:
@@ -246,10 +251,10 @@ _MIXED = "the model has been loaded in part: its numbers are no longer those fro
 
 def _filled(fill: _Fill, files: Files, ahead: _Fill | None) -> bool:
     if ahead is not None:
-        files.expect(ahead.boxes, ahead.stored)
+        files.expect(ahead.reads)
     part = local_of(fill.tensor).detach()
     with torch.no_grad():
-        finite = files.fill(part, fill.boxes, fill.stored)
+        finite = files.fill_by(part, fill.reads)
     if not part.is_inference():
         torch.autograd.graph.increment_version(part)  # reading into memory is no operation that autograd knows of
     return finite

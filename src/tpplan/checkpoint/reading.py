@@ -46,14 +46,15 @@ class Files:
         self._mapped.clear()  # tensors that look into a map keep it; it goes with them
         self._opened.close()
 
-    def expect(self, boxes: Iterable[Box], stored: Stored) -> None:
-        """Have the system read what `fill` will ask for, so that the disk is busy while numbers are copied."""
-        if stored.chunks or not hasattr(os, "posix_fadvise"):
+    def expect(self, reads: Iterable[tuple[Stored, Iterable[Box]]]) -> None:
+        """Have the system read what `fill_by` will ask for, so that the disk is busy while numbers are copied."""
+        if not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError):  # reading tells what is wrong
-            descriptor = self._descriptor(stored.path)
-            for begin, count in _stretches(boxes, stored):
-                os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)
+            for stored, boxes in reads:
+                descriptor = self._descriptor(stored.path)
+                for begin, count in _stretches(boxes, stored):
+                    os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_WILLNEED)
 
     def fill(self, part: Tensor, boxes: Iterable[Box], stored: Stored) -> bool:
         """Read a rank's boxes of a tensor into its part, cast to the part's dtype.
@@ -69,11 +70,19 @@ class Files:
         Raises:
             OSError: the file can't be read, or has become shorter.
         """
+        return self.fill_by(part, [(stored, tuple(boxes))])
+
+    def fill_by(self, part: Tensor, reads: Iterable[tuple[Stored, Iterable[Box]]]) -> bool:
+        """As `fill`, with boxes of several tensors."""
+        here = part.device.type == "cpu"
+        finite = all([self._filled(part, boxes, stored, here) for stored, boxes in reads])
+        return finite if here else all_finite(part)
+
+    def _filled(self, part: Tensor, boxes: Iterable[Box], stored: Stored, here: bool) -> bool:
         if stored.chunks:
-            return self._fill_from_chunks(part, [*boxes], stored.chunks)
+            return self._fill_from_chunks(part, [*boxes], stored.chunks, here)
         path, shape, dtype = stored.path, stored.shape, stored.torch_dtype
         assert dtype is not None, stored
-        here = part.device.type == "cpu"
         finite = True
         for box in boxes:
             target = box.of_part(part)
@@ -83,10 +92,11 @@ class Files:
             else:
                 whole = torch.frombuffer(self._map(path), dtype=dtype, count=math.prod(shape), offset=stored.start)
                 finite &= self._copy(target, box.of_whole(whole.view(shape)), here)
-        return finite if here else all_finite(part)
+        return finite
 
-    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[Chunk]) -> bool:
+    def _fill_from_chunks(self, part: Tensor, boxes: Sequence[Box], chunks: Iterable[Chunk], here: bool) -> bool:
         """Copy what the boxes share with each chunk; those that share nothing aren't read."""
+        finite = True
         for chunk in chunks:
             shared = [(box, start, sizes) for box in boxes if (meet := _shared(box, chunk)) for start, sizes in [meet]]
             numbers = read_chunk(chunk, self._meter) if shared else None
@@ -94,8 +104,10 @@ class Files:
                 assert numbers is not None
                 place = tuple(p + s - b for p, s, b in zip(box.place, start, box.start, strict=True))
                 inside = tuple(s - o for s, o in zip(start, chunk.offsets, strict=True))
-                narrowed(part, place, sizes).copy_(narrowed(numbers, inside, sizes))
-        return all_finite(part)
+                target = narrowed(part, place, sizes)
+                target.copy_(narrowed(numbers, inside, sizes))
+                finite &= not here or all_finite(target)
+        return finite
 
     def _run(self, target: Tensor, path: Path, begin: int, dtype: torch.dtype, here: bool) -> bool:
         """Read what is one stretch in the file."""
@@ -168,10 +180,10 @@ class Files:
 
 
 def _stretches(boxes: Iterable[Box], stored: Stored) -> Iterator[tuple[int, int]]:
-    """The bytes of a file that boxes are in; short stretches with all that is between them."""
+    """The bytes of a file that boxes are in; short stretches with all that is between them; of chunks, nothing."""
     dtype = stored.torch_dtype
     assert dtype is not None, stored
-    for box in boxes:
+    for box in () if stored.chunks else boxes:
         count = run_length(box, stored.shape) * dtype.itemsize
         if SHORT <= count < stored.bytes:
             yield from ((stored.start + first * dtype.itemsize, count) for first, _ in runs(box, stored.shape))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from tpplan.checkpoint.assembled import Source, Sources
 from tpplan.checkpoint.files import finding, listed
 from tpplan.checkpoint.header import Stored
 from tpplan.compat import named_modules, own_buffers, own_parameters, transient_buffers
@@ -44,7 +45,7 @@ class Match:
         findings: why it can't be loaded, and what should be known; errors and warnings.
     """
 
-    pairs: tuple[tuple[Wanted, Stored], ...]
+    pairs: tuple[tuple[Wanted, Source], ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     findings: tuple[Diagnostic, ...]
@@ -101,7 +102,7 @@ def renamed(
     return {new: tensors[olds[0]] for new, olds in by_name.items()}, tuple(findings)
 
 
-def match(model: nn.Module, tensors: Mapping[str, Stored], strict: bool) -> Match:
+def match(model: nn.Module, tensors: Sources, strict: bool) -> Match:
     """Find each of the model's tensors in a checkpoint, with its shape and a dtype that can be cast.
 
     Args:
@@ -110,7 +111,7 @@ def match(model: nn.Module, tensors: Mapping[str, Stored], strict: bool) -> Matc
         strict: whether a missing tensor is an error.
     """
     wanted = wanted_by(model)
-    pairs: list[tuple[Wanted, Stored]] = []
+    pairs: list[tuple[Wanted, Source]] = []
     missing: list[str] = []
     shapes: list[str] = []
     kinds: list[str] = []

@@ -141,10 +141,12 @@ def _compared(model: nn.Module, checkpoint: Checkpoint) -> list[Diagnostic]:
     import torch
 
     from tpplan.checkpoint.buffers import make_buffers
+    from tpplan.checkpoint.converted import by_model_names
     from tpplan.checkpoint.wanted import match
 
+    tensors, wrong = by_model_names(model, checkpoint.tensors)
     _, without = make_buffers(model, torch.device("cpu"), strict=False)
-    return [*match(model, checkpoint.tensors, strict=True).findings, *without]
+    return [*(wrong or match(model, tensors, strict=True).findings), *without]
 
 
 def _shares(program: Program, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -5,13 +5,11 @@ As transformers' `from_pretrained` has it, so that what is estimated is what wil
 
 from __future__ import annotations
 
-import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from tpplan.checkpoint.stored import read_checkpoint
 from tpplan.cli.model_problem import problem
@@ -52,18 +50,6 @@ def stored_dtype(path: Path) -> str | None:
     return next((name for name in names if name in NAMES), None)
 
 
-def keep_in_float32(model: nn.Module) -> None:
-    """Widen the parameters of a model on `meta` that `from_pretrained` loads in float32 whatever the model's dtype."""
-    plan_of: Any = getattr(model, "_get_dtype_plan", None)
-    dtype: Any = getattr(getattr(model, "config", None), "dtype", None)
-    kept: dict[str, torch.dtype] = plan_of(dtype) if plan_of is not None and isinstance(dtype, torch.dtype) else {}
-    patterns = [(re.compile(name.replace("*", ".*")), kind) for name, kind in kept.items()]
-    for name, parameter in model.named_parameters():
-        kind = next((kind for pattern, kind in patterns if pattern.search(name)), None)
-        if kind is not None and parameter.is_floating_point():
-            parameter.data = parameter.data.to(kind)
-
-
 def _name(held: object, where: str) -> str:
     text = str(held).removeprefix("torch.")
     dtype = getattr(torch, text, None)
@@ -76,4 +62,4 @@ def _name(held: object, where: str) -> str:
     raise problem(message, way_out)
 
 
-__all__ = ["keep_in_float32", "stored_dtype", "with_dtype"]
+__all__ = ["stored_dtype", "with_dtype"]

@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor
 from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.packed import packed_tensor
-from tpplan.runtime.pieces import part
+from tpplan.runtime.pieces import Part, narrowed, part
+
+BLOCK = 32 * 1024**2
+"""How many bytes of a parameter are sent to all ranks at once."""
 
 
 class MeshDistributor:
@@ -55,17 +58,32 @@ class MeshDistributor:
         if whole.is_meta:
             shape = placement.stored_shape(self.axis.size, self.axis.rank)
             return torch.empty(shape, dtype=whole.dtype, device="meta")
-        whole = self._agreed(whole)
-        layout = placement.layout
-        if layout.dim is None:
-            return whole.clone() if self._source is None else whole
-        held = part(layout, 0, (None,), placement.shape, (self.axis.size,), (self.axis.rank,))
-        return held.of(whole).clone(memory_format=torch.contiguous_format)
+        held = part(placement.layout, 0, (None,), placement.shape, (self.axis.size,), (self.axis.rank,))
+        if self._source is None:
+            return held.of(whole).to(self.device, copy=True, memory_format=torch.contiguous_format)
+        if not whole.dim():
+            return self._agreed(whole)
+        return self._received(whole, held)
+
+    def _received(self, whole: Tensor, held: Part) -> Tensor:
+        """This rank's part of the first rank's numbers, of which it has a block at a time."""
+        local = torch.empty(held.shape, dtype=whole.dtype, device=self.device)
+        rows = max(BLOCK // max(whole[:1].numel() * whole.itemsize, 1), 1)
+        for first in range(0, whole.shape[0], rows):
+            block = self._agreed(whole[first : first + rows])
+            for box in held.boxes:
+                begin, end = max(box.start[0], first), min(box.start[0] + box.sizes[0], first + len(block))
+                if begin < end:
+                    sizes = (end - begin, *box.sizes[1:])
+                    place = (box.place[0] + begin - box.start[0], *box.place[1:])
+                    source = narrowed(block, (begin - first, *box.start[1:]), sizes)
+                    narrowed(local, place, sizes).copy_(source)
+        return local
 
     def _agreed(self, whole: Tensor) -> Tensor:
         if self._source is None:
             return whole.to(self.device)
-        sent = whole.to(self.device, copy=True).contiguous()
+        sent = whole.to(self.device, copy=True, memory_format=torch.contiguous_format)
         dist.broadcast(sent, group=self._source, group_src=0)
         return sent
 

@@ -3,7 +3,9 @@
 in:  a stock model and its program
 out: the same model object: DTensor parameters, swapped classes, reshards at the boundaries
 
-Everything that can fail is prepared first; the changes are then made in one go and undone if one of them fails.
+Everything that can fail is prepared first; the changes are then made in one go and undone if one of them fails. Last,
+parameters are replaced one after the other, each of which is freed before the next: the whole model and all its shards
+needn't fit into memory at once.
 """
 
 from __future__ import annotations
@@ -77,32 +79,58 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
             call runs by: `program`, or another that places all parameters alike.
     """
     modules = dict(named_modules(model))
-    changes = [*_parameter_changes(model, program, distributor), *_buffer_changes(modules, distributor)]
-    changes += _module_changes(modules, program, distributor, guard)
+    held = _held_parameters(model, program)
+    # On `meta` they take no memory; what is wrong with one shows there, too.
+    empty = [distributor.distribute(_without_numbers(holders[0]), placement) for placement, holders in held]
+    changes = [*_buffer_changes(modules, distributor), *_module_changes(modules, program, distributor, guard)]
     done: list[_Change] = []
+    replaced = 0
     try:
         for change in changes:
             done.append(change)
             change.apply()
-    except BaseException:
+        for (placement, holders), without_numbers in zip(held, empty, strict=True):
+            _replace(holders, placement, without_numbers, distributor)
+            replaced += 1
+    except BaseException as error:
         for change in reversed(done):
             change.undo()
+        if replaced:
+            error.add_note(
+                f"{replaced} of the model's {len(held)} parameters are sharded already; build the model anew"
+            )
         raise
     return model
 
 
-def _parameter_changes(model: nn.Module, program: Program, distributor: Distributor) -> list[_Change]:
-    changes: list[_Change] = []
+_Holder = tuple[dict[str, nn.Parameter | None], str]
+"""A module's table of parameters, and the name of one."""
+
+
+def _held_parameters(model: nn.Module, program: Program) -> list[tuple[ParameterPlacement, list[_Holder]]]:
+    """Every parameter's placement, and who has it."""
     modules = dict(named_modules(model, remove_duplicate=False))
-    for placement in program.parameters:
-        owner, _, leaf = placement.name.rpartition(".")
-        stock = own_parameters(modules[owner])[leaf]
-        assert stock is not None, placement.name
-        replacement = distributor.distribute(stock, placement)
-        for name in placement.names:
-            owner, _, leaf = name.rpartition(".")
-            changes.append(_swap_entry(own_parameters(modules[owner]), leaf, replacement))
-    return changes
+    names = [(placement, [name.rpartition(".") for name in placement.names]) for placement in program.parameters]
+    return [(placement, [(own_parameters(modules[o]), leaf) for o, _, leaf in every]) for placement, every in names]
+
+
+def _without_numbers(holder: _Holder) -> Tensor:
+    table, leaf = holder
+    stock = table[leaf]
+    assert stock is not None, leaf
+    return torch.empty_like(stock, device="meta", requires_grad=stock.requires_grad)
+
+
+def _replace(
+    holders: list[_Holder], placement: ParameterPlacement, empty: nn.Parameter, distributor: Distributor
+) -> None:
+    """Make a parameter, and free the one whose place it takes, unless the user holds that."""
+    table, leaf = holders[0]
+    stock = table[leaf]
+    assert stock is not None, placement.name
+    replacement = empty if stock.is_meta else distributor.distribute(stock, placement)
+    for table, leaf in holders:
+        table[leaf] = replacement
 
 
 def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor) -> list[_Change]:

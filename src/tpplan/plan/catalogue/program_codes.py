@@ -173,7 +173,8 @@ model = tpplan.parallelize(model, plan, inputs=inputs)
         explanation="""
 A tensor is missing from the checkpoint, or its shape or dtype differs from the unsharded model's (floating-point
 numbers are cast, quantised ones never); or the checkpoint itself is broken: a file that was cut off, a header or an
-index that contradicts the files, no safetensors at all. All that is wrong is listed, and raised on every rank, before
+index that contradicts the files, no safetensors at all; or the folder that `tpplan.from_pretrained` is to load has no
+config that it can use. All that is wrong is listed, and raised on every rank, before
 any of them changes its model. Checkpoints hold whole tensors under the stock model's names, whatever the plan. As a
 warning, it tells of tensors that the model doesn't have, and of numbers that aren't finite.
 """,

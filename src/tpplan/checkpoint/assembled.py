@@ -1,0 +1,107 @@
+"""Tensors of a model that a checkpoint stores in pieces, or as pieces of others: experts, packed projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tpplan.checkpoint.header import Stored
+from tpplan.runtime.pieces import Box
+
+Region = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a stored tensor, which is a box of another tensor.
+
+    Attributes:
+        stored: the tensor that has it, with as many dims as the other.
+        start: where the box begins there.
+        place: where it begins in the other.
+        sizes: of the box.
+    """
+
+    stored: Stored
+    start: Region
+    place: Region
+    sizes: Region
+
+    def within(self, boxes: Iterable[Box]) -> tuple[Box, ...]:
+        """What boxes of the other tensor have of this piece, as boxes of the stored one."""
+        found: list[Box] = []
+        for box in boxes:
+            first = tuple(map(max, box.start, self.place))
+            last = [min(a + n, b + m) for a, n, b, m in zip(box.start, box.sizes, self.place, self.sizes, strict=True)]
+            sizes = tuple(end - begin for begin, end in zip(first, last, strict=True))
+            if min(sizes, default=1) > 0:
+                start = tuple(o + f - p for o, f, p in zip(self.start, first, self.place, strict=True))
+                place = tuple(o + f - p for o, f, p in zip(box.place, first, box.start, strict=True))
+                found.append(Box(start, place, sizes, box.owned))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A tensor in pieces.
+
+    Attributes:
+        name: the model's.
+        shape: of the whole.
+        pieces: which cover it once.
+    """
+
+    name: str
+    shape: Region
+    pieces: tuple[Piece, ...]
+
+    @property
+    def path(self) -> Path:
+        """The file of the first piece."""
+        return self.pieces[0].stored.path
+
+    @property
+    def start(self) -> int:
+        """Where in its file the first piece's tensor begins."""
+        return self.pieces[0].stored.start
+
+    @property
+    def dtype(self) -> str:
+        """Of the pieces, as safetensors calls it."""
+        return " and ".join(dict.fromkeys(piece.stored.dtype for piece in self.pieces))
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """Torch's dtype; None if it has none, or the pieces have several and aren't all plain floats."""
+        dtypes = list(dict.fromkeys(piece.stored.torch_dtype for piece in self.pieces))
+        plain = all(dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
+        return dtypes[0] if len(dtypes) == 1 or plain else None
+
+
+Source = Stored | Assembled
+"""Where a tensor of a model lies."""
+
+Sources = Mapping[str, Source]
+"""By the names of the model."""
+
+
+def reads(source: Source, boxes: tuple[Box, ...]) -> list[tuple[Stored, tuple[Box, ...]]]:
+    """Which boxes of which stored tensors hold those of a tensor."""
+    if isinstance(source, Stored):
+        return [(source, boxes)]
+    found = [(piece.stored, piece.within(boxes)) for piece in source.pieces]
+    return [(stored, inside) for stored, inside in found if inside]
+
+
+def assembled(name: str, shape: Region, pieces: tuple[Piece, ...]) -> Source:
+    """A tensor in pieces; the stored one, if there is one piece that is all of both."""
+    first = pieces[0].stored if pieces else None
+    if first is not None and len(pieces) == 1 and first.shape == pieces[0].sizes == shape:
+        return first
+    return Assembled(name, shape, pieces)
+
+
+__all__ = ["Assembled", "Piece", "Source", "Sources", "assembled", "reads"]

@@ -1,0 +1,1 @@
+"""transformers: its folders, its configs, and the stock models that these name."""

@@ -1,0 +1,144 @@
+"""Configs: of a folder, a file, or a model type; and the generation config beside one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from tpplan.hf.library import UnusableError, first_line, transformers_for
+from tpplan.plan.wording import one_of
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+_COMMON_TYPES = ("llama", "qwen3", "gpt2", "bert")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConfig:
+    """A config as it lies on the disk.
+
+    Attributes:
+        path: the file; None for the library's default.
+        fields: what it says.
+        config: what transformers makes of that.
+    """
+
+    path: Path | None
+    fields: dict[str, Any]
+    config: Any
+
+
+def known_types() -> list[str]:
+    """Every model type that transformers has."""
+    return list(transformers_for("a model type").CONFIG_MAPPING.keys())
+
+
+def default_config(kind: str, what: str) -> StoredConfig:
+    """The default config of a model type.
+
+    Raises:
+        UnusableError: there is none; it says which is meant.
+    """
+    transformers = transformers_for(what)
+    known: list[str] = list(transformers.CONFIG_MAPPING.keys())
+    if kind not in known:
+        close = get_close_matches(kind, known, 3)
+        raise UnusableError(
+            f"transformers has no model type `{kind}`",
+            f"did you mean {one_of(f'hf:{name}' for name in close)}?"
+            if close
+            else f"use one of transformers' {len(known)} model types, such as {one_of(_COMMON_TYPES)}",
+        )
+    return StoredConfig(None, {}, transformers.CONFIG_MAPPING[kind]())
+
+
+def read_config(path: Path, adapted: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None) -> StoredConfig:
+    """The config in a folder or a file. No code that a folder brings along is run.
+
+    Args:
+        path: the folder or the file.
+        adapted: checks what the file says, and makes the `fields` of it that are returned.
+
+    Raises:
+        UnusableError: there is none, or transformers can't read it.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    transformers = transformers_for(str(path))
+    if not file.is_file():
+        raise UnusableError(
+            f"`{path}` has no config.json", "name a folder that save_pretrained wrote, or its config.json"
+        )
+    if file.suffix == ".py":
+        raise UnusableError(
+            f"`{path}` is Python, not a transformers config", f"name what makes the model: `{file.stem}:…`"
+        )
+    fields = _fields(file, CONFIG)
+    kind = fields.get("model_type")
+    if not isinstance(kind, str):
+        raise UnusableError(f"`{file}` is no transformers config: it has no `model_type`", "add one, such as `llama`")
+    if kind not in transformers.CONFIG_MAPPING:
+        if fields.get("auto_map"):
+            raise UnusableError(
+                f"`{file}` names code of its own (`auto_map`), which tpplan doesn't run: transformers has no model "
+                f"type `{kind}`",
+                "build the model from that code on `meta`, then call `tpplan.parallelize` and `tpplan.load_weights`",
+            )
+        default_config(kind, str(path))
+    if adapted is not None:
+        fields = adapted(fields, file)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers' classes check their fields, and raise whatever they like
+        raise UnusableError(f"`{file}` is no transformers config: {first_line(error)}", "check its fields") from None
+    return StoredConfig(file, fields, config)
+
+
+def read_generation_config(folder: Path) -> Any:
+    """The generation config of a folder; without a file of its own, what the config says of generation.
+
+    Raises:
+        UnusableError: the file can't be read, which transformers takes for none.
+    """
+    kind = transformers_for(str(folder)).GenerationConfig
+    file = folder / GENERATION
+    if not file.is_file():
+        return kind.from_pretrained(
+            str(folder), config_file_name=CONFIG, _from_model_config=True, local_files_only=True
+        )
+    _fields(file, GENERATION)
+    try:
+        return kind.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise UnusableError(
+            f"`{file}` is no generation config: {first_line(error)}", "check its fields, or remove it"
+        ) from None
+
+
+def _fields(file: Path, named: str) -> dict[str, Any]:
+    try:
+        fields: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = "it isn't JSON" if isinstance(error, ValueError) else "it can't be read"
+        message = f"`{file}` is no transformers config, as {reason}: {first_line(error)}"
+        raise UnusableError(message, f"name a {named}, or the folder that holds it") from None
+    if not isinstance(fields, dict):
+        raise UnusableError(
+            f"`{file}` is no transformers config: it holds no object, so that it has no `model_type`",
+            f"name a {named} that save_pretrained wrote",
+        )
+    return cast("dict[str, Any]", fields)
+
+
+__all__ = [
+    "CONFIG",
+    "GENERATION",
+    "StoredConfig",
+    "default_config",
+    "known_types",
+    "read_config",
+    "read_generation_config",
+]

@@ -1,0 +1,233 @@
+"""`from_pretrained`: from a transformers folder to a sharded model with numbers, in one call.
+
+The model is built on `meta`, compiled and rewritten there, and each rank then reads the bytes of its own parts.
+Whatever can be wrong with the folder is looked for before that, on all ranks, which agree on what they found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpplan.api import Inputs, axis_mesh, parallelize, suggest_plan
+from tpplan.checkpoint.agreed import Ranks
+from tpplan.checkpoint.files import CheckpointError, problem
+from tpplan.checkpoint.load import load
+from tpplan.checkpoint.meter import Meter
+from tpplan.checkpoint.opened import Opened, opened_for
+from tpplan.checkpoint.progress import Progress
+from tpplan.checkpoint.stored import Checkpoint, read_checkpoint
+from tpplan.checkpoint.wanted import match
+from tpplan.hf.build import build_stock, named_class
+from tpplan.hf.configs import CONFIG, GENERATION, StoredConfig, read_config, read_generation_config
+from tpplan.hf.library import UnusableError
+from tpplan.plan import Plan, PlanSource, Severity, load_plan
+from tpplan.plan.vocabulary import DEFAULT_AXIS
+
+AUTO = "auto"
+_BY_HAND = "build the model under `torch.device('meta')`, then call `tpplan.parallelize` and `tpplan.load_weights`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the user asked for; see `from_pretrained`."""
+
+    source: str | os.PathLike[str]
+    folder: Path
+    plan: Plan | None
+    mesh: DeviceMesh
+    dtype: torch.dtype | str | None
+    inputs: Inputs
+    sequence_parallel: bool
+    rename: Mapping[str, str] | None
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What is ready to be sharded and loaded.
+
+    Attributes:
+        model: on `meta`, in evaluation mode, with its generation config.
+        plan: the user's, or the one that was found.
+        opened: the checkpoint.
+        digests: of what must be the same on all ranks.
+    """
+
+    model: nn.Module
+    plan: Plan
+    opened: Opened
+    digests: Mapping[str, str]
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    plan: Plan | PlanSource = AUTO,
+    mesh: DeviceMesh | None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    inputs: Inputs = None,
+    sequence_parallel: bool = False,
+    rename: Mapping[str, str] | None = None,
+    strict: bool = True,
+    progress: bool | Progress | None = None,
+) -> nn.Module:
+    """Load a transformers folder into a sharded model: each rank holds its own parts, and reads nothing else.
+
+    Every rank of the mesh must call this alike. The result is in evaluation mode, on the mesh's device, with the
+    folder's config and generation config, as transformers' `from_pretrained` would return the stock model.
+
+    Args:
+        folder: with config.json and safetensors files, as `save_pretrained` and `tpplan.save_weights` write it.
+        plan: a plan, or what `load_plan` takes; "auto" for what `suggest_plan` finds.
+        mesh: as for `parallelize`; None takes all of torchrun's processes as one axis.
+        dtype: of the parameters; None or "auto" for the config's, or else the checkpoint's.
+        inputs: an example call; see `compile_plan`.
+        sequence_parallel: with "auto", whether the stream between the blocks is to be split along the sequence.
+        rename: regular expressions with what replaces their matches in the checkpoint's names; see `load_weights`.
+        strict: whether the checkpoint must have every tensor of the model; see `load_weights`.
+        progress: True for a bar on the first rank's terminal, or a function; see `load_weights`.
+
+    Returns:
+        The model.
+
+    Warns:
+        UserWarning: as `load_weights`.
+
+    Raises:
+        CheckpointError: with everything that is wrong with the folder (TP121) or the plan, the same on all ranks.
+        CompileError: the plan doesn't fit the model and the mesh.
+    """
+    known, error = _known_plan(plan, sequence_parallel)
+    here = mesh if mesh is not None else axis_mesh(None, known.axis if known else DEFAULT_AXIS)
+    ready: _Ready | None = None
+    if error is None:
+        asked = _Asked(folder, Path(folder), known, here, dtype, inputs, sequence_parallel, rename, strict)
+        try:
+            ready = _made_ready(asked)
+        except UnusableError as raised:
+            error = problem(raised.message, raised.way_out)
+        except Exception as raised:  # whatever a rank fails with, the others must not wait for it
+            error = raised
+    Ranks(nn.Module(), here).settle(os.fspath(folder), None if ready is None else ready.digests, (), error)
+    assert ready is not None
+    model = parallelize(ready.model, ready.plan, here, inputs)
+    for held in load(model, ready.opened, strict=strict, progress=progress).warnings:
+        warnings.warn("\n".join([held.headline, *held.notes]), stacklevel=2)
+    return model
+
+
+def _known_plan(plan: Plan | PlanSource, sequence_parallel: bool) -> tuple[Plan | None, Exception | None]:
+    """The plan, or None if it is to be found; and why it can't be read."""
+    if isinstance(plan, str) and plan == AUTO:
+        return None, None
+    if sequence_parallel:
+        return None, ValueError('sequence_parallel=True goes with plan="auto"; a plan says itself what it splits')
+    try:
+        return (plan if isinstance(plan, Plan) else load_plan(plan)), None
+    except Exception as error:
+        return None, error
+
+
+def _made_ready(asked: _Asked) -> _Ready:
+    """Everything that can be wrong with the folder is found here, before anything is compiled for long."""
+    meter = Meter()
+    checkpoint = read_checkpoint(asked.source, meter)
+    stored = _config(asked.folder)
+    kind = _class(stored)
+    dtype = _dtype(asked.dtype, stored.config, checkpoint)
+    model: Any = build_stock(kind, stored.config, dtype)
+    model.config.name_or_path = os.fspath(asked.folder)
+    opened = opened_for(model, asked.folder, checkpoint, meter, asked.rename)
+    wrong = [held for held in match(model, opened.tensors, asked.strict).findings if held.severity is Severity.ERROR]
+    if wrong:
+        raise CheckpointError(wrong)
+    if callable(getattr(model, "can_generate", None)) and model.can_generate():
+        model.generation_config = read_generation_config(asked.folder)
+    model.eval()
+    digests = {"configs": _digest(asked.folder), "dtypes": str(dtype), "checkpoints": opened.checkpoint.digest}
+    return _Ready(model, asked.plan or _found_plan(model, asked), opened, digests)
+
+
+def _config(folder: Path) -> StoredConfig:
+    if not folder.is_dir():
+        raise problem(f"`{folder}` is a file, which has no config.json", "name the folder that holds it")
+    if not (folder / CONFIG).is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        message = f"`{folder}` has no config.json" + (": it holds an adapter for another model" if adapter else "")
+        raise problem(message, f"name a folder that `save_pretrained` wrote; or {_BY_HAND}")
+    stored = read_config(folder)
+    quantised: Any = stored.fields.get("quantization_config")
+    if quantised:
+        method: Any = quantised.get("quant_method", "unknown") if hasattr(quantised, "get") else quantised
+        raise problem(
+            f"the checkpoint in `{folder}` is quantised ({method}); tpplan computes with floating-point numbers",
+            "load a folder that isn't quantised, or let transformers dequantise this one once and save it",
+        )
+    return stored
+
+
+def _class(stored: StoredConfig) -> Any:
+    kind = named_class(stored.config)
+    names: list[str] = stored.config.architectures or []
+    if kind is not None:
+        return kind
+    if not names:
+        raise problem(
+            f"`{stored.path}` doesn't say which class the model is of: it has no `architectures`",
+            'add the class that the folder was saved from, such as `"architectures": ["LlamaForCausalLM"]`',
+        )
+    if stored.fields.get("auto_map"):
+        raise problem(
+            f"`{stored.path}` names code of its own (`auto_map`) for `{names[0]}`, which tpplan doesn't run",
+            f"import the class from that code; {_BY_HAND}",
+        )
+    raise problem(
+        f"`{stored.path}` names the class `{names[0]}`, which this transformers doesn't have",
+        f"correct `architectures`, or install the transformers that has it; or {_BY_HAND}",
+    )
+
+
+def _dtype(asked: torch.dtype | str | None, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """As transformers decides: what was asked for, the config's, or the first of the checkpoint's."""
+    if asked in (None, AUTO):
+        asked = getattr(config, "dtype", None)
+    if isinstance(asked, dict):  # a dtype for each part of a model; transformers takes the main one for all
+        asked = cast("dict[str, Any]", asked).get("") or torch.get_default_dtype()
+    if asked is None:
+        kinds = (tensor.torch_dtype for tensor in checkpoint.tensors.values())
+        floats = (kind for kind in kinds if kind is not None and kind.is_floating_point and kind.itemsize > 1)
+        return next(floats, torch.get_default_dtype())
+    dtype = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        raise problem(f"a model can't have the dtype {asked!r}", "use a floating-point one, such as torch.bfloat16")
+    return dtype
+
+
+def _found_plan(model: nn.Module, asked: _Asked) -> Plan:
+    names = asked.mesh.mesh_dim_names
+    axis = names[0] if names is not None and asked.mesh.ndim == 1 else DEFAULT_AXIS
+    size = axis_mesh(asked.mesh, axis).size()
+    return replace(suggest_plan(model, size, asked.sequence_parallel, asked.inputs), axis=axis)
+
+
+def _digest(folder: Path) -> str:
+    """Of the configs, but for the place that they came from."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, GENERATION):
+        fields: Any = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
+        digest.update(json.dumps({**fields, "_name_or_path": ""}, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+__all__ = ["from_pretrained"]
