@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tpplan.api import (
         Program,
         compile_plan,
+        init_weights,
         load_weights,
         parallelize,
         save_weights,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tpplan.calls.errors import UnprovedCallError
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
+    from tpplan.initialize.findings import InitializationError
     from tpplan.kernels.errors import KernelArgumentError
     from tpplan.parity.errors import (
         RankError,
@@ -50,6 +52,7 @@ __all__ = [
     "CheckpointError",
     "CompileError",
     "Diagnostic",
+    "InitializationError",
     "InternalError",
     "KernelArgumentError",
     "Plan",
@@ -72,6 +75,7 @@ __all__ = [
     "check_plan",
     "compile_plan",
     "from_pretrained",
+    "init_weights",
     "load_plan",
     "load_weights",
     "parallelize",
@@ -80,13 +84,25 @@ __all__ = [
     "verify",
 ]
 
-_API = frozenset({"Program", "compile_plan", "load_weights", "parallelize", "save_weights", "suggest_plan", "verify"})
+_API = frozenset(
+    {
+        "Program",
+        "compile_plan",
+        "init_weights",
+        "load_weights",
+        "parallelize",
+        "save_weights",
+        "suggest_plan",
+        "verify",
+    }
+)
 
 # Where the rest is, beside `tpplan.plan`: most of it are errors that a user may catch.
 _ELSEWHERE = {
     "from_pretrained": "tpplan.pretrained",
     "AloneError": "tpplan.runtime.standalone",
     "CheckpointError": "tpplan.checkpoint.files",
+    "InitializationError": "tpplan.initialize.findings",
     "KernelArgumentError": "tpplan.kernels.errors",
     "RandomnessError": "tpplan.runtime.draws",
     "RankError": "tpplan.parity.errors",

@@ -18,6 +18,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.initialize import init_weights
 from tpplan.inputs import example_call
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
@@ -32,6 +33,7 @@ __all__ = [
     "ParityReport",
     "Program",
     "compile_plan",
+    "init_weights",
     "load_weights",
     "parallelize",
     "save_weights",

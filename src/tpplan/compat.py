@@ -88,11 +88,13 @@ __all__ = [
     "rebuild_container",
     "register_sharding",
     "replicates_implicitly",
+    "schema_argument_names",
     "schema_defaults",
     "schema_keywords",
     "schema_mutates",
     "schema_returns_view",
     "set_random_state",
+    "storage_key",
     "takes_device",
     "transient_buffers",
     "without_dispatch_modes",
@@ -238,6 +240,11 @@ def set_random_state(state: Tensor) -> None:
     """Put torch's generator on the CPU back to a state."""
     with _RANDOM:
         torch.set_rng_state(state)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells a tensor's memory from all other memory, while it is alive."""
+    return tensor.untyped_storage()._cdata
 
 
 def buffer_versions(module: nn.Module) -> list[int]:

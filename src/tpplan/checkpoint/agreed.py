@@ -1,8 +1,8 @@
-"""Agreement: what one rank finds wrong with a checkpoint, all ranks raise, before any of them changes its model."""
+"""Agreement: what one rank finds wrong with its task, all ranks raise, before any of them changes its model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,8 @@ class Report:
 
     Attributes:
         rank: its number in the world.
-        source: what it was told to load.
-        digest: of what it would load, or of each thing that must be the same; None if it can't.
+        source: what it was told to work from.
+        digest: of what it would do, or of each thing that must be the same; None if it can't.
         findings: errors and warnings.
     """
 
@@ -35,11 +35,29 @@ class Report:
     findings: tuple[Diagnostic, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How a task is spoken of.
+
+    Attributes:
+        doing: what the ranks do together, after "while" or before "failed".
+        finding: makes a finding of a message, a way out and notes.
+        error: what is raised with findings.
+        apart: says that two ranks would do different things.
+    """
+
+    doing: str
+    finding: Callable[..., Diagnostic]
+    error: type[PlanError]
+    apart: Callable[[Report, Report], Diagnostic]
+
+
 class Ranks:
     """The ranks that hold parts of one model."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None, words: Words | None = None) -> None:
         """Those of `mesh`, and of the meshes that the model's parameters are on; none but this one without any."""
+        self._words = words or _LOADING
         self.meshes: list[DeviceMesh] = [] if mesh is None else [mesh]
         for tensor in model.parameters():
             if isinstance(tensor, DTensor) and tensor.device_mesh not in self.meshes:
@@ -58,8 +76,8 @@ class Ranks:
         """Compare notes; every rank raises if any of them has an error.
 
         Args:
-            source: what this rank was told to load.
-            digest: of what it would load; or several, by the words for what they are of.
+            source: what this rank was told to work from.
+            digest: of what it would do; or several, by the words for what they are of.
             findings: errors and warnings of this rank.
             error: what it failed with.
 
@@ -68,21 +86,22 @@ class Ranks:
 
         Raises:
             Exception: this rank's own error, if it is a bug.
-            CheckpointError: TP121, the same on all ranks.
+            PlanError: the findings, the same on all ranks.
         """
         if isinstance(error, PlanError):
             findings = [*findings, *error.diagnostics]
         elif error is not None:
-            text = f"loading failed with {type(error).__name__}: {error}"
-            findings = [*findings, finding(text, "see the traceback of the rank where it failed")]
+            text = f"{self._words.doing} failed with {type(error).__name__}: {error}"
+            findings = [*findings, self._words.finding(text, "see the traceback of the rank where it failed")]
         reports = self._gathered(Report(self.rank, source, digest, tuple(findings)))
         if error is not None and not isinstance(error, PlanError):
             raise error
         merged = _merged(reports)
         if not any(held.severity is Severity.ERROR for held in merged):
-            merged += _differences(reports)
+            other = next((report for report in reports if report.digest != reports[0].digest), None)
+            merged += [] if other is None else [self._words.apart(reports[0], other)]
         if any(held.severity is Severity.ERROR for held in merged):
-            raise CheckpointError([held for held in merged if held.severity is Severity.ERROR])
+            raise self._words.error([held for held in merged if held.severity is Severity.ERROR])
         return tuple(merged)
 
     def _gathered(self, report: Report) -> list[Report]:
@@ -94,13 +113,8 @@ class Ranks:
                     dist.all_gather_object(held, list(reports.values()), group=group)
             except RuntimeError as lost:
                 text = str(lost).splitlines()[0]
-                raise CheckpointError(
-                    [
-                        finding(
-                            f"a rank was lost while the checkpoint was loaded: {text}", "see why it ended, and restart"
-                        )
-                    ]
-                ) from None
+                message = f"a rank was lost during {self._words.doing}: {text}"
+                raise self._words.error([self._words.finding(message, "see why it ended, and restart")]) from None
             reports |= {one.rank: one for several in held for one in several}
         return [reports[rank] for rank in sorted(reports)]
 
@@ -124,23 +138,19 @@ def _merged(reports: Sequence[Report]) -> list[Diagnostic]:
     return merged
 
 
-def _differences(reports: Sequence[Report]) -> list[Diagnostic]:
-    first = reports[0]
-    other = next((report for report in reports if report.digest != first.digest), None)
-    if other is None:
-        return []
+def _other_checkpoints(one: Report, other: Report) -> Diagnostic:
     what, way_out = "checkpoints, or other tensors of one", "give every rank the same files and the same `rename`"
-    if isinstance(first.digest, Mapping) and isinstance(other.digest, Mapping):
+    if isinstance(one.digest, Mapping) and isinstance(other.digest, Mapping):
         theirs = other.digest
-        what = " and ".join(name for name, digest in first.digest.items() if theirs.get(name) != digest)
+        what = " and ".join(name for name, digest in one.digest.items() if theirs.get(name) != digest)
         way_out = "give every rank the same folder, and the same arguments"
-    return [
-        finding(
-            f"rank {first.rank} and rank {other.rank} would load different {what}",
-            way_out,
-            *(f"rank {report.rank} reads `{report.source}`" for report in (first, other)),
-        )
-    ]
+    return finding(
+        f"rank {one.rank} and rank {other.rank} would load different {what}",
+        way_out,
+        *(f"rank {report.rank} reads `{report.source}`" for report in (one, other)),
+    )
 
 
-__all__ = ["Ranks"]
+_LOADING = Words("loading", finding, CheckpointError, _other_checkpoints)
+
+__all__ = ["Ranks", "Report", "Words"]

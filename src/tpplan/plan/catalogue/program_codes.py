@@ -451,6 +451,64 @@ tpplan.save_weights(model, "folder")
 """,
     ),
     Entry(
+        code="TP143",
+        name="unknown-initialization",
+        severity=Severity.ERROR,
+        summary="It isn't known how the stock model initialises some of its modules, or that can't be recorded.",
+        explanation="""
+`tpplan.init_weights` makes the numbers that the stock model's constructor makes from the same seed. For that it runs
+the constructor once more, without memory, and records it. A model of transformers is built of its config. Of another
+model the constructor's arguments aren't known. Where all modules are torch's own, and the classes around them only put
+them together, each is reset in its turn, which is the same; the notes say for which modules that doesn't hold, and
+why. `build=` then says how the stock model is made. As a warning: tensors that the stock model itself never writes to,
+and which hold whatever was in its memory.
+""",
+        bad="""
+model = parallelize(Model(layers=12), plan)     # Model's __init__ calls nn.init.normal_ on its own parameters
+tpplan.init_weights(model)
+""",
+        good="""
+tpplan.init_weights(model, build=lambda: Model(layers=12))
+""",
+    ),
+    Entry(
+        code="TP144",
+        name="other-stock-model",
+        severity=Severity.ERROR,
+        summary="The stock model, built anew to initialise a sharded one, isn't the model that was sharded.",
+        explanation="""
+`tpplan.init_weights` matches the stock model that it builds with the sharded model by the names of parameters and
+buffers, their shapes, dtypes and ties; the notes list where they differ. The sharded model was built with other
+arguments or another default dtype, or changed after it was built (a head was replaced, a parameter cast). `build` has
+to return what was passed to `parallelize`.
+""",
+        bad="""
+tpplan.init_weights(model, build=lambda: Model(layers=12))     # the model has 24 layers
+""",
+        good="""
+tpplan.init_weights(model, build=lambda: Model(layers=24))
+""",
+    ),
+    Entry(
+        code="TP145",
+        name="ranks-initialize-apart",
+        severity=Severity.ERROR,
+        summary="The ranks would draw different numbers for one model.",
+        explanation="""
+Every rank draws all of the stock model's random numbers and keeps its part of them. So all ranks must start from the
+same state of torch's generator, and build the same stock model. No rank's model has changed.
+""",
+        bad="""
+torch.manual_seed(rank)
+tpplan.init_weights(model)
+""",
+        good="""
+torch.manual_seed(0)
+tpplan.init_weights(model)
+torch.manual_seed(rank)
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,

@@ -1,0 +1,119 @@
+"""The initialisation of a sharded model: recorded, agreed on by all ranks, replayed."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tpplan.checkpoint.agreed import Ranks, Report, Words
+from tpplan.initialize.construction import Construction
+from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, finding
+from tpplan.initialize.recipe import construction_of
+from tpplan.initialize.replay import replay
+from tpplan.initialize.targets import Target, misfits, targets_of
+from tpplan.plan import Diagnostic
+from tpplan.runtime.distribute import device_of_mesh
+
+
+def init_weights(
+    model: nn.Module, *, build: Callable[[], nn.Module] | None = None, device: torch.device | str | None = None
+) -> nn.Module:
+    """Initialise a parallelized (or a stock) model, in place, as its stock model is initialised from the same seed.
+
+    The stock model is built once more without memory, by its constructor, and what that does is recorded. The record
+    is then replayed: random numbers are drawn in the stock model's order, and each tensor is made whole, cut, and
+    dropped. A rank needs memory for its shards and for one whole tensor. Afterwards torch's generator is where the
+    construction of the stock model leaves it. Every rank that holds a part of the model must call this, seeded alike.
+
+    Tensors on `meta` are made on their mesh's device; the numbers of others are overwritten.
+
+    Args:
+        model: the model.
+        build: makes the stock model: `lambda: Model(layers=12)`. Not needed for models of transformers, which are
+            built of their config, and for models whose modules are all torch's own, with constructors that only put
+            them together: these are reset one after the other.
+        device: where the stock model would be built, as CPU and GPU draw different numbers; None for the mesh's device.
+
+    Returns:
+        `model` itself.
+
+    Warns:
+        UserWarning: the stock model leaves tensors without numbers.
+
+    Raises:
+        InitializationError: TP143 to TP145: which modules can't be initialised as the stock model's, and why; or the
+            ranks would not initialise alike. The same on all ranks, and no model has changed.
+    """
+    ranks = Ranks(model, words=_WORDS)
+    own = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
+    stock: Construction | None = None
+    targets: list[Target] = []
+    findings: list[Diagnostic] = []
+    error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
+    with _python_randomness():
+        try:
+            stock = construction_of(model, build, own if device is None else torch.device(device))
+            targets = targets_of(model, own)
+            findings = misfits(targets, stock)
+        except Exception as raised:
+            error = raised
+        source, digest = ("", None) if stock is None else (stock.seeds, stock.seeds + stock.digest)
+        warned = ranks.settle(source, digest, findings, error)
+        assert stock is not None
+        try:
+            replay(stock, {target.names[0]: target.take for target in targets})
+        except Exception as raised:
+            error = raised
+        ranks.settle(source, digest, (), error)
+    for target in targets:
+        target.put()
+    if ranks.speaks:
+        for held in warned:
+            warnings.warn("\n".join([held.headline, *held.notes]), stacklevel=2)
+    return model
+
+
+@contextmanager
+def _python_randomness() -> Generator[None]:
+    """Where the block fails, Python's and NumPy's generators are as they were before."""
+    numpy = sys.modules.get("numpy")
+    state, others = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    except BaseException:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(others)
+        raise
+
+
+def _apart(one: Report, other: Report) -> Diagnostic:
+    where = f"rank {one.rank} and rank {other.rank}"
+    if one.source != other.source:
+        return finding(
+            APART,
+            f"the random generators of {where} are in different states, so that they would draw different numbers",
+            "call torch.manual_seed with one seed on all ranks, right before `init_weights`",
+        )
+    return finding(
+        APART,
+        f"{where} would initialise different models",
+        "give all ranks the same config or `build`, without anything that depends on the rank",
+    )
+
+
+_WORDS = Words(
+    doing="the initialisation",
+    finding=functools.partial(finding, UNKNOWN),
+    error=InitializationError,
+    apart=_apart,
+)
+
+__all__ = ["init_weights"]
