@@ -95,7 +95,10 @@ def test_a_wrong_dtype_is_explained(name: str, message: str, way_out: str, capsy
     assert f"`config.json`: {message}" in caught.value.diagnostics[0].message
 
 
-def test_explain_counts_in_the_folder_s_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_counts_in_the_folder_s_dtype(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     command = ["explain", "llama", "--model", configure(dtype="bfloat16"), "--batch", "1", "--sequence", "64"]
     assert main(command) == 0
     text = capsys.readouterr().out

@@ -122,7 +122,7 @@ def _rebuilt_tuple(held: Any, items: Sequence[Any]) -> Any:
 def _attributes(held: Any) -> dict[str, Any]:
     """A record's fields, and what else is set on it."""
     found: dict[str, Any] = {}
-    for name in _field_names(type(held)):
+    for name in _field_names(cast("type[Any]", type(held))):
         if hasattr(held, name):
             found[name] = getattr(held, name)
     own: dict[Any, Any] = getattr(held, "__dict__", {})
