@@ -1,4 +1,4 @@
-"""What a rank needs in memory while its model is initialised: its shards, and one whole tensor."""
+"""What a rank needs in memory while its model is initialised: its shards, and a whole tensor or two; not the model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def _initialises(member: Member) -> tuple[int, int, int, int]:
     return sum(sizes), sum(local_of(p).nbytes for p in model.parameters()), max(sizes), most[0]
 
 
-def test_a_rank_needs_its_shards_and_one_tensor() -> None:
+def test_a_rank_never_has_the_model() -> None:
     for rank, (whole, share, largest, most) in enumerate(world(2).run(_initialises)):
         print(f"rank {rank}: {most // MIB} MiB; share {share // MIB}, largest {largest // MIB}, whole {whole // MIB}")
         assert whole > 700 * MIB
-        assert most <= share + largest + 100 * MIB < whole
+        # Of one whole tensor at a time (`test_effort.py`) the system's allocator makes up to two.
+        assert most <= share + 2 * largest + 100 * MIB < whole
