@@ -29,6 +29,7 @@ from tpplan.compiler.ir.steps import Heard, Stream, renamed
 from tpplan.compiler.ir.trace import Location, Path
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes
+from tpplan.compiler.trace.recorder import AlignmentError
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.communication import bytes_sent
@@ -128,6 +129,8 @@ def _rehearse(
             error = _differentiate(result)
         if isinstance(error, CheckpointError):
             error = None  # what is computed again runs the calls that were left out
+        if isinstance(error, AlignmentError):
+            raise error
         if error is not None and _differentiable(model, program, call, taken):
             raise InternalError(f"its backward can't run as rank {rank}: {type(error).__name__}: {error}") from error
     except TpplanError:

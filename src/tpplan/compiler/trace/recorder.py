@@ -400,20 +400,26 @@ def _written_tensors(positions: Iterable[int], args: tuple[Any, ...]) -> list[Te
 def _grouped_product(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
     """The product of grouped rows. On meta tensors torch takes bfloat16 alone, elsewhere float32 as well."""
     rows, matrices = args[:2]
-    if rows.dim() == 2 and matrices.dim() == 3 and rows.dtype != torch.bfloat16 and not keywords.get("out_dtype"):
+    ends = keywords.get("offs", args[2] if len(args) > 2 else None)
+    if rows.dim() == 2 and rows.dtype != torch.bfloat16 and not keywords.get("out_dtype"):
         for tensor in (rows, matrices):
             _check_alignment(tensor)
-        return torch.empty(rows.shape[0], matrices.shape[2], dtype=rows.dtype, device="meta")
+        groups = () if matrices.dim() == 3 or ends is None else (ends.shape[0],)  # of what both are contracted by
+        return torch.empty(*groups, rows.shape[0], matrices.shape[-1], dtype=rows.dtype, device="meta")
     coarse = tuple(a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
     made = torch.ops.aten._grouped_mm.default(*coarse, **keywords)
     return torch.empty_strided(made.shape, made.stride(), dtype=rows.dtype, device="meta")
+
+
+class AlignmentError(RuntimeError):
+    """An operator of torch doesn't take sizes like a rank's."""
 
 
 def _check_alignment(tensor: Tensor) -> None:
     """What torch asks of the factors: the one of the last two dims whose entries don't lie together starts aligned."""
     stride = max(tensor.stride()[-2:])
     if stride * tensor.itemsize % 16:
-        raise RuntimeError(
+        raise AlignmentError(
             f"torch's product of grouped rows takes rows of a multiple of 16 bytes, not of {stride * tensor.itemsize}"
         )
 
@@ -465,4 +471,4 @@ def _geometry(argument: Any) -> object:
     return (type(argument).__name__, argument)
 
 
-__all__ = ["Crossing", "DataDependentError", "OpenFrame", "Recorder"]
+__all__ = ["AlignmentError", "Crossing", "DataDependentError", "OpenFrame", "Recorder"]
