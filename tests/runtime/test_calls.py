@@ -220,3 +220,11 @@ def test_a_call_without_the_mask_of_the_example_or_with_embeddings(plan: str) ->
     ]
     example = ((), {"input_ids": ids, "attention_mask": mask})
     assert max(worst(stock, plan, 4, example, calls)) < TOLERANCE
+
+
+def test_a_single_token_with_a_mask_and_fewer_key_heads_than_ranks() -> None:
+    """For one query torch multiplies the queries of a key head as rows of one matrix; ranks have some of the rows."""
+    stock = tiny_model("llama", **(LLAMA | {"num_hidden_layers": 1}))[0]
+    token = example_keywords("llama")["input_ids"][:, :1]
+    report = tpplan.verify(stock, "plans/llama.yaml", 4, {"input_ids": token, "attention_mask": torch.ones_like(token)})
+    assert report.ok, report.problems

@@ -34,6 +34,7 @@ SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 REPEAT = "aten.repeat.default"
 EXPAND = "aten.expand.default"
 GATHER = "aten.gather.default"
+BATCHED = "aten.bmm.default"
 PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
 SELECT = "aten.select.int"
 _PAIRS = frozenset(("aten.view_as_complex.default", "aten.view_as_real.default"))  # the last dim's, or as a last dim
@@ -92,9 +93,19 @@ def results(
         return (held,) if alike else "looks up elements that other ranks hold"
     if node.name == REPEAT:
         return _repeated(node, shape, held, size, batch)
+    if node.name == BATCHED and _multiplies_own_rows(node, layouts):
+        return (layouts[node.inputs[0]],)
     if node.name == EXPAND and _repeats(values, number, node, held):
         return (replace(held, within=(Pack(values[_output(node)].shape[held.dim + 1]),)),)
     return _alike(node, values, dict(split), layouts, ask)
+
+
+def _multiplies_own_rows(node: OperationNode, layouts: dict[int, Layout]) -> bool:
+    """Whether ranks that share a matrix multiply it by rows of their own, as queries of which several have one key."""
+    if len(node.inputs) != 2 or not all(number in layouts for number in node.inputs):
+        return False
+    rows, matrix = (layouts[number] for number in node.inputs)
+    return bool(rows.within) and not matrix.within and rows.dim == 0 and replace(rows, within=()) == matrix
 
 
 def every_so_many(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
@@ -349,6 +360,10 @@ def _candidates(
         proposals = [scaled, [Pack(count, packs[0].replicas)], repeated, *joined, _scaled(*runs, unit)]
         yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
         after = target[position + 1] if position + 1 < len(target) else 1
+        if held.within and after == source[held.dim + 1]:
+            for proposal in (repeated, scaled):
+                if _fills(proposal, count, size, entries):
+                    yield packed(position, proposal, held.within)
         for replicas in range(2, size):
             holders = Pack(count, replicas)
             if _fills([holders], count, size, False):
