@@ -31,6 +31,7 @@ from tpplan.checkpoint.wanted import match
 from tpplan.hf.build import build_stock, named_class
 from tpplan.hf.configs import CONFIG, GENERATION, StoredConfig, read_config, read_generation_config
 from tpplan.hf.library import UnusableError
+from tpplan.initialize import init_weights
 from tpplan.plan import Plan, PlanSource, Severity, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 
@@ -95,7 +96,8 @@ def from_pretrained(
         inputs: an example call; see `compile_plan`.
         sequence_parallel: with "auto", whether the stream between the blocks is to be split along the sequence.
         rename: regular expressions with what replaces their matches in the checkpoint's names; see `load_weights`.
-        strict: whether the checkpoint must have every tensor of the model; see `load_weights`.
+        strict: whether the checkpoint must have every tensor of the model; if not, those that it hasn't are initialised
+            as the stock model's are. All ranks must be seeded alike then; see `init_weights`.
         progress: True for a bar on the first rank's terminal, or a function; see `load_weights`.
 
     Returns:
@@ -122,9 +124,10 @@ def from_pretrained(
     Ranks(nn.Module(), here).settle(os.fspath(folder), None if ready is None else ready.digests, (), error)
     assert ready is not None
     model = parallelize(ready.model, ready.plan, here, inputs)
-    for held in load(model, ready.opened, strict=strict, progress=progress).warnings:
-        warnings.warn("\n".join([held.headline, *held.notes]), stacklevel=2)
-    return model
+    loaded = load(model, ready.opened, strict=strict, progress=progress)
+    for held in loaded.warnings:
+        warnings.warn(held.text, stacklevel=2)
+    return init_weights(model, missing=True) if loaded.missing else model
 
 
 def _known_plan(plan: Plan | PlanSource, sequence_parallel: bool) -> tuple[Plan | None, Exception | None]:

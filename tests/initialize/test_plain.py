@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tpplan
@@ -153,3 +155,22 @@ def test_ties_of_a_build() -> None:
     torch.manual_seed(5)
     tpplan.init_weights(model, build=Gpt)
     assert model.transformer["wte"].weight is model.lm_head.weight and unlike(model, stock) == []
+
+
+def test_what_a_checkpoint_has_not_is_initialised_by_itself(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    stored = Stack()
+    kept = {name: tensor for name, tensor in stored.state_dict().items() if not name.startswith(("head", "blocks.1"))}
+    save_file(kept, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Stack()
+    with pytest.warns(UserWarning, match="init_weights"):
+        tpplan.load_weights(model, tmp_path, strict=False)
+    torch.manual_seed(5)
+    fresh = Stack().state_dict()
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    tpplan.init_weights(model, missing=True)
+    assert torch.equal(torch.get_rng_state(), after)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, kept.get(name, fresh[name])), name

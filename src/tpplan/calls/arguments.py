@@ -112,7 +112,7 @@ class Left:
         self._known |= {held.path: held for held in program.left}
         finding = next((d for d in program.diagnostics if d.code == "TP125"), None)
         if new and not told and finding is not None:
-            warnings.warn(f"{finding.headline}\n  help: {finding.help}", stacklevel=2)
+            warnings.warn(finding.text, stacklevel=2)
 
     def _is_part(self, known: LeftTensor, tensor: Tensor) -> bool:
         layout = known.layout

@@ -125,7 +125,7 @@ def load_weights(
     """
     loaded = load(model, source, rename=rename, strict=strict, progress=progress)
     for held in loaded.warnings:
-        warnings.warn("\n".join([held.headline, *held.notes]), stacklevel=2)
+        warnings.warn(held.text, stacklevel=2)
     return loaded.model
 
 

@@ -205,7 +205,8 @@ def _left(missing: Sequence[str], unexpected: Sequence[str]) -> list[Diagnostic]
     if missing:
         message = f"{len(missing)} of the model's tensors are not in the checkpoint, and stay as they are"
         notes = _cut([f"`{name}`" for name in missing])
-        found.append(finding(message, "initialise them", *notes, severity=Severity.WARNING))
+        way_out = "initialise them: `tpplan.init_weights(model, missing=True)` gives numbers to those on `meta`"
+        found.append(finding(message, way_out, *notes, severity=Severity.WARNING))
     if unexpected:
         message = f"the checkpoint has {len(unexpected)} tensors that the model doesn't, which aren't loaded"
         way_out = "nothing, if the model is meant to have less; else load it into the class that it was saved from"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tpplan.checkpoint.agreed import Ranks, Report, Words
+from tpplan.compat import local_of
 from tpplan.initialize.construction import Construction
 from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, finding
 from tpplan.initialize.recipe import construction_of
@@ -23,7 +24,11 @@ from tpplan.runtime.distribute import device_of_mesh
 
 
 def init_weights(
-    model: nn.Module, *, build: Callable[[], nn.Module] | None = None, device: torch.device | str | None = None
+    model: nn.Module,
+    *,
+    build: Callable[[], nn.Module] | None = None,
+    device: torch.device | str | None = None,
+    missing: bool = False,
 ) -> nn.Module:
     """Initialise a parallelized (or a stock) model, in place, as its stock model is initialised from the same seed.
 
@@ -40,6 +45,7 @@ def init_weights(
             built of their config, and for models whose modules are all torch's own, with constructors that only put
             them together: these are reset one after the other.
         device: where the stock model would be built, as CPU and GPU draw different numbers; None for the mesh's device.
+        missing: whether to initialise only what is on `meta`, as what a checkpoint hadn't is after `load_weights`.
 
     Returns:
         `model` itself.
@@ -62,6 +68,8 @@ def init_weights(
             stock = construction_of(model, build, own if device is None else torch.device(device))
             targets = targets_of(model, own)
             findings = misfits(targets, stock)
+            if missing:
+                targets = [target for target in targets if local_of(target.tensor).is_meta]
         except Exception as raised:
             error = raised
         source, digest = ("", None) if stock is None else (stock.seeds, stock.seeds + stock.digest)
@@ -76,7 +84,7 @@ def init_weights(
         target.put()
     if ranks.speaks:
         for held in warned:
-            warnings.warn("\n".join([held.headline, *held.notes]), stacklevel=2)
+            warnings.warn(held.text, stacklevel=2)
     return model
 
 

@@ -63,6 +63,12 @@ class Diagnostic:
         return f"{prefix}{self.title}: {self.message}"
 
     @property
+    def text(self) -> str:
+        """The finding with its way out and its notes, a line each."""
+        way_out = [f"  help: {self.help}"] if self.help else []
+        return "\n".join([self.headline, *way_out, *(f"  note: {note}" for note in self.notes)])
+
+    @property
     def sort_key(self) -> tuple[str, int, int, str, str, str]:
         """Order by file, line, column and code; findings without a place come last within their file."""
         if self.span is None:

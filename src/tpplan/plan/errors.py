@@ -22,7 +22,7 @@ class PlanError(TpplanError):
 
     def __str__(self) -> str:
         """Every finding in one line, each followed by its help and notes."""
-        return "\n".join(line for diagnostic in self.diagnostics for line in _lines(diagnostic))
+        return "\n".join(diagnostic.text for diagnostic in self.diagnostics)
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -42,11 +42,3 @@ class InternalError(TpplanError):
         return (
             f"TP199 internal-error: {super().__str__()}\nThis is a bug in tpplan, not in your plan; please report it."
         )
-
-
-def _lines(diagnostic: Diagnostic) -> list[str]:
-    lines = [diagnostic.headline]
-    if diagnostic.help:
-        lines.append(f"  help: {diagnostic.help}")
-    lines.extend(f"  note: {note}" for note in diagnostic.notes)
-    return lines
