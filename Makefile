@@ -53,7 +53,7 @@ test: $(VENV)/.extra-dev
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.extra-dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not sweep" $(ARGS)
 
 mutations: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.mutations $(ARGS)

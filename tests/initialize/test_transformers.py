@@ -11,7 +11,7 @@ from torch import nn
 
 import tpplan
 from tests.initialize.compare import SEED, differences, on_meta, parts, stock_of, unlike, without_numbers
-from tests.marking import slow_but
+from tests.marking import slow_but, sweep_but
 from tests.plans.parity import PLANS
 from tests.zoo.architectures import ARCHITECTURES, _made
 from tpplan.initialize import InitializationError
@@ -27,7 +27,7 @@ def _cpu(name: str) -> dict[str, Any]:
     return {key: torch.ones_like(held, device="cpu") for key, held in ARCHITECTURES[name].inputs().items()}
 
 
-@pytest.mark.parametrize("name", slow_but(["llama", "gpt2", "bert", "mamba", "vit", "t5"], ALL))
+@pytest.mark.parametrize("name", sweep_but(["llama", "gpt2", "bert", "mamba", "vit", "t5"], ALL))
 def test_on_meta_without_a_plan(name: str) -> None:
     assert differences(lambda: _make(name), on_meta(lambda: _make(name))) == []
 
@@ -35,7 +35,7 @@ def test_on_meta_without_a_plan(name: str) -> None:
 SHARDED = ["gpt2", "phi3", "mixtral", "albert", "gpt_oss", "qwen3_next", "falcon_h1", "clip", "whisper", "gpt_bigcode"]
 
 
-@pytest.mark.parametrize("rank", slow_but([1], [0, 1]))
+@pytest.mark.parametrize("rank", sweep_but([1], [0, 1]))
 @pytest.mark.parametrize("name", slow_but(["gpt2", "mixtral"], SHARDED))
 def test_a_ranks_parts(name: str, rank: int) -> None:
     model = parts(lambda: _make(name), str(PLANS / f"{name}.yaml"), _cpu(name), rank)
