@@ -13,7 +13,7 @@ from tests.battery.harness import result_of
 from tests.battery.page import is_met
 
 # Of each cause some are in the default suite; all take minutes, and are a sweep.
-_EVERY = 8
+_EVERY = 12
 
 
 def _chosen() -> Iterator[Any]:

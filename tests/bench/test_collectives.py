@@ -9,6 +9,8 @@ import pytest
 from tpplan.bench import collectives
 from tpplan.compat import fake_process_group
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str], dict[str, Any]]:

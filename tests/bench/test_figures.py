@@ -111,5 +111,6 @@ def test_a_benchmark_runs_in_processes_of_its_own() -> None:
     assert result["environment"]["versions"]["torch"]
 
 
+@pytest.mark.slow
 def test_a_measurement_can_be_asked_for_by_name() -> None:
     assert measure("collectives", {"plans": ["opt"]})["rows"][0]["plan"] == "opt"

@@ -19,6 +19,7 @@ from tests.checkpoint.subjects import Packs
 from tests.checkpoint.test_load import PLAN as WIDE_PLAN
 from tests.checkpoint.test_load import Wide
 from tests.checkpoint.test_round_trip import PLAN
+from tests.marking import slow_but
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import load_weights
 from tpplan.checkpoint.files import CheckpointError
@@ -56,7 +57,7 @@ def _loaded(member: Member, folder: str, more: int, shape: tuple[int, ...]) -> N
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("more", slow_but([1], [0, 1]))
 def test_what_one_degree_has_saved_another_loads(tmp_path: Path, more: int) -> None:
     world(2).run(_saved, str(tmp_path), more)
     world(2).run(_loaded, str(tmp_path), more, ())

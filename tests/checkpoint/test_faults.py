@@ -246,7 +246,7 @@ def test_numbers_that_are_not_finite_are_a_warning(tmp_path: Path, number: float
     held["first.weight"][5, 3] = number
     save_file(held, tmp_path / SINGLE)
     model = Model()
-    with pytest.warns(UserWarning, match=r"TP121(?s:.*)NaN or infinite: `first.weight`$"):
+    with pytest.warns(UserWarning, match=r"TP121(?s:.*)NaN or infinite: `first.weight`\n"):
         tpplan.load_weights(model, tmp_path)
     assert torch.equal(model.first.weight.isnan(), held["first.weight"].isnan())
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import tpplan
 from tests.checkpoint.memory import MIB, peak
+from tests.marking import slow_but
 from tests.plans.parity import tolerance
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import load as loading
@@ -110,20 +111,26 @@ def _stock(folder: str, dtype: Any) -> Any:
     return getattr(transformers, names[0]).from_pretrained(folder, dtype=dtype)
 
 
+QUICK: list[Any] = [
+    ("llama tied", "auto", {}),
+    ("llama bfloat16", "llama-sequence", {}),
+    ("gpt2", "auto", {}),
+    ("mixtral", "mixtral", {}),
+]
+WAYS: list[Any] = [
+    *QUICK,
+    ("llama", "auto", {}),
+    ("llama", "auto", {"sequence_parallel": True}),
+    ("llama", "llama", {}),
+    ("llama bfloat16", "auto", {"dtype": torch.float32}),
+    ("llama", "llama", {"dtype": "bfloat16"}),
+    ("bert", "auto", {}),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "plan", "options"),
-    [
-        ("llama", "auto", {}),
-        ("llama", "auto", {"sequence_parallel": True}),
-        ("llama", "llama", {}),
-        ("llama tied", "auto", {}),
-        ("llama bfloat16", "llama-sequence", {}),
-        ("llama bfloat16", "auto", {"dtype": torch.float32}),
-        ("llama", "llama", {"dtype": "bfloat16"}),
-        ("gpt2", "auto", {}),
-        ("mixtral", "mixtral", {}),
-        ("bert", "auto", {}),
-    ],
+    slow_but(QUICK, WAYS),
     ids=str,
 )
 def test_it_is_the_stock_model(tmp_path: Path, name: str, plan: Any, options: dict[str, Any]) -> None:
@@ -133,7 +140,7 @@ def test_it_is_the_stock_model(tmp_path: Path, name: str, plan: Any, options: di
         assert found["held"] < 0.6, found
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "mixtral"]))
 def test_key_heads_fewer_than_ranks(tmp_path: Path, name: str) -> None:
     for found in world(4).run(_loads, _folder(name, tmp_path), name, {}):
         assert found["held"] < 0.4, found
@@ -176,7 +183,7 @@ def _stock_loss(folder: str) -> float:
     return float(_stock(folder, "auto")(input_ids=IDS, labels=IDS).loss.detach())
 
 
-@pytest.mark.parametrize("name", ["llama tied", "mixtral"])
+@pytest.mark.parametrize("name", slow_but(["llama tied"], ["llama tied", "mixtral"]))
 def test_what_save_weights_writes_is_read_at_another_degree(tmp_path: Path, name: str) -> None:
     folder, target = _folder(name, tmp_path / "first"), tmp_path / "second"
     before = world(2).run(_trained, folder, str(target))
@@ -199,7 +206,7 @@ def _reads(member: Member, folder: str, plan: str) -> tuple[int, int]:
     return counted[0].bytes_read, sum(local_of(p).nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", slow_but(["mixtral"], ["llama", "mixtral"]))
 def test_a_rank_reads_its_share(tmp_path: Path, name: str) -> None:
     kind = getattr(transformers, f"{name.title()}Config")
     model = getattr(transformers, f"{name.title()}ForCausalLM")

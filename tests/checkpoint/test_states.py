@@ -33,7 +33,7 @@ def test_a_state_is_the_unsharded_models(name: str, shape: tuple[int, ...], tmp_
     assert not outcomes(name, shape, SOME, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["packs", "groups"])
+@pytest.mark.parametrize("name", ["packs"])
 def test_a_distributed_checkpoint_is_read_on_another_mesh(name: str, tmp_path: Path) -> None:
     assert not outcomes(name, (4,), ["save", "read"], tmp_path)
     assert not outcomes(name, (2, 2), ["read"], tmp_path)

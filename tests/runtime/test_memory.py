@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.checkpoint.memory import MIB, peak
 from tests.checkpoint.subjects import subject
+from tests.marking import slow_but
 from tests.runtime.world import Member, world
 from tpplan.compat import local_of
 from tpplan.runtime import distribute
@@ -135,7 +136,10 @@ def _agrees(member: Member, name: str, block: int) -> None:
         assert torch.equal(whole, first[key]), key
 
 
-@pytest.mark.parametrize("name", ["packs", "uneven", "shared in packs", "groups", "tied", "gpt2"])
+NAMES = ("packs", "uneven", "shared in packs", "groups", "tied", "gpt2")
+
+
+@pytest.mark.parametrize("name", slow_but(["packs", "uneven", "shared in packs", "groups", "tied"], NAMES))
 @pytest.mark.parametrize("block", [1, 700])
 def test_all_ranks_take_the_first_ones_numbers_block_by_block(name: str, block: int) -> None:
     world(2).run(_agrees, name, block)
