@@ -224,7 +224,7 @@ def test_a_call_without_the_mask_of_the_example_or_with_embeddings(plan: str) ->
 
 def test_a_single_token_with_a_mask_and_fewer_key_heads_than_ranks() -> None:
     """For one query torch multiplies the queries of a key head as rows of one matrix; ranks have some of the rows."""
-    stock = tiny_model("llama", **(LLAMA | {"num_hidden_layers": 1}))[0]
+    stock = tiny_model("llama", num_key_value_heads=2, num_hidden_layers=1)[0]
     token = example_keywords("llama")["input_ids"][:, :1]
     report = tpplan.verify(stock, "plans/llama.yaml", 4, {"input_ids": token, "attention_mask": torch.ones_like(token)})
     assert report.ok, report.problems
