@@ -138,6 +138,7 @@ def _outside(metadata: Any) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (_cut, "it was cut off"),
+    "empty": (lambda folder: (folder / DATA).write_bytes(b""), "has 0 bytes, and should have"),
     "missing": (lambda folder: (folder / DATA).unlink(), f"`{DATA}` can't be read: No such file"),
     "runs something": (lambda folder: (folder / METADATA).write_bytes(pickle.dumps(Runs())), "posix.system"),
     "no pickle": (lambda folder: (folder / METADATA).write_bytes(b"{}"), "can't be read"),

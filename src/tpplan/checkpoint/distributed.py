@@ -76,17 +76,19 @@ def read_distributed(path: Path, meter: Meter) -> tuple[dict[str, Stored], dict[
         for name, held in metadata.state_dict_metadata.items()
         if isinstance(held, TensorStorageMetadata)
     }
-    files = {chunk.path: 0 for stored in tensors.values() for chunk in stored.chunks}
+    ends: dict[Path, int] = {}
+    for chunk in (chunk for stored in tensors.values() for chunk in stored.chunks):
+        ends[chunk.path] = max(ends.get(chunk.path, 0), chunk.start + chunk.bytes)
+    files: dict[Path, int] = {}
     reasons = [reason for stored in tensors.values() for reason in _uncovered(stored)]
-    for file in files:
+    for file, end in ends.items():
         try:
-            files[file] = os.stat(file).st_size
+            files[file] = size = os.stat(file).st_size
         except OSError as error:
             reasons.append(f"`{file.name}` can't be read: {error.strerror}")
-    for file, size in files.items():
-        ends = [chunk.start + chunk.bytes for s in tensors.values() for chunk in s.chunks if chunk.path == file]
-        if 0 < size < max(ends):
-            reasons.append(f"`{file.name}` has {size} bytes, and should have {max(ends)}: it was cut off")
+            continue
+        if size < end:
+            reasons.append(f"`{file.name}` has {size} bytes, and should have {end}: it was cut off")
     if reasons:
         raise _broken(path, f"has {len(reasons)} faults", *reasons)
     lengths = {file.name: size for file, size in files.items()}
