@@ -135,13 +135,13 @@ def private_memory() -> int:
 
 
 @contextmanager
-def peak_memory() -> Generator[list[int]]:
-    """The most private memory in the block, over what there was before; seen every 20 ms."""
+def peak_memory(every: float = 0.02) -> Generator[list[int]]:
+    """The most private memory in the block, over what there was before; looked at so often, in seconds."""
     gc.collect()
     before, found, over = private_memory(), [0], threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.02):
+        while not over.wait(every):
             found[0] = max(found[0], private_memory() - before)
 
     thread = threading.Thread(target=watch)
