@@ -343,6 +343,7 @@ def _candidates(
 ) -> Iterator[Layout]:
     assert held.dim is not None
     inner, outer = math.prod(source[held.dim + 1 :]), math.prod(source[: held.dim])
+    beside = source[held.dim + 1] if held.within else 0
     for position, count in enumerate(target):
         if count % size == 0 or math.prod(target[position + 1 :]) == inner:
             yield sharded(position)
@@ -360,7 +361,7 @@ def _candidates(
         proposals = [scaled, [Pack(count, packs[0].replicas)], repeated, *joined, _scaled(*runs, unit)]
         yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
         after = target[position + 1] if position + 1 < len(target) else 1
-        if held.within and after == source[held.dim + 1]:
+        if held.within and after == beside:
             for proposal in (repeated, scaled):
                 if _fills(proposal, count, size, entries):
                     yield packed(position, proposal, held.within)
