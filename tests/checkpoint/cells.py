@@ -222,6 +222,7 @@ def _sets(what: str, full_state: bool, broadcast: bool) -> Callable[[Bench], Non
         other.load_state_dict(model.state_dict())
         set_optimizer_state_dict(other, fresh, given, options=options)
         same(fresh.state_dict()["state"], theirs.state_dict()["state"], "state")
+        save(get_optimizer_state_dict(other, fresh), checkpoint_id=f"{bench.folder}/optimizer")
         for held, optimizer, seed in ((other, fresh, bench.sharded(2)), (stock, theirs, bench.stock(2))):
             for parameter, gradient in zip(held.parameters(), seed.parameters(), strict=True):
                 parameter.grad = gradient.detach().clone()
