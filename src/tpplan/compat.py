@@ -7,6 +7,7 @@ typed function. Checked on the torch versions that pyproject.toml admits.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import threading
@@ -48,6 +49,7 @@ __all__ = [
     "OwnTensor",
     "PythonNode",
     "RecordingMode",
+    "StateTensor",
     "TorchDispatchMode",
     "Unwatched",
     "all_gather_single",
@@ -94,6 +96,7 @@ __all__ = [
     "schema_mutates",
     "schema_returns_view",
     "set_random_state",
+    "state_tensor",
     "storage_key",
     "takes_device",
     "transient_buffers",
@@ -565,6 +568,38 @@ def new_gradient(local: Tensor, like: DTensor) -> DTensor:
     if isinstance(like, OwnTensor):
         return like.like(local)
     return DTensor.__new__(_ArrivingGradient, local, like._spec, requires_grad=False)  # pyright: ignore
+
+
+class StateTensor(DTensor):
+    """A DTensor in a state dict: a plain tensor, as of a stock model that loads it, can be filled from it.
+
+    That gathers the whole, so that all ranks have to. Everything else is DTensor's.
+    """
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], DTensor):
+            return func(args[0], _plain(args[1]).full_tensor(), *args[2:], **(kwargs or {}))
+        if func is torch.ops.aten.detach.default:
+            return state_tensor(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return state_tensor(copy.deepcopy(_plain(self), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+def state_tensor(tensor: DTensor) -> DTensor:
+    """The same memory, as a state dict has it."""
+    return DTensor.__new__(StateTensor, tensor._local_tensor.detach(), tensor._spec, requires_grad=False)  # pyright: ignore
+
+
+def _plain(tensor: DTensor) -> DTensor:
+    return new_distributed_tensor(local_of(tensor), tensor)
 
 
 def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -176,6 +176,9 @@ def loads(bench: Bench) -> None:
     stock = bench.stock(1)
     stock.load_state_dict({name: full(held) for name, held in model.state_dict().items()})
     _same_models(stock, bench.stock())
+    stock = bench.stock(1)
+    stock.load_state_dict(model.state_dict())
+    _same_models(stock, bench.stock())
 
 
 def loads_stock(bench: Bench) -> None:
