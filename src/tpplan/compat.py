@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,12 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._ops import OpOverload
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import implicit_replication as _implicit_replication
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
+from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
 from torch.utils import _pytree as pytree
@@ -47,11 +50,13 @@ __all__ = [
     "OperatorMeta",
     "OwnPlacement",
     "OwnTensor",
+    "PendingShards",
     "PythonNode",
     "RecordingMode",
     "StateTensor",
     "TorchDispatchMode",
     "Unwatched",
+    "after_backward",
     "all_gather_single",
     "backward_hooks",
     "buffer_versions",
@@ -71,10 +76,14 @@ __all__ = [
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
+    "is_localized",
+    "is_localizer",
+    "is_of_fsdp",
     "is_random",
     "is_reentrant_checkpoint",
     "is_registered_container",
     "local_of",
+    "make_gradient",
     "made_dtensor",
     "named_modules",
     "native_apply",
@@ -84,12 +93,15 @@ __all__ = [
     "own_modules",
     "own_parameters",
     "packs_saved_tensors",
+    "pending_fully_shard",
     "placed_anew",
     "propagate",
     "random_state",
     "rebuild_container",
+    "replicas_without_mesh",
     "register_sharding",
     "replicates_implicitly",
+    "runs_backward",
     "schema_argument_names",
     "schema_defaults",
     "schema_keywords",
@@ -858,3 +870,72 @@ OFF: Any = cast("Any", torch._C)._disabled_torch_function_impl
 def replicates_implicitly() -> bool:
     """Whether a plain tensor beside DTensors counts as a replicated one, as in `implicit_replication()`."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward under way, in which a hook asks for it, has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+
+
+def make_gradient(local: Tensor, like: Tensor) -> Tensor:
+    """What `like.grad` may be set to, around `local`."""
+    if isinstance(like, OwnTensor):
+        return like.like(local)
+    return new_distributed_tensor(local, like) if isinstance(like, DTensor) else local
+
+
+@dataclass(frozen=True, slots=True)
+class PendingShards:
+    """What `fully_shard` or `replicate` was called for.
+
+    Attributes:
+        name: which of them.
+        mesh: the data-parallel ranks.
+        reshards_to: over how many ranks parameters are cut after the forward, where that is a number of its own.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    reshards_to: int | None
+
+
+def pending_fully_shard() -> PendingShards | None:
+    """The call of `fully_shard` or FSDP's `replicate` that is under way in this thread, before it changes parameters.
+
+    Nothing that torch passes to a module at that time has the mesh, so it is taken from the caller.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        info = frame.f_locals.get("mesh_info") if frame.f_code.co_name in ("fully_shard", "replicate") else None
+        if info is not None and isinstance(getattr(info, "mesh", None), DeviceMesh):
+            after: Any = frame.f_locals.get("post_forward_mesh_info")
+            number = None if after is None or after.mesh is info.mesh else int(after.shard_mesh_size)
+            return PendingShards(frame.f_code.co_name, info.mesh, number)
+        frame = frame.f_back
+    return None
+
+
+def is_of_fsdp(hook: object) -> bool:
+    """Whether `hook` is one that `fully_shard` or FSDP's `replicate` registers on a module."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def is_localizer(hook: object) -> bool:
+    """Whether `hook` is one by which torch's data parallelism takes DTensors apart before, and after, a forward."""
+    return hook is _localize_dtensor or hook is _reconstruct_dtensor
+
+
+def is_localized(parameter: Tensor) -> bool:
+    """Whether torch's data parallelism has made it of a DTensor, to put it in that one's place."""
+    return hasattr(parameter, "_st_info")
+
+
+def replicas_without_mesh(module: nn.Module) -> None:
+    """Let torch's `replicate`, which was called for `module`, know its ranks as a group.
+
+    With a mesh, it would take DTensors apart.
+    """
+    state = _get_module_state(module)
+    options: Any = getattr(state, "_init_kwargs", None)
+    if isinstance(options, dict) and options.get("device_mesh") is not None:
+        options["process_group"] = options.pop("device_mesh").get_group()

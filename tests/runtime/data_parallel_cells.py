@@ -1,0 +1,305 @@
+"""What users do with a sharded model on a mesh of two axes, each as a cell: equal to the unsharded run, or refused.
+
+The reference is the stock model in one process, on the batches of all data-parallel ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from torch.nn.parallel import DistributedDataParallel
+
+import tpplan
+from tests.plans.parity import PLANS, tolerance, whole
+from tests.runtime.world import Member
+from tpplan.calls.prove import prove
+
+ROWS, LENGTH, STEPS = 2, 6, 2
+
+
+def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "use_cache": False, **changes}))  # pyright: ignore
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 31, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **drops, "use_cache": False, **changes}))  # pyright: ignore
+
+
+def phi3(**changes: Any) -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+    }
+    return Phi3ForCausalLM(Phi3Config(**{**sizes, "use_cache": False, **changes}))  # pyright: ignore
+
+
+FAMILIES: dict[str, Callable[[], tuple[nn.Module, str]]] = {
+    "llama": lambda: (llama(), "llama"),
+    "llama-sequence": lambda: (llama(), "llama-sequence"),
+    "gpt2": lambda: (gpt2(), "gpt2"),
+    "gpt2-sequence": lambda: (gpt2(), "gpt2-sequence"),
+    "phi3": lambda: (phi3(), "phi3"),
+    "shared": lambda: (llama(num_key_value_heads=1), "llama"),
+    "uneven": lambda: (llama(vocab_size=33, intermediate_size=23), "llama"),
+    "tied": lambda: (llama(vocab_size=33, tie_word_embeddings=True), "llama-sequence"),
+}
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    held: Any = model
+    return list(held.transformer.h if hasattr(held, "transformer") else held.model.layers)
+
+
+def batch(step: int, row: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + row)
+    return torch.randint(31, (ROWS, LENGTH), generator=generator)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+Step = Callable[[nn.Module, Any, int, Callable[[int], Tensor]], None]
+
+
+def plain_step(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tensor]) -> None:
+    optimizer.zero_grad()
+    loss_of(model, data(step)).backward()
+    optimizer.step()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        family: the model and its plan.
+        wrap: what makes the sharded model data-parallel.
+        step: one step of the loop.
+        stock_step: the same of the stock model.
+        optimizer: over the parameters.
+        prepare: done to both models before.
+    """
+
+    family: str
+    wrap: Callable[[nn.Module, DeviceMesh], nn.Module]
+    step: Step = plain_step
+    stock_step: Step | None = None
+    optimizer: Callable[[list[nn.Parameter]], Any] = field(
+        default=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3)
+    )
+    prepare: Callable[[nn.Module], object] | None = None
+    dtype: torch.dtype = torch.float64
+    allowed: float = tolerance(torch.float64, 8192)
+
+
+def fsdp(layers: bool = True, root: bool = True, **options: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+    def wrap(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for layer in layers_of(model) if layers else ():
+            fully_shard(layer, mesh=mesh["dp"], **options)
+        if root:
+            fully_shard(model, mesh=mesh["dp"], **options)
+        return model
+
+    return wrap
+
+
+def made(case: Case) -> tuple[nn.Module, str]:
+    torch.manual_seed(0)
+    model, plan = FAMILIES[case.family]()
+    model = model.to(case.dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases, too
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float64).to(parameter) * 0.1)
+    if case.prepare is not None:
+        case.prepare(model)
+    return model.train(), plan
+
+
+_proofs: dict[tuple[str, torch.dtype, int], Any] = {}
+
+
+def parallelized(case: Case, model: nn.Module, plan: str, mesh: DeviceMesh) -> nn.Module:
+    """The model, sharded; each is proved once, as many cases have the same."""
+
+    def proved(request: Any) -> Any:
+        key = (case.family, case.dtype, request.size)
+        if key not in _proofs:
+            _proofs[key] = prove(request)
+        return _proofs[key]
+
+    with mock.patch("tpplan.api.prove", proved):
+        return tpplan.parallelize(model, PLANS / f"{plan}.yaml", mesh)
+
+
+def run_case(case: Case, mesh: DeviceMesh) -> str:
+    """What is wrong, if anything."""
+    rows, row = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    stock, plan = made(case)
+    sharded = copy.deepcopy(stock)
+    parallelized(case, sharded, plan, mesh["tp"])
+    wrapped = case.wrap(sharded, mesh)
+    ours = case.optimizer([p for p in wrapped.parameters() if p.requires_grad])
+    theirs = case.optimizer([p for p in stock.parameters() if p.requires_grad])
+    for step in range(STEPS):
+        case.step(wrapped, ours, step, lambda at: batch(at, row))
+        step_of_stock = case.stock_step or plain_step
+        step_of_stock(stock, theirs, step, lambda at: torch.cat([batch(at, r) for r in range(rows)]))
+    found: list[str] = []
+    for (name, parameter), reference in zip(sharded.named_parameters(), stock.parameters(), strict=True):
+        full, scale = whole(parameter), reference.abs().max().item()
+        assert full is not None
+        error = (full.to(reference) - reference).abs().max().item() / scale
+        if not error <= case.allowed:
+            found.append(f"{name} off by {error:.1e}")
+    return "; ".join(found[:4])
+
+
+@contextlib.contextmanager
+def caught(found: dict[str, str], name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        found[name] = f"{type(error).__name__}: {str(error)[:700]}"
+        if os.environ.get("SHOW"):
+            found[name] += traceback.format_exc()[-2500:]
+
+
+def run_cases(member: Member, names: list[str], shape: tuple[int, ...], axes: tuple[str, ...] = ("dp", "tp")) -> Any:
+    """What came of each case on this rank."""
+    mesh = member.mesh(*shape, names=axes)
+    found: dict[str, str] = {}
+    for name in names:
+        with caught(found, name):
+            found[name] = run_case(CASES[name], mesh)
+    return found
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def accumulated(sync: Callable[[Any, bool], Any]) -> Step:
+    """Steps of three backwards, of which the last alone averages."""
+
+    def step(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tensor]) -> None:
+        optimizer.zero_grad()
+        for part in range(3):
+            with sync(model, part == 2):
+                (loss_of(model, data(10 * step + part)) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    return step
+
+
+@contextlib.contextmanager
+def last_of_fsdp(model: Any, last: bool) -> Iterator[None]:
+    model.set_is_last_backward(last)
+    model.set_requires_gradient_sync(last)
+    yield
+
+
+@contextlib.contextmanager
+def kept_of_fsdp(model: Any, last: bool) -> Iterator[None]:
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    yield
+
+
+def no_sync(model: Any, last: bool) -> Any:
+    return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+
+
+def both(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tensor]) -> None:
+    """Two forwards before one backward."""
+    optimizer.zero_grad()
+    (loss_of(model, data(2 * step)) + 2 * loss_of(model, data(2 * step + 1))).backward()
+    optimizer.step()
+
+
+def ddp(**options: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+    return lambda model, mesh: DistributedDataParallel(model, device_mesh=mesh["dp"], **options)
+
+
+def ddp_of_group(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+
+
+def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return replicate(model, device_mesh=mesh["dp"])
+
+
+def replicated_by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    for layer in layers_of(model):
+        replicate(layer, mesh=mesh["dp"])
+    return replicate(model, mesh=mesh["dp"])  # pyright: ignore
+
+
+UNSYNCED = accumulated(lambda *_: contextlib.nullcontext())
+
+CASES: dict[str, Case] = {
+    "ddp": Case("llama-sequence", ddp()),
+    "ddp buckets": Case("gpt2-sequence", ddp(bucket_cap_mb=0.001, find_unused_parameters=True)),
+    "ddp packs": Case("phi3", ddp(gradient_as_bucket_view=True, static_graph=True)),
+    "ddp tied": Case("tied", ddp_of_group),
+    "ddp shared": Case("shared", ddp_of_group),
+    "ddp uneven": Case("uneven", ddp_of_group),
+    "ddp accumulated": Case("llama-sequence", ddp(bucket_cap_mb=0.001), accumulated(no_sync), UNSYNCED),
+    "ddp two forwards": Case("llama-sequence", ddp(), both, both),
+    "replicate": Case("llama-sequence", replicated),
+    "replicate by fsdp": Case("llama-sequence", replicated_by_fsdp),
+    **{name: Case(name, fsdp()) for name in FAMILIES},
+    "kept": Case("llama-sequence", fsdp(reshard_after_forward=False)),
+    "resharded": Case("llama-sequence", fsdp(reshard_after_forward=True)),
+    "int": Case("llama", fsdp(reshard_after_forward=2)),
+    "root only": Case("llama-sequence", fsdp(layers=False)),
+    "layers only": Case("llama", fsdp(root=False)),
+    "offload": Case("llama", fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "accumulated": Case(
+        "llama-sequence", fsdp(), accumulated(last_of_fsdp), UNSYNCED
+    ),
+    "accumulated kept": Case(
+        "llama-sequence", fsdp(), accumulated(kept_of_fsdp), UNSYNCED
+    ),
+    "two forwards": Case("llama-sequence", fsdp(), both, both),
+    "two forwards kept": Case("llama-sequence", fsdp(reshard_after_forward=False), both, both),
+}
