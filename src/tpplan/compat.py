@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._ops import OpOverload
-from torch.distributed._composable_state import _get_module_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -41,6 +41,7 @@ _renamed = hasattr(dist, "all_gather_single")
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
 
 __all__ = [
+    "COMPOSED",
     "HOOK_TABLES",
     "OFF",
     "READ_VERSION",
@@ -116,6 +117,9 @@ __all__ = [
     "without_function_modes",
     "without_packing",
 ]
+
+COMPOSED = frozenset((STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
+"""The attributes by which `fully_shard` and `replicate` mark a module as theirs."""
 
 
 def interleaved_shard(dim: int, factor: int) -> Placement:
@@ -935,7 +939,8 @@ def replicas_without_mesh(module: nn.Module) -> None:
 
     With a mesh, it would take DTensors apart.
     """
-    state = _get_module_state(module)
-    options: Any = getattr(state, "_init_kwargs", None)
-    if isinstance(options, dict) and options.get("device_mesh") is not None:
-        options["process_group"] = options.pop("device_mesh").get_group()
+    states: Any = module.__dict__.get(STATE_KEY) or {}
+    for state in states.values():
+        options: Any = getattr(state, "_init_kwargs", None)
+        if isinstance(options, dict) and options.get("device_mesh") is not None:
+            options["process_group"] = options.pop("device_mesh").get_group()

@@ -130,6 +130,13 @@ class Case:
     allowed: float = tolerance(torch.float64, 8192)
 
 
+def only_layers(model: nn.Module) -> None:
+    """Freeze what no layer has: FSDP averages what it was given."""
+    model.requires_grad_(False)
+    for layer in layers_of(model):
+        layer.requires_grad_(True)
+
+
 def fsdp(layers: bool = True, root: bool = True, **options: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
     def wrap(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for layer in layers_of(model) if layers else ():
@@ -292,7 +299,7 @@ CASES: dict[str, Case] = {
     "resharded": Case("llama-sequence", fsdp(reshard_after_forward=True)),
     "int": Case("llama", fsdp(reshard_after_forward=2)),
     "root only": Case("llama-sequence", fsdp(layers=False)),
-    "layers only": Case("llama", fsdp(root=False)),
+    "layers only": Case("llama", fsdp(root=False), prepare=only_layers),
     "offload": Case("llama", fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "accumulated": Case(
         "llama-sequence", fsdp(), accumulated(last_of_fsdp), UNSYNCED
