@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         load_plan,
     )
     from tpplan.pretrained import from_pretrained
+    from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.draws import RandomnessError
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
@@ -51,6 +52,7 @@ __all__ = [
     "AloneError",
     "CheckpointError",
     "CompileError",
+    "DataParallelError",
     "Diagnostic",
     "InitializationError",
     "InternalError",
@@ -102,6 +104,7 @@ _ELSEWHERE = {
     "from_pretrained": "tpplan.pretrained",
     "AloneError": "tpplan.runtime.standalone",
     "CheckpointError": "tpplan.checkpoint.files",
+    "DataParallelError": "tpplan.runtime.averaging",
     "InitializationError": "tpplan.initialize.findings",
     "KernelArgumentError": "tpplan.kernels.errors",
     "RandomnessError": "tpplan.runtime.draws",

@@ -92,7 +92,7 @@ def batch(step: int, row: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids, use_cache=False).logits
+    logits = model(input_ids=ids).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -114,6 +114,7 @@ class Case:
         wrap: what makes the sharded model data-parallel.
         step: one step of the loop.
         stock_step: the same of the stock model.
+        stock_wrap: what makes the stock model data-parallel, where it runs on the rank's own batches.
         optimizer: over the parameters.
         prepare: done to both models before.
     """
@@ -122,6 +123,7 @@ class Case:
     wrap: Callable[[nn.Module, DeviceMesh], nn.Module]
     step: Step = plain_step
     stock_step: Step | None = None
+    stock_wrap: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
     optimizer: Callable[[list[nn.Parameter]], Any] = field(
         default=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3)
     )
@@ -177,26 +179,45 @@ def parallelized(case: Case, model: nn.Module, plan: str, mesh: DeviceMesh) -> n
 
 
 def run_case(case: Case, mesh: DeviceMesh) -> str:
-    """What is wrong, if anything."""
-    rows, row = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    """What is wrong, if anything; relative to how far the steps moved a parameter."""
+    rows, row = replicas_of(mesh)
     stock, plan = made(case)
+    before = [parameter.detach().clone() for parameter in stock.parameters()]
     sharded = copy.deepcopy(stock)
     parallelized(case, sharded, plan, mesh["tp"])
     wrapped = case.wrap(sharded, mesh)
+    reference = stock if case.stock_wrap is None else case.stock_wrap(stock, mesh)
     ours = case.optimizer([p for p in wrapped.parameters() if p.requires_grad])
-    theirs = case.optimizer([p for p in stock.parameters() if p.requires_grad])
+    theirs = case.optimizer([p for p in reference.parameters() if p.requires_grad])
+
+    def own(at: int) -> Tensor:
+        return batch(at, row)
+
+    def whole_batch(at: int) -> Tensor:
+        return torch.cat([batch(at, r) for r in range(rows)])
+
     for step in range(STEPS):
-        case.step(wrapped, ours, step, lambda at: batch(at, row))
-        step_of_stock = case.stock_step or plain_step
-        step_of_stock(stock, theirs, step, lambda at: torch.cat([batch(at, r) for r in range(rows)]))
+        case.step(wrapped, ours, step, own)
+        (case.stock_step or case.step)(reference, theirs, step, own if case.stock_wrap else whole_batch)
     found: list[str] = []
-    for (name, parameter), reference in zip(sharded.named_parameters(), stock.parameters(), strict=True):
-        full, scale = whole(parameter), reference.abs().max().item()
-        assert full is not None
-        error = (full.to(reference) - reference).abs().max().item() / scale
+    for (name, mine), other, start in zip(sharded.named_parameters(), stock.parameters(), before, strict=True):
+        full, expected = whole(mine), whole(other)
+        assert full is not None and expected is not None
+        moved = (expected - start).abs().max().item()
+        error = (full.to(expected) - expected).abs().max().item() / max(moved, 1e-3)
         if not error <= case.allowed:
             found.append(f"{name} off by {error:.1e}")
     return "; ".join(found[:4])
+
+
+def replicas_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """How many ranks have each part, and which of these this one is."""
+    names = [name for name in mesh.mesh_dim_names or () if name != "tp"]
+    count = place = 0
+    for name in names:
+        size = mesh[name].size()
+        count, place = max(count, 1) * size, place * size + mesh[name].get_local_rank()
+    return count, place
 
 
 @contextlib.contextmanager
@@ -262,7 +283,14 @@ def both(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tens
 
 
 def ddp(**options: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
-    return lambda model, mesh: DistributedDataParallel(model, device_mesh=mesh["dp"], **options)
+    def wrap(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if mesh["dp"].get_local_rank():
+            with torch.no_grad():  # all ranks take the first one's numbers
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+        return DistributedDataParallel(model, device_mesh=mesh["dp"], **options)
+
+    return wrap
 
 
 def ddp_of_group(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -281,32 +309,77 @@ def replicated_by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return replicate(model, mesh=mesh["dp"])  # pyright: ignore
 
 
+def hsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh["replicate", "dp"])
+    return fully_shard(model, mesh=mesh["replicate", "dp"])
+
+
+def freeze(model: nn.Module) -> None:
+    """Train the second layer's norms and projections alone, and the head."""
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name or "lm_head" in name)
+
+
+def clipped(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tensor]) -> None:
+    """A step that keeps the gradients' memory, after a backward that raises."""
+    held = next(iter(model.parameters()))
+    if step == 1:
+
+        def fail(_: Tensor) -> None:
+            raise ZeroDivisionError
+
+        handle = held.register_post_accumulate_grad_hook(fail)
+        with contextlib.suppress(ZeroDivisionError):
+            loss_of(model, data(77)).backward()
+        handle.remove()
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, data(step)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
 UNSYNCED = accumulated(lambda *_: contextlib.nullcontext())
 
+def half(family: str, **options: Any) -> Case:
+    """Products in bfloat16, sums over replicas in float32, against FSDP around the stock model."""
+    wrap = fsdp(mp_policy=HALF, **options)
+    return Case(
+        family,
+        wrap,
+        stock_wrap=wrap,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        dtype=torch.float32,
+        allowed=tolerance(torch.bfloat16, 16),
+    )
+
+
 CASES: dict[str, Case] = {
-    "ddp": Case("llama-sequence", ddp()),
+    **{name: Case(name, fsdp()) for name in FAMILIES},
+    "kept": Case("llama-sequence", fsdp(reshard_after_forward=False), clipped),
+    "number": Case("llama", fsdp(reshard_after_forward=2)),
+    "root only": Case("llama-sequence", fsdp(layers=False), clipped),
+    "layers only": Case("llama", fsdp(root=False), prepare=only_layers),
+    "frozen": Case("llama-sequence", fsdp(), prepare=freeze),
+    "offload": Case("llama", fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "accumulated": Case("llama-sequence", fsdp(), accumulated(last_of_fsdp), UNSYNCED),
+    "accumulated kept": Case("llama-sequence", fsdp(), accumulated(kept_of_fsdp), UNSYNCED),
+    "two forwards": Case("llama-sequence", fsdp(), both),
+    "two forwards kept": Case("llama-sequence", fsdp(reshard_after_forward=False), both),
+    "half": half("llama"),
+    "half, sequence": half("llama-sequence", reshard_after_forward=False),
+    "half, packs": half("gpt2"),
+    "ddp": Case("llama-sequence", ddp(), clipped),
     "ddp buckets": Case("gpt2-sequence", ddp(bucket_cap_mb=0.001, find_unused_parameters=True)),
     "ddp packs": Case("phi3", ddp(gradient_as_bucket_view=True, static_graph=True)),
     "ddp tied": Case("tied", ddp_of_group),
-    "ddp shared": Case("shared", ddp_of_group),
+    "ddp shared": Case("shared", ddp_of_group, accumulated(no_sync), UNSYNCED),
     "ddp uneven": Case("uneven", ddp_of_group),
+    "ddp frozen": Case("llama-sequence", ddp(), prepare=freeze),
     "ddp accumulated": Case("llama-sequence", ddp(bucket_cap_mb=0.001), accumulated(no_sync), UNSYNCED),
-    "ddp two forwards": Case("llama-sequence", ddp(), both, both),
+    "ddp two forwards": Case("llama-sequence", ddp(), both),
     "replicate": Case("llama-sequence", replicated),
     "replicate by fsdp": Case("llama-sequence", replicated_by_fsdp),
-    **{name: Case(name, fsdp()) for name in FAMILIES},
-    "kept": Case("llama-sequence", fsdp(reshard_after_forward=False)),
-    "resharded": Case("llama-sequence", fsdp(reshard_after_forward=True)),
-    "int": Case("llama", fsdp(reshard_after_forward=2)),
-    "root only": Case("llama-sequence", fsdp(layers=False)),
-    "layers only": Case("llama", fsdp(root=False), prepare=only_layers),
-    "offload": Case("llama", fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-    "accumulated": Case(
-        "llama-sequence", fsdp(), accumulated(last_of_fsdp), UNSYNCED
-    ),
-    "accumulated kept": Case(
-        "llama-sequence", fsdp(), accumulated(kept_of_fsdp), UNSYNCED
-    ),
-    "two forwards": Case("llama-sequence", fsdp(), both, both),
-    "two forwards kept": Case("llama-sequence", fsdp(reshard_after_forward=False), both, both),
+    "hsdp": Case("llama-sequence", hsdp),
 }
