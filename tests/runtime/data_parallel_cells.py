@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import tpplan
@@ -124,9 +123,7 @@ class Case:
     step: Step = plain_step
     stock_step: Step | None = None
     stock_wrap: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
-    optimizer: Callable[[list[nn.Parameter]], Any] = field(
-        default=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3)
-    )
+    optimizer: Callable[[list[nn.Parameter]], Any] = field(default=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3))
     prepare: Callable[[nn.Module], object] | None = None
     dtype: torch.dtype = torch.float64
     allowed: float = tolerance(torch.float64, 8192)
@@ -323,24 +320,28 @@ def freeze(model: nn.Module) -> None:
 
 
 def clipped(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tensor]) -> None:
-    """A step that keeps the gradients' memory, after a backward that raises."""
-    held = next(iter(model.parameters()))
-    if step == 1:
-
-        def fail(_: Tensor) -> None:
-            raise ZeroDivisionError
-
-        handle = held.register_post_accumulate_grad_hook(fail)
-        with contextlib.suppress(ZeroDivisionError):
-            loss_of(model, data(77)).backward()
-        handle.remove()
+    """A step that keeps the gradients' memory."""
     optimizer.zero_grad(set_to_none=False)
     loss_of(model, data(step)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
 
 
+def recovered(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tensor]) -> None:
+    """The same, after a backward that raises on all ranks."""
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = [*model.parameters()][4].register_post_accumulate_grad_hook(fail)
+    with contextlib.suppress(ZeroDivisionError):
+        loss_of(model, data(77)).backward()
+    handle.remove()
+    clipped(model, optimizer, step, data)
+
+
 UNSYNCED = accumulated(lambda *_: contextlib.nullcontext())
+
 
 def half(family: str, **options: Any) -> Case:
     """Products in bfloat16, sums over replicas in float32, against FSDP around the stock model."""
@@ -355,12 +356,42 @@ def half(family: str, **options: Any) -> Case:
     )
 
 
+def of_everything(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Prefetching, parameters that FSDP is to leave alone, and a method of the model that runs modules."""
+    ignored = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    layers: Any = layers_of(model)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh["dp"], ignored_params=ignored)
+    layers[0].set_modules_to_forward_prefetch([layers[1]])
+    layers[1].set_modules_to_backward_prefetch([layers[0]])
+    fully_shard(model, mesh=mesh["dp"], ignored_params=ignored)
+    register_fsdp_forward_method(model, "generate")
+    return model
+
+
+def looked_at(model: nn.Module, optimizer: Any, step: int, data: Callable[[int], Tensor]) -> None:
+    """A step between evaluation and generation."""
+    generated: Any = model
+    ids = data(50 + step)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+        generated.generate(ids[:, :3], max_new_tokens=2, do_sample=False)
+    model.train()
+    optimizer.zero_grad()
+    loss_of(model, data(step)).backward()
+    with torch.inference_mode():
+        model(input_ids=ids)
+    optimizer.step()
+
+
 CASES: dict[str, Case] = {
     **{name: Case(name, fsdp()) for name in FAMILIES},
     "kept": Case("llama-sequence", fsdp(reshard_after_forward=False), clipped),
     "number": Case("llama", fsdp(reshard_after_forward=2)),
     "root only": Case("llama-sequence", fsdp(layers=False), clipped),
     "layers only": Case("llama", fsdp(root=False), prepare=only_layers),
+    "of everything": Case("llama-sequence", of_everything, looked_at, prepare=freeze),
     "frozen": Case("llama-sequence", fsdp(), prepare=freeze),
     "offload": Case("llama", fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "accumulated": Case("llama-sequence", fsdp(), accumulated(last_of_fsdp), UNSYNCED),
@@ -370,7 +401,7 @@ CASES: dict[str, Case] = {
     "half": half("llama"),
     "half, sequence": half("llama-sequence", reshard_after_forward=False),
     "half, packs": half("gpt2"),
-    "ddp": Case("llama-sequence", ddp(), clipped),
+    "ddp": Case("llama-sequence", ddp(), recovered),
     "ddp buckets": Case("gpt2-sequence", ddp(bucket_cap_mb=0.001, find_unused_parameters=True)),
     "ddp packs": Case("phi3", ddp(gradient_as_bucket_view=True, static_graph=True)),
     "ddp tied": Case("tied", ddp_of_group),

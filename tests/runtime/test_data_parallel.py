@@ -134,7 +134,7 @@ def test_what_was_made_data_parallel_before_is_refused(mesh: DeviceMesh) -> None
 
 
 def test_a_gradient_in_pieces_is_refused(mesh: DeviceMesh) -> None:
-    model = DistributedDataParallel(toys.sharded(mesh["tp"], toys.Twice()), device_mesh=mesh["dp"])
+    model = DistributedDataParallel(toys.sharded(mesh["tp"], toys.Twice()), device_mesh=mesh["dp"], bucket_cap_mb=1e-4)
     x = torch.rand(2, 8, requires_grad=True)
     with pytest.raises(tpplan.DataParallelError, match="TP173"):
         model(x, True).sum().backward()

@@ -111,17 +111,6 @@ class Averager:
             for place, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, bucket, place))
 
-    @torch.no_grad()
-    def equalise(self) -> None:
-        """Give all ranks the first rank's numbers."""
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                local = local_of(parameter).detach()
-                sent = local.contiguous()
-                dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=self._group, group_src=0)
-                if sent is not local:
-                    local.copy_(sent)
-
     # -- a round --------------------------------------------------------------------------------------------------
     def announce(self, wanted: bool) -> None:
         """Say whether the backward of the forward that has ended is to be averaged."""
@@ -189,6 +178,17 @@ class Averager:
         """The same is done for any graph."""
 
 
+@torch.no_grad()
+def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Give all ranks of the group the first rank's numbers."""
+    for parameter in parameters:
+        local = local_of(parameter).detach()
+        sent = local.contiguous()
+        dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=group, group_src=0)
+        if sent is not local:
+            local.copy_(sent)
+
+
 def _in_buckets(parameters: list[nn.Parameter], limits: tuple[int, int]) -> list[list[nn.Parameter]]:
     """Parameters in order, together if they are of one kind, and no more than the limits allow."""
     found: list[list[nn.Parameter]] = []
@@ -206,4 +206,4 @@ def _in_buckets(parameters: list[nn.Parameter], limits: tuple[int, int]) -> list
     return found
 
 
-__all__ = ["MEBIBYTE", "Averager", "DataParallelError"]
+__all__ = ["MEBIBYTE", "Averager", "DataParallelError", "equalise"]

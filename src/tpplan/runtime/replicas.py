@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tpplan.compat import local_of, pending_fully_shard
 from tpplan.compiler.ir.pytree import children
-from tpplan.runtime.averaging import MEBIBYTE, Averager, DataParallelError
+from tpplan.runtime.averaging import MEBIBYTE, Averager, DataParallelError, equalise
 
 _AXIS = 'device_mesh=mesh["dp"]', 'fully_shard(model, mesh=mesh["dp"])'
 _handle: RemovableHandle | None = None
@@ -47,8 +47,11 @@ class _Averaging(DistributedDataParallel):
         return [local_of(parameter).detach() for parameter in held], [False] * len(held)
 
     def _averaged(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._equal() if parameter.requires_grad]
+
+    def _equal(self) -> list[nn.Parameter]:
         ignored: set[str] = self.parameters_to_ignore - self._sharded  # pyright: ignore
-        return [p for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored]
+        return [p for name, p in self.module.named_parameters() if name not in ignored]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
         return {}
@@ -56,8 +59,9 @@ class _Averaging(DistributedDataParallel):
     def _ddp_init_helper(self, *_: Any) -> None:
         """Make what takes the place of torch's reducer and its log; all ranks then have the first rank's numbers."""
         limit = int(self.bucket_bytes_cap)
-        self.reducer = Averager(self._averaged(), self.process_group, (min(limit, MEBIBYTE), limit))  # pyright: ignore
-        self.reducer.equalise()
+        group: Any = self.process_group
+        self.reducer = Averager(self._averaged(), group, (min(limit, MEBIBYTE), limit))
+        equalise(self._equal(), group)
         self.logger = _Log()
 
     def _refuse_options(self) -> None:
@@ -160,9 +164,10 @@ def refuse_other_parts(parameters: Iterable[Tensor], ranks: Iterable[int], who: 
             shared = sorted(over.intersection(parts))
             if len(shared) > 1:
                 raise DataParallelError(
-                    f"TP170 data-parallel-ranks: {who} is to work over ranks {_listed(over)}, of which {_listed(shared)} "
-                    f"hold different parts of the model\n  help: give it the data-parallel axis alone: {way_out} of one "
-                    'mesh, init_device_mesh(device, (replicas, parts), mesh_dim_names=("dp", "tp"))'
+                    f"TP170 data-parallel-ranks: {who} is to work over ranks {_listed(over)}, of which "
+                    f"{_listed(shared)} hold different parts of the model\n  help: give it the data-parallel axis "
+                    f"alone, {way_out} of a mesh with both axes: init_device_mesh(device, (replicas, parts), "
+                    'mesh_dim_names=("dp", "tp"))'
                 )
 
 
@@ -188,8 +193,8 @@ def look_at_composition(module: nn.Module) -> None:
         )
     if pending.reshards_to is not None:
         raise DataParallelError(
-            f"TP172 data-parallel-option: `reshard_after_forward={pending.reshards_to}` isn't there for DTensors in torch"
-            "\n  help: pass True or False"
+            f"TP172 data-parallel-option: torch has no `reshard_after_forward={pending.reshards_to}` for DTensors\n"
+            "  help: pass True or False"
         )
 
 

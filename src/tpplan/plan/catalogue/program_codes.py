@@ -555,9 +555,9 @@ vectors = model.encode(ids)
         summary="An option of torch's data parallelism can't be had with a sharded model.",
         explanation="""
 Around a sharded model, `DistributedDataParallel` averages gradients by tpplan's own buckets, since torch's can't take
-DTensors. Everything that is done to torch's buckets is left out: communication hooks, `mixed_precision`, parameters with
-a delayed sum, `join`. In torch, `fully_shard` refuses to keep DTensors cut over a smaller number of ranks after the
-forward, and needs meshes with names. The message says what to do instead.
+DTensors. Everything that is done to torch's buckets is left out: communication hooks, `mixed_precision`, `join`, and
+parameters with a delayed sum. In torch, `fully_shard` refuses to keep DTensors cut over a smaller number of ranks after
+the forward, and needs meshes with names. The message says what to do instead.
 """,
         bad="""
 model = DistributedDataParallel(model, device_mesh=mesh["dp"])
