@@ -32,6 +32,7 @@ from torch.distributed.tensor.experimental import register_sharding as _register
 from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -50,6 +51,7 @@ __all__ = [
     "OpOverload",
     "OperatorMeta",
     "OwnPlacement",
+    "OwnReducer",
     "OwnTensor",
     "PendingShards",
     "PythonNode",
@@ -62,6 +64,7 @@ __all__ = [
     "backward_hooks",
     "buffer_versions",
     "computed_weights",
+    "copy_all",
     "copy_hook",
     "derive_class",
     "fake_mesh",
@@ -99,6 +102,7 @@ __all__ = [
     "propagate",
     "random_state",
     "rebuild_container",
+    "refused_option",
     "register_sharding",
     "replicas_without_mesh",
     "replicates_implicitly",
@@ -944,3 +948,101 @@ def replicas_without_mesh(module: nn.Module) -> None:
         options: Any = getattr(state, "_init_kwargs", None)
         if isinstance(options, dict) and options.get("device_mesh") is not None:
             options["process_group"] = options.pop("device_mesh").get_group()
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, in one call."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore
+
+
+class OwnReducer(DistributedDataParallel):
+    """A DistributedDataParallel whose gradients are averaged by `make_reducer`'s result."""
+
+    reducer: Any
+    logger: Any
+
+    def averaged(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are averaged."""
+        raise NotImplementedError
+
+    def make_reducer(self, limit: int) -> Any:
+        """What averages them, with buckets of `limit` bytes."""
+        raise NotImplementedError
+
+    def after_forward(self, output: Any, wanted: bool) -> None:
+        """Told after each forward: its result, and whether its backward is to be averaged."""
+        raise NotImplementedError
+
+    def refuse_hook(self) -> None:
+        """Raise, as there is no bucket of torch's for a communication hook."""
+        raise NotImplementedError
+
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return cast("Any", self).process_group
+
+    def _build_params_for_reducer(self) -> Any:
+        # What torch compares the ranks' shapes of, and whether gradients are sparse.
+        held = [local_of(parameter).detach() for parameter in self.averaged()]
+        self._assign_modules_buffers()
+        return held, [False] * len(held)
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
+        return {}
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        self.reducer, self.logger = self.make_reducer(int(self.bucket_bytes_cap)), _Idle()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        reducer, self.reducer = self.reducer, self.logger
+        try:
+            return cast("Any", super())._pre_forward(*inputs, **kwargs)
+        finally:
+            self.reducer = reducer
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        wanted = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = wanted
+        self.after_forward(output, wanted)
+        return output
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Refuse the hook."""
+        self.refuse_hook()
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.refuse_hook()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+
+class _Idle:
+    """In place of torch's log, and of its reducer before a forward, in which there is nothing to do."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        pass
+
+    def set_error_and_log(self, error: str) -> None:
+        pass
+
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def refused_option(wrapper: OwnReducer) -> str | None:
+    """The option of a DistributedDataParallel that torch's reducer alone can serve, if one was chosen."""
+    options = {
+        "mixed_precision": wrapper.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(cast("Any", wrapper)._delay_all_reduce_params),
+        "python_reducer": wrapper._use_python_reducer,
+    }
+    return next((name for name, chosen in options.items() if chosen), None)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
@@ -309,7 +309,8 @@ def replicated_by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def hsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh["replicate", "dp"])
-    return fully_shard(model, mesh=mesh["replicate", "dp"])
+    fully_shard(model, mesh=mesh["replicate", "dp"])
+    return model
 
 
 def freeze(model: nn.Module) -> None:

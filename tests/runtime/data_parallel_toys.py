@@ -99,8 +99,8 @@ def branches(mesh: DeviceMesh, folder: Path) -> None:
     stock = Choice().double()
     example = {"x": torch.empty(2, 8, device="meta", dtype=torch.float64), "more": True, "never": True}
     model = DistributedDataParallel(sharded(mesh["tp"], copy.deepcopy(stock), example), device_mesh=mesh["dp"])
+    xs = [torch.rand(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(rows)]
     for step in range(3):
-        xs = [torch.rand(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(rows)]
         mine = (row + step) % 2 == 0
         if step == 0 and row:
             for _ in range(2):  # kinds of calls that the other replica never sees

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpplan.compat import after_backward, local_of, make_gradient, runs_backward
+from tpplan.compat import after_backward, copy_all, local_of, make_gradient, runs_backward
 from tpplan.plan import TpplanError
 
 MEBIBYTE = 1024**2
@@ -49,11 +49,11 @@ class _Bucket:
         """Begin the sum over the group."""
         locals_ = [local_of(parameter) for parameter in self.parameters]
         sent = locals_[0].new_zeros(sum(self.sizes) + len(locals_))
-        *pieces, shares = sent.split([*self.sizes, len(locals_)])
+        *pieces, shares = _split(sent, [*self.sizes, len(locals_)])
         present = [(n, parameter.grad) for n, parameter in enumerate(self.parameters) if parameter.grad is not None]
         targets = [piece.view(held.shape) for piece, held in zip(pieces, locals_, strict=True)]
         if present:
-            torch._foreach_copy_([targets[n] for n, _ in present], [local_of(g).detach() for _, g in present])
+            copy_all([targets[n] for n, _ in present], [local_of(g).detach() for _, g in present])
         if len(present) == len(locals_):
             shares.fill_(1)
         else:
@@ -68,7 +68,7 @@ class _Bucket:
         if self._work is not None:
             self._work.wait()
         if self.sent is not None:
-            *pieces, shares = self.sent.split([*self.sizes, len(self.sizes)])
+            *pieces, shares = _split(self.sent, [*self.sizes, len(self.sizes)])
             written: list[Tensor] = []
             means: list[Tensor] = []
             for parameter, piece, share in zip(self.parameters, pieces, shares.unbind(), strict=True):
@@ -79,7 +79,7 @@ class _Bucket:
                 elif bool(share != 0):
                     parameter.grad = make_gradient(mean.clone(), parameter)
             if written:
-                torch._foreach_copy_(written, means)
+                copy_all(written, means)
         self.forget()
 
     def forget(self) -> None:
@@ -89,7 +89,7 @@ class _Bucket:
 
 
 class Averager:
-    """Averages gradients over a group; to DistributedDataParallel it is the reducer.
+    """Averages gradients over a group.
 
     Rounds begin when a gradient arrives at an output of an announced forward (`begin`), or at a parameter, and end with
     that backward.
@@ -163,20 +163,6 @@ class Averager:
         self._open = self._announced = False
         self._next = 0
 
-    # -- what DistributedDataParallel asks of its reducer ---------------------------------------------------------
-    def prepare_for_forward(self) -> None:
-        """Nothing has to be prepared."""
-
-    def prepare_for_backward(self, outputs: Any) -> None:
-        """The forward that has ended is to be averaged; unused parameters needn't be looked for."""
-        self.announce(True)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def _set_static_graph(self) -> None:
-        """The same is done for any graph."""
-
 
 @torch.no_grad()
 def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -187,6 +173,10 @@ def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
         dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, group=group, group_src=0)
         if sent is not local:
             local.copy_(sent)
+
+
+def _split(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return cast("Any", tensor).split(sizes)
 
 
 def _in_buckets(parameters: list[nn.Parameter], limits: tuple[int, int]) -> list[list[nn.Parameter]]:

@@ -12,10 +12,9 @@ FSDP takes DTensors. Both are refused where their ranks hold different parts of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.compat import local_of, pending_fully_shard
+from tpplan.compat import OwnReducer, pending_fully_shard, refused_option
 from tpplan.compiler.ir.pytree import children
 from tpplan.runtime.averaging import MEBIBYTE, Averager, DataParallelError, equalise
 
@@ -31,87 +30,45 @@ _AXIS = 'device_mesh=mesh["dp"]', 'fully_shard(model, mesh=mesh["dp"])'
 _handle: RemovableHandle | None = None
 
 
-class _Averaging(DistributedDataParallel):
+class _Averaging(OwnReducer):
     """A DistributedDataParallel around a model with DTensors."""
 
-    reducer: Any
-    logger: Any
+    _sharded: frozenset[str]
 
-    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
-        """The parameters to average, as what torch compares the ranks' shapes of; and that no gradient is sparse."""
-        self._refuse_options()
-        held = self._averaged()
-        ranks = dist.get_process_group_ranks(self.process_group)  # pyright: ignore
-        refuse_other_parts(held, ranks, type(self).__name__, _AXIS[0])
-        self._assign_modules_buffers()
-        return [local_of(parameter).detach() for parameter in held], [False] * len(held)
+    def averaged(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are averaged."""
+        refused = refused_option(self)
+        if refused is not None:
+            raise _refused(f"`{refused}`", "leave it out")
+        held = [parameter for parameter in self._equal() if parameter.requires_grad]
+        refuse_other_parts(held, dist.get_process_group_ranks(self.group()), type(self).__name__, _AXIS[0])
+        return held
 
-    def _averaged(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._equal() if parameter.requires_grad]
+    def make_reducer(self, limit: int) -> Averager:
+        """What averages them; all ranks then have the first rank's numbers."""
+        made = Averager(self.averaged(), self.group(), (min(limit, MEBIBYTE), limit))
+        equalise(self._equal(), self.group())
+        return made
+
+    def after_forward(self, output: Any, wanted: bool) -> None:
+        """Average in the backward of this output, if that is wanted."""
+        self.reducer.announce(wanted)
+        for tensor in _tensors(output) if wanted else ():
+            if tensor.requires_grad:
+                tensor.register_hook(self.reducer.begin)
 
     def _equal(self) -> list[nn.Parameter]:
-        ignored: set[str] = self.parameters_to_ignore - self._sharded  # pyright: ignore
-        return [p for name, p in self.module.named_parameters() if name not in ignored]
+        wrapper = cast("Any", self)
+        ignored: set[str] = {*wrapper.parameters_to_ignore} - self._sharded
+        return [parameter for name, parameter in wrapper.module.named_parameters() if name not in ignored]
 
-    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
-        return {}
-
-    def _ddp_init_helper(self, *_: Any) -> None:
-        """Make what takes the place of torch's reducer and its log; all ranks then have the first rank's numbers."""
-        limit = int(self.bucket_bytes_cap)
-        group: Any = self.process_group
-        self.reducer = Averager(self._averaged(), group, (min(limit, MEBIBYTE), limit))
-        equalise(self._equal(), group)
-        self.logger = _Log()
-
-    def _refuse_options(self) -> None:
-        options = {
-            "mixed_precision": self.mixed_precision is not None,
-            "delay_all_reduce_named_params": bool(self._delay_all_reduce_params),
-            "python_reducer": self._use_python_reducer,
-        }
-        for name, is_used in options.items():
-            if is_used:
-                raise _refused(f"`{name}`", "leave it out")
-
-    def _post_forward(self, output: Any) -> Any:
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        wanted = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = wanted
-        self.reducer.announce(wanted)
-        if wanted:
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self.reducer.begin)
-        return output
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Refuse the hook, which would be given buckets of torch's own."""
+    def refuse_hook(self) -> NoReturn:
+        """Refuse a communication hook, which would be given buckets of torch's own."""
         raise _refused("a communication hook", "cast in the model, or use `fully_shard` with a MixedPrecisionPolicy")
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.register_comm_hook(None, comm_hook_type)
-
-    def join_hook(self, **kwargs: Any) -> Any:
+    def join_hook(self, **kwargs: Any) -> NoReturn:
         """Refuse uneven inputs."""
         raise _refused("`join`, for ranks with fewer batches than others,", "give all ranks equally many batches")
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}
-
-
-class _Log:
-    """In place of torch's log of what its reducer does."""
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Nothing is measured."""
-
-    def set_error_and_log(self, error: str) -> None:
-        """The error is raised, too."""
-
-    def _set_static_graph(self) -> None:
-        """The same is done for any graph."""
 
 
 def _refused(what: str, way_out: str) -> DataParallelError:
@@ -138,10 +95,11 @@ def _wrapped(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         return
     sharded = set[str]() if child is None else {n for n, p in child.named_parameters() if isinstance(p, DTensor)}
     if sharded:
-        parent.__class__ = _averaging_class(type(parent))
+        wrapper: Any = parent
+        wrapper.__class__ = _averaging_class(type(parent))
         # Torch has no look at these; what it does to plain parameters and to buffers it still does.
-        parent._sharded = sharded - parent.parameters_to_ignore  # pyright: ignore
-        parent.parameters_to_ignore = parent.parameters_to_ignore | sharded  # pyright: ignore
+        wrapper._sharded = frozenset(sharded - wrapper.parameters_to_ignore)
+        wrapper.parameters_to_ignore = wrapper.parameters_to_ignore | sharded
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
@@ -185,7 +143,8 @@ def look_at_composition(module: nn.Module) -> None:
     if pending is None:
         return
     mesh = pending.mesh
-    refuse_other_parts(module.parameters(), mesh.mesh.flatten().tolist(), f"`{pending.name}`", _AXIS[1])
+    ranks = cast("list[int]", cast("Any", mesh.mesh).flatten().tolist())
+    refuse_other_parts(module.parameters(), ranks, f"`{pending.name}`", _AXIS[1])
     if mesh.mesh_dim_names is None and any(isinstance(p, DTensor) for p in module.parameters()):
         raise DataParallelError(
             f"TP172 data-parallel-option: the axes of `{pending.name}`'s mesh have no names, which torch needs to join "
