@@ -357,6 +357,12 @@ def half(family: str, **options: Any) -> Case:
     )
 
 
+def checkpointed(model: nn.Module) -> None:
+    """Let each layer's forward run once more in the backward."""
+    held: Any = model
+    held.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def of_everything(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Prefetching, parameters that FSDP is to leave alone, and a method of the model that runs modules."""
     ignored = {parameter for parameter in model.parameters() if not parameter.requires_grad}
@@ -393,6 +399,8 @@ CASES: dict[str, Case] = {
     "root only": Case("llama-sequence", fsdp(layers=False), clipped),
     "layers only": Case("llama", fsdp(root=False), prepare=only_layers),
     "of everything": Case("llama-sequence", of_everything, looked_at, prepare=freeze),
+    "checkpointed": Case("llama-sequence", fsdp(), prepare=checkpointed),
+    "ddp checkpointed": Case("llama-sequence", ddp(bucket_cap_mb=0.001), prepare=checkpointed),
     "frozen": Case("llama-sequence", fsdp(), prepare=freeze),
     "offload": Case("llama", fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))),
     "accumulated": Case("llama-sequence", fsdp(), accumulated(last_of_fsdp), UNSYNCED),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tpplan.compat import interleaving, local_of, made_dtensor, own_parameters, state_tensor
 from tpplan.compiler.ir.layout import REPLICATED, sharded
@@ -68,4 +69,11 @@ def give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             state[prefix + leaf] = state_tensor(held)
 
 
-__all__ = ["give_wholes", "part_of", "take_parts"]
+def without_replicas(model: nn.Module) -> nn.Module:
+    """The model itself, of one in a DistributedDataParallel, which puts a prefix before its names."""
+    while isinstance(model, DistributedDataParallel):
+        model = cast("nn.Module", model.module)
+    return model
+
+
+__all__ = ["give_wholes", "part_of", "take_parts", "without_replicas"]
