@@ -93,6 +93,10 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {
     "averaged over the parts": ("TP170", lambda m, mesh: DistributedDataParallel(m, device_mesh=mesh["tp"])),
     "averaged over everything": ("TP170", lambda m, mesh: DistributedDataParallel(m)),
     "averaged around more": ("TP170", lambda m, mesh: DistributedDataParallel(nn.Sequential(m, nn.Linear(8, 8)))),
+    "averaged over cuts": (
+        "TP170",
+        lambda m, mesh: DistributedDataParallel(fully_shard(m, mesh=mesh["dp"]), device_mesh=mesh["dp"]),  # pyright: ignore
+    ),
     "replicate over everything": ("TP170", lambda m, mesh: runs(replicate(m))),
     "a module inside": ("TP171", apart),
     "a mesh without names": ("TP172", lambda m, mesh: fully_shard(m, mesh=unnamed(mesh))),

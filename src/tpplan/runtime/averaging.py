@@ -115,8 +115,9 @@ class Averager:
     def announce(self, wanted: bool) -> None:
         """Say whether the backward of the forward that has ended is to be averaged."""
         self._announced = wanted
-        if wanted and self._open and not runs_backward():  # a backward that raised has left it
+        if self._open and not runs_backward():  # a backward that raised has left it
             self._close()
+            self._announced = wanted
 
     def begin(self, gradient: Tensor | None = None) -> None:
         """Begin a round, which ends with the backward under way."""

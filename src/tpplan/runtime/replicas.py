@@ -112,21 +112,25 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 def refuse_other_parts(parameters: Iterable[Tensor], ranks: Iterable[int], who: str, way_out: str) -> None:
     """Refuse ranks over which something is to be averaged or cut, if some of them hold other parts of the model."""
-    seen: set[int] = set()
     over = set(ranks)
-    for parameter in parameters:
-        if isinstance(parameter, DTensor) and id(parameter.device_mesh) not in seen:
-            mesh = parameter.device_mesh
-            seen.add(id(mesh))
-            parts = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-            shared = sorted(over.intersection(parts))
-            if len(shared) > 1:
-                raise DataParallelError(
-                    f"TP170 data-parallel-ranks: {who} is to work over ranks {_listed(over)}, of which "
-                    f"{_listed(shared)} hold different parts of the model\n  help: give it the data-parallel axis "
-                    f"alone, {way_out} of a mesh with both axes: init_device_mesh(device, (replicas, parts), "
-                    'mesh_dim_names=("dp", "tp"))'
-                )
+    groups = {group for parameter in parameters for group in _parts(parameter)}
+    for parts in groups:
+        shared = sorted(over.intersection(parts))
+        if len(shared) > 1:
+            raise DataParallelError(
+                f"TP170 data-parallel-ranks: {who} is to work over ranks {_listed(over)}, of which {_listed(shared)} "
+                f"hold different parts of the model\n  help: give it the data-parallel axis alone, {way_out} of a mesh "
+                'with both axes: init_device_mesh(device, (replicas, parts), mesh_dim_names=("dp", "tp"))'
+            )
+
+
+def _parts(parameter: Tensor) -> Iterator[tuple[int, ...]]:
+    """The ranks that hold other parts of a parameter than this one, along each axis of its mesh."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if axis == mesh.ndim - 1 or not placement.is_replicate():
+                yield tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
 
 
 def _listed(ranks: Iterable[int]) -> str:
@@ -144,13 +148,14 @@ def look_at_composition(module: nn.Module) -> None:
         return
     mesh = pending.mesh
     ranks = cast("list[int]", cast("Any", mesh.mesh).flatten().tolist())
-    refuse_other_parts(module.parameters(), ranks, f"`{pending.name}`", _AXIS[1])
-    if mesh.mesh_dim_names is None and any(isinstance(p, DTensor) for p in module.parameters()):
+    uncut = [p for p in module.parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
+    refuse_other_parts(uncut, ranks, f"`{pending.name}`", _AXIS[1])
+    if mesh.mesh_dim_names is None and uncut:
         raise DataParallelError(
             f"TP172 data-parallel-option: the axes of `{pending.name}`'s mesh have no names, which torch needs to join "
             f"it with the mesh of the parts\n  help: take the mesh from that of the parts: {_AXIS[1]}"
         )
-    if pending.reshards_to is not None:
+    if pending.reshards_to is not None and uncut:
         raise DataParallelError(
             f"TP172 data-parallel-option: torch has no `reshard_after_forward={pending.reshards_to}` for DTensors\n"
             "  help: pass True or False"
