@@ -20,7 +20,7 @@ from tests.runtime.data_parallel_cells import CASES, run_cases
 from tests.runtime.world import world
 from tpplan.compat import fake_process_group
 
-QUICK = ["ddp", "ddp accumulated", "replicate", "replicate by fsdp", "accumulated kept"]
+QUICK = ["ddp accumulated", "replicate", "replicate by fsdp"]
 HSDP = ["hsdp"]
 
 
