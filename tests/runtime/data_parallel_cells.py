@@ -159,14 +159,14 @@ def made(case: Case) -> tuple[nn.Module, str]:
     return model.train(), plan
 
 
-_proofs: dict[tuple[str, torch.dtype, int], Any] = {}
+_proofs: dict[tuple[Any, ...], Any] = {}
 
 
 def parallelized(case: Case, model: nn.Module, plan: str, mesh: DeviceMesh) -> nn.Module:
     """The model, sharded; each is proved once, as many cases have the same."""
 
     def proved(request: Any) -> Any:
-        key = (case.family, case.dtype, request.size)
+        key = (case.family, case.dtype, case.prepare, request.size)
         if key not in _proofs:
             _proofs[key] = prove(request)
         return _proofs[key]
@@ -387,8 +387,10 @@ def looked_at(model: nn.Module, optimizer: Any, step: int, data: Callable[[int],
     model.train()
     optimizer.zero_grad()
     loss_of(model, data(step)).backward()
-    with torch.inference_mode():
+    with torch.no_grad():
         model(input_ids=ids)
+    if hasattr(generated, "reshard"):
+        generated.reshard()  # which FSDP leaves to the backward, at the root
     optimizer.step()
 
 
