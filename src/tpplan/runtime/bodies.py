@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.rewrite.replay import Replay
+from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.trace.capture import argument_names
+from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
@@ -73,6 +75,7 @@ def prepare(
     random = _randomness(program, axis, device)
     uses, twice = active_uses(program, device), program.takes_gradients
     found: list[Prepared] = []
+    class_bodies = OpenClassBodies()
     specs = _with_kernels(program, uses, modules)
     readers_of = Counter(
         (id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads}
@@ -95,6 +98,9 @@ def prepare(
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
             borrowed=tuple(held for held in owners if readers_of[id(held[0]), held[1]] > 1),
+            classes=ClassBody(class_bodies, spec.class_calls, axis, quoted(spec.name))
+            if spec.class_calls or spec.counted_apart
+            else None,
             random=random.get(spec.name),
             handed_out=handed_out,
             opened=opened if is_root else (),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from tpplan.compat import without_function_modes
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
+from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
@@ -67,6 +69,7 @@ class ModuleRuntime:
         parts: the same of split buffers.
         borrowed: those of both that a body around this one reads as well.
         axis: the ranks.
+        classes: a context for a body that calls functions over split classes, or is called by such a body.
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
@@ -90,6 +93,7 @@ class ModuleRuntime:
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
     parts: tuple[tuple[nn.Module, str, Reader], ...] = ()
     borrowed: tuple[tuple[nn.Module, str], ...] = ()
+    classes: ClassBody | None = None
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
@@ -179,7 +183,10 @@ class ShardedModule(Watched):
         for owner, name, read in runtime.parts:
             owner.__dict__[name] = read(owner._buffers[name])  # pyright: ignore
         try:
-            if runtime.random is None or not self.training:
+            if runtime.classes is not None:
+                with runtime.classes, runtime.random if runtime.random and self.training else nullcontext():
+                    result = self._body(runtime, args, kwargs)
+            elif runtime.random is None or not self.training:
                 replaced = runtime.body is not None
                 result = self._body(runtime, args, kwargs) if replaced else super().forward(*args, **kwargs)
             else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat import READ_VERSION
+from tpplan.compiler.ir.class_functions import class_call
 from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -90,7 +91,13 @@ class ConstantWatcher(TorchFunctionMode):
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
-        result = func(*args, **keywords)
+        classes = class_call(func, args, keywords)
+        if classes is None:
+            result = func(*args, **keywords)
+        else:
+            result = self._recorder.record_whole(
+                classes.operation, classes.arguments, lambda: func(*args, **keywords)
+            )
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
