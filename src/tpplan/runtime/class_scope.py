@@ -22,7 +22,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat import innermost_function_mode, without_function_modes, without_tensor_classes
-from tpplan.compiler.ir.class_functions import CLASS_FUNCTIONS, CROSS_ENTROPY, LOG_SOFTMAX, NLL_LOSS, ClassCall, class_call
+from tpplan.compiler.ir.class_functions import (
+    CLASS_FUNCTIONS,
+    CROSS_ENTROPY,
+    LOG_SOFTMAX,
+    NLL_LOSS,
+    ClassCall,
+    class_call,
+)
 from tpplan.compiler.ir.program import ClassCalls
 from tpplan.plan import TpplanError
 from tpplan.runtime import classes

@@ -14,48 +14,25 @@ in chunks, so that beside the logits and their gradient there is never more than
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from tpplan.compiler.ir.layout import Pack
-from tpplan.runtime.communicator import Communicator
-
-CHUNK = 1 << 22
-"""How many logits of a rank are worked on at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClassPart:
-    """The classes of this rank, of all.
-
-    Attributes:
-        axis: the ranks.
-        classes: how many there are on all ranks; they are shared out as `torch.chunk` does.
-        chunk: how many rows are worked on at once; None for as many as have `CHUNK` logits.
-    """
-
-    axis: Communicator
-    classes: int
-    chunk: int | None = None
-
-    @property
-    def first(self) -> int:
-        """The first class of this rank."""
-        return Pack(self.classes).part(self.axis.size, self.axis.rank)[0]
-
-    @property
-    def count(self) -> int:
-        """How many classes this rank has."""
-        return Pack(self.classes).part(self.axis.size, self.axis.rank)[1]
-
-    def chunks(self, rows: int) -> Iterator[slice]:
-        """Rows, some at a time."""
-        step = self.chunk or max(1, CHUNK // max(self.count, 1))
-        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+from tpplan.runtime.class_rows import (
+    ClassPart,
+    Rows,
+    at_labels,
+    joined,
+    local_labels,
+    maxima,
+    of_labels,
+    wide_dtype,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +63,59 @@ def cross_entropy(
         part: this rank's classes.
         dim: the class dim of the input.
     """
+    rows = _rows(input, target, weight, loss, part)
+    made = cast("tuple[Tensor, Tensor]", _Rows.apply(_in_rows(input, dim), rows))
+    return _finished(*made, rows, loss, target.shape)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    target: Tensor,
+    weight: Tensor | None,
+    loss: Loss,
+    part: ClassPart,
+) -> Tensor:
+    """As `cross_entropy` of the logits that a head makes of hidden states, without the logits.
+
+    Args:
+        hidden: (rows, …, features), alike on all ranks.
+        head: the rows of weight and bias for this rank's classes.
+        target, weight, loss, part: as of `cross_entropy`.
+    """
+    rows = _rows(hidden, target, weight, loss, part)
+    flat = _in_rows(hidden, hidden.dim() - 1)
+    made = cast("tuple[Tensor, Tensor]", _LinearRows.apply(flat, *head, rows))
+    return _finished(*made, rows, loss, target.shape)
+
+
+def _rows(input: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, part: ClassPart) -> Rows:
     labels = target.reshape(-1)
     kept = _checked(labels, loss.ignore_index, part)
-    rows = _in_rows(input, dim)
-    weighed = None if weight is None else weight.detach().to(_wide(input.dtype))
-    made, logsum = cast("tuple[Tensor, Tensor]", _Rows.apply(rows, labels, kept, weighed, loss.label_smoothing, part))
+    weighed = None if weight is None else weight.detach().to(wide_dtype(input.dtype))
+    return Rows(part, labels, kept, weighed, loss.label_smoothing)
+
+
+def _finished(rows: Tensor, logsum: Tensor, known: Rows, loss: Loss, shape: torch.Size) -> Tensor:
+    assert known.labels is not None and known.kept is not None
     if loss.z_loss:
-        made = made + loss.z_loss * torch.where(kept, logsum, 0).square()
-    return _reduced(made, labels, kept, weighed, target.shape, loss.reduction)
+        rows = rows + loss.z_loss * torch.where(known.kept, logsum, 0).square()
+    return _reduced(rows, known.labels, known.kept, known.weight, shape, loss.reduction)
 
 
 def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, part: ClassPart, dim: int) -> Tensor:
     """As `torch.nn.functional.nll_loss`; the arguments are those of `cross_entropy`."""
     labels = target.reshape(-1)
     kept = _checked(labels, loss.ignore_index, part)
-    weighed = None if weight is None else weight.detach().to(_wide(input.dtype))
+    weighed = None if weight is None else weight.detach().to(wide_dtype(input.dtype))
     picked = cast(Tensor, _Picked.apply(_in_rows(input, dim), labels, kept, part))
-    rows = -picked if weighed is None else -picked * _of_labels(weighed, labels, kept)
+    rows = -picked if weighed is None else -picked * of_labels(weighed, labels, kept)
     return _reduced(rows, labels, kept, weighed, target.shape, loss.reduction)
 
 
 def logsumexp(input: Tensor, part: ClassPart, dim: int, keepdim: bool) -> Tensor:
     """As `torch.logsumexp` along the class dim."""
-    _, logsum = cast("tuple[Tensor, Tensor]", _Rows.apply(_in_rows(input, dim), None, None, None, 0.0, part))
+    _, logsum = cast("tuple[Tensor, Tensor]", _Rows.apply(_in_rows(input, dim), Rows(part)))
     made = logsum.reshape((*input.shape[:dim], *input.shape[dim + 1 :]))
     return made.unsqueeze(dim) if keepdim else made
 
@@ -117,10 +124,6 @@ def log_softmax(input: Tensor, part: ClassPart, dim: int) -> Tensor:
     """As `torch.log_softmax` along the class dim: this rank's part."""
     made = cast(Tensor, _LogSoftmax.apply(_in_rows(input, dim), part))
     return made.reshape(input.movedim(dim, -1).shape).movedim(-1, dim)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _in_rows(input: Tensor, dim: int) -> Tensor:
@@ -142,11 +145,6 @@ def _checked(labels: Tensor, ignore_index: int, part: ClassPart) -> Tensor:
     return kept
 
 
-def _of_labels(weight: Tensor, labels: Tensor, kept: Tensor) -> Tensor:
-    """The weight of each row's label; 0 for a row that doesn't count."""
-    return torch.where(kept, weight[torch.where(kept, labels, 0)], 0)
-
-
 def _reduced(
     rows: Tensor, labels: Tensor, kept: Tensor, weight: Tensor | None, shape: torch.Size, reduction: str
 ) -> Tensor:
@@ -155,101 +153,82 @@ def _reduced(
         return rows.reshape(shape)
     if reduction == "sum":
         return rows.sum()
-    return rows.sum() / (kept.sum() if weight is None else _of_labels(weight, labels, kept).sum())
-
-
-def _local(labels: Tensor, kept: Tensor, part: ClassPart) -> tuple[Tensor, Tensor]:
-    """The labels by this rank's classes, and which rows have one of these."""
-    local = labels - part.first
-    own = kept & (local >= 0) & (local < part.count)
-    return torch.where(own, local, 0), own
-
-
-def _maxima(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest number of each row and the sum of exponentials over it; -inf and 0 of no numbers."""
-    if not wide.shape[1]:
-        return wide.new_full((len(wide),), -torch.inf), wide.new_zeros(len(wide))
-    highest = wide.amax(1)
-    base = torch.where(highest == -torch.inf, 0, highest)
-    return highest, (wide - base[:, None]).exp_().sum(1)
-
-
-def _joined(highest: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the ranks' maxima and sums, (ranks, rows): the maximum, and the logarithm of the sum over it."""
-    overall = highest.amax(0)
-    overall = torch.where(overall == -torch.inf, 0, overall)
-    return overall, (sums * (highest - overall).exp()).sum(0).log()
+    return rows.sum() / (kept.sum() if weight is None else of_labels(weight, labels, kept).sum())
 
 
 class _Rows(torch.autograd.Function):
     """The loss of each row before its reduction, and the logarithm of its sum of exponentials."""
 
     @staticmethod
-    def forward(  # pyright: ignore
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor | None,
-        kept: Tensor | None,
-        weight: Tensor | None,
-        smoothing: float,
-        part: ClassPart,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = _wide(logits.dtype)
-        numbers = 2 if labels is None else 4 if smoothing else 3
-        own = logits.new_empty((numbers, len(logits)), dtype=dtype)
-        weights = None if weight is None else weight[part.first : part.first + part.count]
-        for rows in part.chunks(len(logits)):
-            wide = logits[rows].to(dtype)
-            own[0, rows], own[1, rows] = _maxima(wide)
-            if labels is not None and kept is not None:
-                own[2, rows] = _at_labels(wide, labels[rows], kept[rows], part)
-                if smoothing:
-                    own[3, rows] = (wide if weights is None else wide * weights).sum(1)
-        every = part.axis.all_gather(own, 0).reshape(part.axis.size, numbers, len(logits))
-        highest, logsum = _joined(every[:, 0], every[:, 1])
-        ctx.save_for_backward(logits, labels, kept, weight, highest, logsum)
-        ctx.smoothing, ctx.part = smoothing, part
-        if labels is None or kept is None:
-            return logsum.new_zeros(()), highest + logsum
-        # The maximum is taken from the logit first: the difference of two large numbers would have few digits.
-        loss = logsum - (every[:, 2].sum(0) - highest)
-        if weight is not None:
-            loss = loss * _of_labels(weight, labels, kept)
-        if smoothing:
-            share, whole = smoothing / part.classes, part.classes if weight is None else weight.sum()
-            total = every[:, 3].sum(0)
-            loss = (1 - smoothing) * loss + share * (whole * logsum - (total - whole * highest))
-        if labels.device.type != "cpu":
-            loss = torch.where((labels < 0) | (labels >= part.classes), torch.nan, loss)
-        return torch.where(kept, loss, 0), highest + logsum
+    def forward(ctx: Any, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        own = rows.numbers(len(logits), wide_dtype(logits.dtype), logits.device)
+        for some in rows.part.chunks(len(logits)):
+            rows.note(own, some, logits[some])
+        loss, ctx.sums = rows.losses(own)
+        ctx.save_for_backward(logits)
+        ctx.rows = rows
+        return loss, ctx.sums.logsum
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        logits, labels, kept, weight, highest, logsum = ctx.saved_tensors
-        part, smoothing, (dloss, dlogsum) = ctx.part, ctx.smoothing, gradients
+        (logits,) = ctx.saved_tensors
         made = torch.empty_like(logits)
-        at_label = at_all = None
-        share = dlogsum
-        if labels is not None:
-            dloss = torch.where(kept, dloss, 0)
-            at_label = dloss * (1 - smoothing)
-            if weight is not None:
-                at_label = at_label * _of_labels(weight, labels, kept)
-            at_all = dloss * (smoothing / part.classes)
-            share = dlogsum + at_label + at_all * (part.classes if weight is None else weight.sum())
-            local, own = _local(labels, kept, part)
-            at_label = torch.where(own, -at_label, 0)
-        weights = None if weight is None else weight[part.first : part.first + part.count]
-        for rows in part.chunks(len(logits)) if part.count else ():
-            wide = logits[rows].to(logsum.dtype) - highest[rows, None]
-            wide = wide.sub_(logsum[rows, None]).exp_().mul_(share[rows, None])
-            if smoothing and at_all is not None:
-                wide -= at_all[rows, None] if weights is None else at_all[rows, None] * weights
-            if at_label is not None:
-                wide.scatter_add_(1, local[rows, None], at_label[rows, None])  # pyright: ignore
-            made[rows] = wide
-        return made, None, None, None, None, None
+        shares = ctx.rows.shares(*gradients)
+        for some in ctx.rows.part.chunks(len(logits)):
+            made[some] = ctx.rows.gradient(logits[some], ctx.sums, shares, some)
+        return made, None
+
+
+class _LinearRows(torch.autograd.Function):
+    """As `_Rows`, of the product of hidden states with a head, of which there is never more than a chunk.
+
+    The backward makes each chunk of the product once more. The gradient of the hidden states is summed over the ranks.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        own = rows.numbers(len(hidden), wide_dtype(hidden.dtype), hidden.device)
+        for some in rows.part.chunks(len(hidden)):
+            rows.note(own, some, functional.linear(hidden[some], weight, bias))
+        loss, ctx.sums = rows.losses(own)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.rows, ctx.cast = rows, _autocast(hidden.device.type)
+        return loss, ctx.sums.logsum
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        hidden, weight, bias = ctx.saved_tensors
+        wide = wide_dtype(weight.dtype)
+        dhidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        dbias = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[2] else None
+        shares = ctx.rows.shares(*gradients)
+        for some in ctx.rows.part.chunks(len(hidden)):
+            with ctx.cast():
+                logits = functional.linear(hidden[some], weight, bias)
+            dlogits = ctx.rows.gradient(logits, ctx.sums, shares, some).to(logits.dtype)
+            if dhidden is not None:
+                dhidden[some] = dlogits @ weight.to(dlogits.dtype)
+            if dweight is not None:
+                dweight += dlogits.T @ hidden[some].to(dlogits.dtype)
+            if dbias is not None:
+                dbias += dlogits.sum(0, dtype=wide)
+        if dhidden is not None:
+            dhidden = ctx.rows.part.axis.all_reduce(dhidden)
+        cast = [None if d is None else d.to(like.dtype) for d, like in ((dweight, weight), (dbias, bias))]
+        return dhidden, *cast, None
+
+
+def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """The autocast of now, for later."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype)
 
 
 class _Picked(torch.autograd.Function):
@@ -259,7 +238,7 @@ class _Picked(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, labels: Tensor, kept: Tensor, part: ClassPart) -> Tensor:  # pyright: ignore
         ctx.save_for_backward(labels, kept)
         ctx.shape, ctx.dtype, ctx.part = input.shape, input.dtype, part
-        return part.axis.all_reduce(_at_labels(input.to(_wide(input.dtype)), labels, kept, part).contiguous())
+        return part.axis.all_reduce(at_labels(input.to(wide_dtype(input.dtype)), labels, kept, part).contiguous())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -267,7 +246,7 @@ class _Picked(torch.autograd.Function):
         labels, kept = ctx.saved_tensors
         made = gradient.new_zeros(ctx.shape, dtype=ctx.dtype)
         if ctx.part.count:
-            local, own = _local(labels, kept, ctx.part)
+            local, own = local_labels(labels, kept, ctx.part)
             made.scatter_(1, local[:, None], torch.where(own, gradient, 0).to(ctx.dtype)[:, None])
         return made, None, None, None
 
@@ -277,12 +256,12 @@ class _LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, part: ClassPart) -> Tensor:  # pyright: ignore
-        dtype = _wide(logits.dtype)
+        dtype = wide_dtype(logits.dtype)
         own = logits.new_empty((2, len(logits)), dtype=dtype)
         for rows in part.chunks(len(logits)):
-            own[0, rows], own[1, rows] = _maxima(logits[rows].to(dtype))
+            own[0, rows], own[1, rows] = maxima(logits[rows].to(dtype))
         every = part.axis.all_gather(own, 0).reshape(part.axis.size, 2, len(logits))
-        highest, logsum = _joined(every[:, 0], every[:, 1])
+        highest, logsum = joined(every[:, 0], every[:, 1])
         made = torch.empty_like(logits)
         for rows in part.chunks(len(logits)):
             made[rows] = (logits[rows].to(dtype) - highest[rows, None]).sub_(logsum[rows, None])
@@ -294,7 +273,7 @@ class _LogSoftmax(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (made,) = ctx.saved_tensors
-        dtype = _wide(made.dtype)
+        dtype = wide_dtype(made.dtype)
         total = ctx.part.axis.all_reduce(gradient.sum(1, dtype=dtype))
         result = torch.empty_like(made)
         for rows in ctx.part.chunks(len(made)):
@@ -302,12 +281,4 @@ class _LogSoftmax(torch.autograd.Function):
         return result, None
 
 
-def _at_labels(wide: Tensor, labels: Tensor, kept: Tensor, part: ClassPart) -> Tensor:
-    """Each row's number at its label; 0 where another rank has it."""
-    if not part.count:
-        return wide.new_zeros(len(wide))
-    local, own = _local(labels, kept, part)
-    return torch.where(own, wide.gather(1, local[:, None])[:, 0], 0)
-
-
-__all__ = ["CHUNK", "ClassPart", "Loss", "cross_entropy", "log_softmax", "logsumexp", "nll_loss"]
+__all__ = ["ClassPart", "Loss", "cross_entropy", "linear_cross_entropy", "log_softmax", "logsumexp", "nll_loss"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,7 +27,7 @@ from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
-from tpplan.runtime.outside import serving_methods, whole_arguments
+from tpplan.runtime.outside import serves, serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.pretrained import saving_methods
 from tpplan.runtime.reshard import CallContext, Move
@@ -82,6 +83,7 @@ class ModuleRuntime:
         weight, bias: how to read these parameters of the module itself; None for one that its body doesn't read.
         table: of an embedding table split by rows, the first that this rank holds, and the number of all.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
+        split_classes: of results that are split along their last dim, its size as a whole.
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
     """
 
@@ -102,6 +104,7 @@ class ModuleRuntime:
     walked: bool = False
     shared: bool = False
     alone: ModuleRuntime | None = None
+    split_classes: tuple[int, ...] = ()
     body: Body | None = None
     replays: bool = False
     weight: Reader | None = None
@@ -260,7 +263,10 @@ class ShardedRoot(ShardedModule):
         if writes is not None:
             writes.forwards += 1
         try:
-            return super().forward(*args, **kwargs)
+            result = super().forward(*args, **kwargs)
+            if serves() and runtime.alone is not None and not torch.is_grad_enabled():
+                result = runtime.alone.leave(result)  # `generate` and the like choose among all classes
+            return result
         finally:
             if writes is not None:
                 writes.forwards -= 1

@@ -51,6 +51,11 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
 _serves: ContextVar[bool] = ContextVar("tpplan serves", default=False)
 
 
+def serves() -> bool:
+    """Whether such a method runs, as `generate` does."""
+    return _serves.get()
+
+
 def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -66,4 +71,4 @@ def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]
     return call
 
 
-__all__ = ["serving_methods", "whole", "whole_arguments"]
+__all__ = ["serves", "serving_methods", "whole", "whole_arguments"]

@@ -17,8 +17,8 @@ from torch import nn
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.linear import LinearForm
-from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.emit.class_calls import class_calls, counted_among, statistics
+from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
 from tpplan.compiler.ir.program import (
@@ -307,9 +307,7 @@ def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
     return replace(found, gate=gate, gated_first=norm.gate.first)
 
 
-def _inner(
-    trace: Trace, assignment: Assignment, calls: list[FrameAssignment], size: int
-) -> tuple[Reshard, ...]:
+def _inner(trace: Trace, assignment: Assignment, calls: list[FrameAssignment], size: int) -> tuple[Reshard, ...]:
     """What the ranks exchange inside of a body."""
     normed = next((decided for decided in calls if decided.normed is not None), None)
     if normed is not None:

@@ -160,7 +160,8 @@ CLASS_FUNCTIONS = frozenset(_READERS)
 
 def stock_function(operation: OpOverload) -> Callable[..., Tensor]:
     """The function of torch that an operation stands for, to be called with its arguments."""
-    return {CROSS_ENTROPY: _call_loss, NLL_LOSS: _call_nll, LOG_SOFTMAX: _call_log_softmax}.get(operation, torch.logsumexp)
+    written = {CROSS_ENTROPY: _call_loss, NLL_LOSS: _call_nll, LOG_SOFTMAX: _call_log_softmax}
+    return written.get(operation, torch.logsumexp)
 
 
 def _call_loss(z: Tensor, t: Tensor, weight: Tensor | None, dim: int, reduction: str, ignored: int, s: float) -> Tensor:

@@ -154,7 +154,9 @@ class Propagator:
             outputs.append(held if output is None else self._in_one_form(held, values[output].shape))
         return [Outcome(tuple(outputs), frozenset(partial))]
 
-    def _class_rule(self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> Layout | str:
+    def _class_rule(
+        self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
+    ) -> Layout | str:
         """What DTensor's rule says of a function over classes that are whole on each rank."""
         found = self._forward(node, values, layouts)
         return found.reason if isinstance(found, Refusal) else found[0]

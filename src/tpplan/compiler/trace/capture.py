@@ -27,7 +27,18 @@ from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
 from tpplan.compiler.ir.objects import fresh_object, note_alike
 from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
-from tpplan.compiler.ir.trace import Asked, Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace, operator_name, quoted
+from tpplan.compiler.ir.trace import (
+    Asked,
+    Crossing,
+    ForeignBackward,
+    Frame,
+    Location,
+    Operation,
+    Path,
+    Trace,
+    operator_name,
+    quoted,
+)
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors

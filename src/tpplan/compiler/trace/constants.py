@@ -8,6 +8,7 @@ to compare. Nor has what torch makes of the list in `x[:, [-2]]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat import READ_VERSION
-from tpplan.compiler.ir.class_functions import class_call
+from tpplan.compiler.ir.class_functions import ClassCall, class_call, stock_function
 from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -95,9 +96,7 @@ class ConstantWatcher(TorchFunctionMode):
         if classes is None:
             result = func(*args, **keywords)
         else:
-            result = self._recorder.record_whole(
-                classes.operation, classes.arguments, lambda: func(*args, **keywords)
-            )
+            result = self._over_classes(classes, lambda: func(*args, **keywords))
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
@@ -113,6 +112,13 @@ class ConstantWatcher(TorchFunctionMode):
                 numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
                 self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
+
+    def _over_classes(self, call: ClassCall, run: Callable[[], Tensor]) -> Tensor:
+        """Record a function over classes; a run on local shapes has but a part of the classes, and all their weights."""
+        if not self._recorder.whole and call.weight is not None:
+            stock, bare = stock_function(call.operation), replace(call, weight=None).arguments
+            return self._recorder.record_whole(call.operation, call.arguments, lambda: stock(*bare))
+        return self._recorder.record_whole(call.operation, call.arguments, run)
 
     def _refuse_state(self, func: Any, tensor: Tensor) -> None:
         """Refuse what the model's own code asks of autograd or of memory."""
