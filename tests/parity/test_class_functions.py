@@ -87,7 +87,7 @@ def centred(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def capped(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(torch.tanh(logits / 3) * 3, labels, ignore_index=1)
+    return functional.cross_entropy(torch.tanh(logits / 3) * 3, labels.clamp(1), ignore_index=1)
 
 
 def all_ignored(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
@@ -161,5 +161,5 @@ def test_labels_in_another_shape() -> None:
     ],
 )
 def test_what_has_no_form_for_split_classes_is_refused(loss: Loss) -> None:
-    with pytest.raises(CompileError, match="TP107"):
+    with pytest.raises(CompileError, match="TP107|TP127"):
         prove(loss)

@@ -129,14 +129,14 @@ class _Counter(TorchFunctionMode):
             call = class_call(func, args, keywords)
             if call is None:
                 return func(*args, **keywords)
-            part = self._part(call)
-            marked = None if part is None else _marked(call, part)
+            planned = self._next(call)
+            marked = None if planned is None else _marked(call, *planned)
         if marked is None:
             return func(*args, **keywords)
         return func(marked, *args[1:], **keywords) if args else func(**{**keywords, "input": marked})
 
-    def _part(self, call: ClassCall) -> ClassPart | None:
-        """The classes of this rank, for the next call."""
+    def _next(self, call: ClassCall) -> tuple[ClassPart, bool] | None:
+        """For the next call, the classes of this rank, and whether the gradient that arrives is partial."""
         name, size = call.operation.name().partition("::")[2], call.input.shape[call.dim]
         if self._number >= len(self._calls):
             raise ClassCallError(self._where, f"calls `{name}` once more", f"has {len(self._calls)} such calls")
@@ -148,7 +148,7 @@ class _Counter(TorchFunctionMode):
         if planned.function != name or part.count != size:
             expected = f"calls `{planned.function}` on a rank's {part.count} of {planned.classes}"
             raise ClassCallError(self._where, f"calls `{name}` on {size} classes", expected)
-        return part
+        return part, planned.partial_gradient
 
 
 class _Marked(Tensor):
@@ -166,16 +166,17 @@ class _Marked(Tensor):
         return next(operand.run() for operand in operands if isinstance(operand, _Marked))
 
 
-def _marked(call: ClassCall, part: ClassPart) -> _Marked:
+def _marked(call: ClassCall, part: ClassPart, partial: bool) -> _Marked:
     marked = call.input.detach().as_subclass(_Marked)
-    marked.run = lambda: run_split(call, part)
+    marked.run = lambda: run_split(call, part, partial)
     return marked
 
 
-def run_split(call: ClassCall, part: ClassPart) -> Tensor:
+def run_split(call: ClassCall, part: ClassPart, partial: bool = False) -> Tensor:
     """What a call makes of split classes, in the dtype of the stock function's result."""
     with without_tensor_classes():
-        return _run_split(call, part)
+        made = _run_split(call, part)
+        return classes.with_partial_gradient(made, part) if partial and made.requires_grad else made
 
 
 def _run_split(call: ClassCall, part: ClassPart) -> Tensor:

@@ -120,6 +120,11 @@ def logsumexp(input: Tensor, part: ClassPart, dim: int, keepdim: bool) -> Tensor
     return made.unsqueeze(dim) if keepdim else made
 
 
+def with_partial_gradient(tensor: Tensor, part: ClassPart) -> Tensor:
+    """The same tensor; of its gradient, each rank has a term, and gets the sum."""
+    return cast(Tensor, _SummedGradient.apply(tensor, part))
+
+
 def log_softmax(input: Tensor, part: ClassPart, dim: int) -> Tensor:
     """As `torch.log_softmax` along the class dim: this rank's part."""
     made = cast(Tensor, _LogSoftmax.apply(_in_rows(input, dim), part))
@@ -231,6 +236,20 @@ def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: torch.autocast(device, dtype)
 
 
+class _SummedGradient(torch.autograd.Function):
+    """Megatron's f."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, part: ClassPart) -> Tensor:  # pyright: ignore
+        ctx.part = part
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        return ctx.part.axis.all_reduce(gradient.clone()), None
+
+
 class _Picked(torch.autograd.Function):
     """Each row's number at its label, from the rank that has it."""
 
@@ -277,8 +296,17 @@ class _LogSoftmax(torch.autograd.Function):
         total = ctx.part.axis.all_reduce(gradient.sum(1, dtype=dtype))
         result = torch.empty_like(made)
         for rows in ctx.part.chunks(len(made)):
-            result[rows] = gradient[rows].to(dtype) - made[rows].to(dtype).exp_() * total[rows, None]
+            result[rows] = gradient[rows].to(dtype) - made[rows].to(dtype).exp() * total[rows, None]
         return result, None
 
 
-__all__ = ["ClassPart", "Loss", "cross_entropy", "linear_cross_entropy", "log_softmax", "logsumexp", "nll_loss"]
+__all__ = [
+    "ClassPart",
+    "Loss",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "log_softmax",
+    "logsumexp",
+    "nll_loss",
+    "with_partial_gradient",
+]

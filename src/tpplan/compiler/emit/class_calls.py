@@ -40,10 +40,12 @@ def statistics(frame: Frame, trace: Trace, assignment: Assignment, size: int) ->
     for node in _class_operations(frame):
         held = _layout(node, assignment)
         if splits_classes(node.target, node.arguments, held):
-            yield from _exchanged(node, trace.values[node.inputs[0]], trace.values[node.outputs[0] or 0], size)
+            made = node.outputs[0] or 0
+            partial = assignment.layouts.get(made) == REPLICATED_PARTIAL
+            yield from _exchanged(node, trace.values[node.inputs[0]], trace.values[made], size, partial)
 
 
-def _exchanged(node: Operation, logits: Value, result: Value, size: int) -> Iterator[Reshard]:
+def _exchanged(node: Operation, logits: Value, result: Value, size: int, partial: bool) -> Iterator[Reshard]:
     name = node.name.split(".")[1]
     rows = math.prod(logits.shape) // logits.shape[class_dim(node.arguments, node.target)]
     wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
@@ -63,7 +65,7 @@ def _exchanged(node: Operation, logits: Value, result: Value, size: int) -> Iter
     if node.target is CROSS_ENTROPY:
         numbers = 4 if node.arguments[6] else 3
     yield reshard(sharded(0), REPLICATED, (Collective.ALL_GATHER, Collective.NONE), numbers * size)
-    if node.target is LOG_SOFTMAX and gradient:
+    if (node.target is LOG_SOFTMAX or partial) and gradient:
         yield reshard(REPLICATED, REPLICATED_PARTIAL, (Collective.NONE, Collective.ALL_REDUCE), 1)
 
 
@@ -76,7 +78,8 @@ def _of(node: Operation, trace: Trace, assignment: Assignment) -> SplitClasses |
     if not splits_classes(node.target, node.arguments, held):
         return None
     dim = class_dim(node.arguments, node.target)
-    return SplitClasses(node.name.split(".")[1], trace.values[node.inputs[0]].shape[dim])
+    partial = assignment.layouts.get(node.outputs[0] or 0) == REPLICATED_PARTIAL
+    return SplitClasses(node.name.split(".")[1], trace.values[node.inputs[0]].shape[dim], partial)
 
 
 def _layout(node: Operation, assignment: Assignment) -> Layout:

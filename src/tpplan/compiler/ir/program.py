@@ -172,10 +172,12 @@ class SplitClasses:
     Attributes:
         function: its name, such as `cross_entropy`.
         classes: how many there are, on all ranks.
+        partial_gradient: whether the gradient that arrives at its result is partial, and is summed.
     """
 
     function: str
     classes: int
+    partial_gradient: bool = False
 
 
 ClassCalls = tuple[SplitClasses | None, ...]

@@ -4,7 +4,7 @@ in:  the operation that stands for such a call, and how its operands lie
 out: how its result lies; the reason where it can't be computed
 
     cross_entropy(z: S(1), t: R)   ->   R, for one all-gather of a few numbers a row, and none in the backward
-    logsumexp(z: S(1), 1)          ->   R, likewise
+    logsumexp(z: S(1), 1)          ->   R, likewise; or R·∂P, for an all-reduce of its gradient
     log_softmax(z: S(1), 1)        ->   S(1), likewise, and an all-reduce of a number a row in the backward
     nll_loss(p: S(1), t: R)        ->   R, for an all-reduce of a number a row, and none in the backward
 
@@ -22,11 +22,12 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.class_functions import CROSS_ENTROPY, LOG_SOFTMAX, LOGSUMEXP, LOSSES, NLL_LOSS
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, sharded
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 
 Rule = Callable[[OperationNode, Sequence[LocalValue], dict[int, Layout]], Layout | str]
+Layouts = tuple[Layout, ...]
 _STOCK: dict[OpOverload, OpOverload] = {
     LOGSUMEXP: torch.ops.aten.logsumexp.default,
     LOG_SOFTMAX: torch.ops.aten._log_softmax.default,
@@ -46,8 +47,8 @@ def splits_classes(target: OpOverload, arguments: Sequence[Any], held: Layout) -
 
 def class_layouts(
     node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], rule: Rule
-) -> Layout | str:
-    """How the result lies where not all operands are replicated, or why it can't be told.
+) -> Layouts | str:
+    """How the result may lie where not all operands are replicated, or why it can't be told.
 
     Args:
         node: the operation.
@@ -62,15 +63,19 @@ def class_layouts(
             return "reads classes that lie in several stretches on a rank"
         if any(not layouts[i].is_replicated for i in others) or any(values[i].differentiable for i in others):
             return "needs whole labels and whole weights of classes, without gradients"
-        return held if node.target is LOG_SOFTMAX else REPLICATED
+        if node.target is LOGSUMEXP and values[logits].differentiable:
+            return REPLICATED, REPLICATED_PARTIAL
+        return (held if node.target is LOG_SOFTMAX else REPLICATED,)
     if node.target in LOSSES:
-        return _of_rows(node, layouts)
+        of_rows = _of_rows(node, layouts)
+        return of_rows if isinstance(of_rows, str) else (of_rows,)
     if node.target is LOG_SOFTMAX and node.arguments[2] not in (None, values[logits].dtype):
         return "needs values that other ranks hold"
     dim = class_dim(node.arguments, node.target)
     arguments = ((dim,), node.arguments[2]) if node.target is LOGSUMEXP else (dim, False)
     stock = replace(node, target=_STOCK[node.target], arguments=(Reference(logits), *arguments))
-    return rule(stock, values, dict(layouts))
+    made = rule(stock, values, dict(layouts))
+    return made if isinstance(made, str) else (made,)
 
 
 def _of_rows(node: OperationNode, layouts: Mapping[int, Layout]) -> Layout | str:

@@ -112,7 +112,9 @@ class Propagator:
             return self._new(node, values, operands)
         if node.target in CLASS_OPERATIONS and not all(held.is_replicated for _, held in operands):
             found = class_layouts(node, values, dict(operands), self._class_rule)
-            return Refusal("communication", found, operands) if isinstance(found, str) else [Outcome((found,))]
+            if isinstance(found, str):
+                return Refusal("communication", found, operands)
+            return [Outcome((held,)) for held in found]
         if all(held.is_replicated for _, held in operands):
             found = self._replicated(node, values, operands)
             if isinstance(found, Refusal):
