@@ -38,7 +38,7 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
         is_outside: whether no forward of the model is under way: in one, no DTensor is dispatched.
     """
     members: dict[str, Any] = {}
-    for kind in reversed(stock.__mro__[: stock.__mro__.index(nn.Module)]):
+    for kind in reversed([kind for kind in stock.__mro__ if not issubclass(nn.Module, kind)]):
         members |= vars(kind)  # what a subclass overrides, by a static method or a property too, stays overridden
     return {
         name: _serving(member, is_outside)

@@ -114,7 +114,7 @@ class ConstantWatcher(TorchFunctionMode):
         return result
 
     def _over_classes(self, call: ClassCall, run: Callable[[], Tensor]) -> Tensor:
-        """Record a function over classes; a run on local shapes has but a part of the classes, and all their weights."""
+        """Record a function over classes; a run on local shapes has a part of these, and the weights of all."""
         if not self._recorder.whole and call.weight is not None:
             stock, bare = stock_function(call.operation), replace(call, weight=None).arguments
             return self._recorder.record_whole(call.operation, call.arguments, lambda: stock(*bare))
