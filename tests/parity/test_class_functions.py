@@ -176,10 +176,10 @@ def test_calls_that_were_not_proved_are_refused() -> None:
                 functional.cross_entropy(logits, labels) if function == "loss" else logits.logsumexp(-1)
 
     call("loss")
-    with pytest.raises(tpplan.ClassCallError, match="TP166.*once more"):
+    with pytest.raises(tpplan.ClassCallError, match=r"TP166.*once more"):
         call("loss", "loss")
-    with pytest.raises(tpplan.ClassCallError, match="TP166.*`logsumexp`"):
+    with pytest.raises(tpplan.ClassCallError, match=r"TP166.*`logsumexp`"):
         call("sum")
     logits = torch.randn(ROWS, CLASSES)
-    with pytest.raises(tpplan.ClassCallError, match="TP166.*12 classes"):
+    with pytest.raises(tpplan.ClassCallError, match=r"TP166.*12 classes"):
         call("loss")
