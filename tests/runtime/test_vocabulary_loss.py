@@ -35,15 +35,22 @@ def check(found: list[list[tuple[float, float, float, tuple[int, ...]]]], tolera
             assert error <= tolerance, number
 
 
+def test_the_loss_by_labels_is_that_of_the_unsharded_model() -> None:
+    check(world(2).run(vocabulary.by_labels, "llama", LLAMA | SEQUENCE, CALLS[:2]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [LLAMA, LLAMA | SEQUENCE], ids=["tp", "tp+sp"])
-def test_the_loss_by_labels_is_that_of_the_unsharded_model(rules: dict[str, object]) -> None:
+def test_the_loss_by_labels_in_all_kinds_of_calls(rules: dict[str, object]) -> None:
     check(world(2).run(vocabulary.by_labels, "llama", rules, CALLS))
 
 
+@pytest.mark.slow
 def test_a_head_that_is_tied_to_the_table() -> None:
     check(world(2).run(vocabulary.by_labels, "gpt2", GPT2, [{}, {"loss": "z"}]))
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     check(world(2).run(vocabulary.by_labels, "llama", LLAMA, [{"loss": "autocast"}]), 2e-2)
 

@@ -140,7 +140,7 @@ class Rows:
     @property
     def _own(self) -> Tensor | None:
         first, count = self.part.first, self.part.count
-        return None if self.weight is None else self.weight[:count]
+        return None if self.weight is None else self.weight[first : first + count]
 
     def numbers(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for what this rank tells of each row: its largest logit, its sum, its label's logit, and the total."""

@@ -162,7 +162,7 @@ class _Marked(Tensor):
     ) -> Any:
         if func not in CLASS_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
-        operands = (*args, *(kwargs or {}).values())
+        operands: tuple[Any, ...] = (*args, *(kwargs or {}).values())
         return next(operand.run() for operand in operands if isinstance(operand, _Marked))
 
 

@@ -93,6 +93,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
         classes = class_call(func, args, keywords)
+        result: Any
         if classes is None:
             result = func(*args, **keywords)
         else:
