@@ -183,3 +183,49 @@ def test_calls_that_were_not_proved_are_refused() -> None:
     logits = torch.randn(ROWS, CLASSES)
     with pytest.raises(tpplan.ClassCallError, match=r"TP166.*12 classes"):
         call("loss")
+
+
+class ScaledTable(nn.Embedding):
+    """As Gemma and BART have it."""
+
+    def __init__(self, rows: int, width: int, padding_idx: int | None = None) -> None:
+        super().__init__(rows, width, padding_idx)
+        self.register_buffer("scale", torch.tensor(width**0.5), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale.to(self.weight.dtype)
+
+
+class Tied(nn.Module):
+    """A head that is tied to a table of the given class."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+        self.head = nn.Linear(WIDTH, table.num_embeddings, bias=False)
+        self.head.weight = table.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(torch.tanh(self.table(ids))), labels)
+
+
+@pytest.mark.parametrize(("classes", "tp"), [(12, 2), (5, 4)])
+def test_a_table_that_scales_its_rows_is_split_with_its_head(classes: int, tp: int) -> None:
+    model = Tied(ScaledTable(classes, WIDTH, padding_idx=1))
+    plan = load_plan({"version": 1, "modules": {"table": "vocab", **PLAN["modules"]}})
+    example = (torch.arange(ROWS) % classes, torch.arange(ROWS) % classes)
+    program = tpplan.compile_plan(model, plan, tp=tp, inputs=example)
+    report = verify_program(model, program, (example, {}))
+    assert report.ok, str(report)
+    assert not report.notes
+
+
+def test_a_table_that_adds_to_its_rows_is_not() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * self.weight.sum()
+
+    plan = load_plan({"version": 1, "modules": {"table": "vocab"}})
+    ids = torch.arange(ROWS)
+    with pytest.raises(CompileError, match="TP101"):
+        tpplan.compile_plan(Tied(Shifted(CLASSES, WIDTH)), plan, tp=2, inputs=(ids, ids))

@@ -337,11 +337,25 @@ class VocabularyEmbedding(ShardedModule):
             padding -= first_row
             padding = padding if 0 <= padding < rows else None
         if rows:
-            result = functional.embedding(index, table, padding)
+            result = self._rows(runtime, index, table, padding)
         else:  # a sum of no rows, whose gradient is an empty table's
-            result = functional.embedding(index, table.new_zeros(1, table.shape[1])) + table.sum(0)
+            result = self._rows(runtime, index, table.new_zeros(1, table.shape[1]), None) + table.sum(0)
         result = result.masked_fill(foreign.unsqueeze(-1), 0)
         return runtime.exits[0].step(result) if runtime.exits else result
+
+    def _rows(self, runtime: ModuleRuntime, index: Tensor, table: Tensor, padding: int | None) -> Tensor:
+        """Rows of this rank's table, scaled as the stock class does."""
+        stock = stock_class(self)
+        if stock.forward is nn.Embedding.forward:
+            return functional.embedding(index, table, padding)
+        own = self.__dict__
+        before, own["padding_idx"], own["weight"] = own["padding_idx"], padding, table
+        try:
+            with without_function_modes() if runtime.handed_out.watched else nullcontext():
+                return stock.forward(self, index)
+        finally:
+            own["padding_idx"] = before
+            del own["weight"]
 
 
 def replaces_body(module: nn.Module) -> bool:
