@@ -162,7 +162,8 @@ class _Marked(Tensor):
     ) -> Any:
         if func not in CLASS_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
-        operands: tuple[Any, ...] = (*args, *(kwargs or {}).values())
+        keywords: dict[str, Any] = kwargs or {}
+        operands = (*args, *keywords.values())
         return next(operand.run() for operand in operands if isinstance(operand, _Marked))
 
 
