@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tpplan import loss
     from tpplan.api import (
         Program,
         compile_plan,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tpplan.compiler.ir.script import ReplayError
     from tpplan.initialize.findings import InitializationError
     from tpplan.kernels.errors import KernelArgumentError
+    from tpplan.loss import LossError
     from tpplan.parity.errors import (
         RankError,
         RanksDisagreeError,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     )
     from tpplan.pretrained import from_pretrained
     from tpplan.runtime.averaging import DataParallelError
+    from tpplan.runtime.class_scope import ClassCallError
     from tpplan.runtime.draws import RandomnessError
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
@@ -51,12 +54,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AloneError",
     "CheckpointError",
+    "ClassCallError",
     "CompileError",
     "DataParallelError",
     "Diagnostic",
     "InitializationError",
     "InternalError",
     "KernelArgumentError",
+    "LossError",
     "Plan",
     "PlanError",
     "Program",
@@ -80,6 +85,7 @@ __all__ = [
     "init_weights",
     "load_plan",
     "load_weights",
+    "loss",
     "parallelize",
     "save_weights",
     "suggest_plan",
@@ -106,7 +112,9 @@ _ELSEWHERE = {
     "CheckpointError": "tpplan.checkpoint.files",
     "DataParallelError": "tpplan.runtime.averaging",
     "InitializationError": "tpplan.initialize.findings",
+    "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",
+    "LossError": "tpplan.loss",
     "RandomnessError": "tpplan.runtime.draws",
     "RankError": "tpplan.parity.errors",
     "RankTimeoutError": "tpplan.parity.errors",
@@ -128,6 +136,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         value: object = _installed_version()
+    elif name == "loss":
+        value = import_module("tpplan.loss")
     else:
         value = getattr(import_module("tpplan.api" if name in _API else _ELSEWHERE.get(name, "tpplan.plan")), name)
     globals()[name] = value

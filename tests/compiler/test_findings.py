@@ -70,6 +70,8 @@ ELSEWHERE = {
     "TP136": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",
+    "TP165": "runtime/test_vocabulary_loss.py",
+    "TP166": "parity/test_class_functions.py",
     "TP199": "cli/test_main.py",
 }
 
