@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tpplan.pretrained import from_pretrained
     from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.class_scope import ClassCallError
+    from tpplan.runtime.clipping import clip_grad_norm_
     from tpplan.runtime.draws import RandomnessError
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
@@ -80,6 +81,7 @@ __all__ = [
     "VerifyError",
     "__version__",
     "check_plan",
+    "clip_grad_norm_",
     "compile_plan",
     "from_pretrained",
     "init_weights",
@@ -111,6 +113,7 @@ _ELSEWHERE = {
     "AloneError": "tpplan.runtime.standalone",
     "CheckpointError": "tpplan.checkpoint.files",
     "DataParallelError": "tpplan.runtime.averaging",
+    "clip_grad_norm_": "tpplan.runtime.clipping",
     "InitializationError": "tpplan.initialize.findings",
     "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",

@@ -28,6 +28,7 @@ from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lower import lower
 from tpplan.runtime.replicas import follow_wrappers
+from tpplan.runtime.stepping import step_on_parts
 from tpplan.suggest import search, write_plan
 
 __all__ = [
@@ -158,6 +159,7 @@ def parallelize(
     lower(model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     guard.watch(model)
     follow_wrappers()
+    step_on_parts()
     return model
 
 

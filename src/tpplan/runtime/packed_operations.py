@@ -176,13 +176,19 @@ def _owned(tensor: Tensor) -> Tensor:
     """A plain DTensor of the elements of which each rank is the first holder, in some order."""
     if not isinstance(tensor, PackedTensor):
         return tensor
-    local = local_of(tensor)
-    boxes = tensor.part.owned
-    if len(boxes) != len(tensor.part.boxes):
-        local = torch.cat([box.of_part(local).reshape(-1) for box in boxes] or [local.new_zeros(1)])
+    local = owned_elements(tensor)
     if not local.numel():
         local = local.new_zeros(1)  # norms of nothing raise, on this rank alone
     return _in_shards(tensor, local)
+
+
+def owned_elements(tensor: PackedTensor) -> Tensor:
+    """The local elements of which this rank is the first holder, in some order."""
+    local = local_of(tensor)
+    boxes = tensor.part.owned
+    if len(boxes) == len(tensor.part.boxes):
+        return local
+    return torch.cat([box.of_part(local).reshape(-1) for box in boxes] or [local.new_zeros(0)])
 
 
 def _in_shards(tensor: PackedTensor, local: Tensor) -> Tensor:
@@ -230,4 +236,4 @@ def _mapped(held: Any, change: Callable[[Any], Any]) -> Any:
 
 _WHOLE = "take the whole with `full_tensor()`, change that, and load it with `load_state_dict`"
 
-__all__ = ["run"]
+__all__ = ["owned_elements", "run"]
