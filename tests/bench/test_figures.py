@@ -27,7 +27,7 @@ def overhead_result() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def loop_result() -> dict[str, Any]:
-    return _result("loop", loop.measure(rounds=2, calls=1, kind="plain"))
+    return _result("loop", loop.measure(rounds=1, calls=1, kind="plain"))
 
 
 @pytest.fixture(scope="module")
