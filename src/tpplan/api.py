@@ -27,6 +27,7 @@ from tpplan.runtime.agreement import agree
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lower import lower
+from tpplan.runtime.numbers import take_whole_numbers
 from tpplan.runtime.replicas import follow_wrappers
 from tpplan.runtime.stepping import step_on_parts
 from tpplan.suggest import search, write_plan
@@ -160,6 +161,7 @@ def parallelize(
     guard.watch(model)
     follow_wrappers()
     step_on_parts()
+    take_whole_numbers()
     return model
 
 

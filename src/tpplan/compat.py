@@ -74,6 +74,8 @@ __all__ = [
     "global_hooks",
     "group_all_gather",
     "group_reduce_scatter",
+    "handle_operator",
+    "handler_of",
     "has_gradient_hooks",
     "hook_tables",
     "hooks_of",
@@ -655,6 +657,18 @@ def state_tensor(tensor: DTensor) -> DTensor:
 
 def _plain(tensor: DTensor) -> DTensor:
     return new_distributed_tensor(local_of(tensor), tensor)
+
+
+def handle_operator(
+    operator: OpOverload, handler: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+) -> None:
+    """Let DTensor run `operator` by `handler`, as it has handlers of its own for some."""
+    DTensor._op_dispatcher._custom_op_handlers[operator] = handler  # pyright: ignore
+
+
+def handler_of(operator: OpOverload) -> Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]:
+    """What DTensor runs `operator` by."""
+    return DTensor._op_dispatcher._custom_op_handlers[operator]  # pyright: ignore
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:

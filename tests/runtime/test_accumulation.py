@@ -250,9 +250,38 @@ def _scaled_and_whole(member: Member) -> None:
             with torch.no_grad():
                 for n, parameter in model.named_parameters():
                     _fill(parameter, begin[n])
+            if loop == "Muon" and model is sharded:
+                with pytest.raises(tpplan.StateError):
+                    _stepped(model, gradients, loop)
+                return
             found.append(_stepped(model, gradients, loop))
         for n, wanted in found[0].items():
             assert_close(f"{loop}: {n}", found[1][n], wanted, EXACT)
+
+
+def test_numbers_of_gradients_are_those_of_the_whole() -> None:
+    world(2).run(_numbers)
+
+
+def _numbers(member: Member) -> None:
+    stock, sharded, calls = _pair("torch_transformer", member)
+    for held in (stock, sharded):
+        loss_of([first_output(held(**calls[0]))]).backward()
+    for name, parameter in stock.named_parameters():
+        ours, theirs = sharded.get_parameter(name).grad, parameter.grad
+        assert ours is not None and theirs is not None
+        for number in (Tensor.norm, Tensor.sum, lambda t: t.abs().max()):
+            assert abs(number(ours).item() - number(theirs).item()) <= EXACT * max(1.0, theirs.abs().sum().item()), name
+    # An infinity on one rank alone, in a gradient behind one that is whole on all ranks.
+    parameters = [sharded.get_parameter("blocks.0.mlp.down.bias"), sharded.get_parameter("blocks.0.mlp.up.weight")]
+    assert parameters[1].grad is not None
+    if member.rank == 1:
+        local_of(parameters[1].grad).view(-1)[0] = torch.inf
+    before = [local_of(parameter.detach()).clone() for parameter in parameters]
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0), optim.SGD(parameters, lr=0.1)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert all(torch.equal(local_of(p.detach()), b) for p, b in zip(parameters, before, strict=True))
 
 
 def _stepped(model: nn.Module, gradients: list[dict[str, Tensor]], loop: str) -> dict[str, Tensor | None]:
