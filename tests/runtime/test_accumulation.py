@@ -164,7 +164,7 @@ def _added(member: Member) -> None:
     assert {kind for _, kind in hooked} == {DTensor, PackedTensor}
 
     # Neither of these touches what is in `.grad`.
-    before = {name: whole(parameter.grad) for name, parameter in sharded.named_parameters()}
+    before = {name: copy.deepcopy(whole(parameter.grad)) for name, parameter in sharded.named_parameters()}
     output = sharded(**calls[0])
     parameters = dict(sharded.named_parameters())
     torch.autograd.grad(loss_of([output]), list(parameters.values()), retain_graph=True)
@@ -251,7 +251,7 @@ def _scaled_and_whole(member: Member) -> None:
                 for n, parameter in model.named_parameters():
                     _fill(parameter, begin[n])
             if loop == "Muon" and model is sharded:
-                with pytest.raises(tpplan.StateError):
+                with pytest.raises(tpplan.StateError):  # it looks at matrices
                     _stepped(model, gradients, loop)
                 return
             found.append(_stepped(model, gradients, loop))
