@@ -31,8 +31,8 @@ def register(subparsers: Subparsers) -> None:
         help="measure the overhead of a sharded model",
         description="Count collectives (collectives), time a toy model against the unsharded one and against "
         "parallelize_module (overhead), and what a training loop does with gradients (loop), time the compiler on a "
-        "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), and measure a loss over a "
-        "split vocabulary (loss). Needs no GPU.",
+        "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), and measure a loss over "
+        "a split vocabulary (loss). Needs no GPU.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
