@@ -30,6 +30,7 @@ from tpplan.runtime.lower import lower
 from tpplan.runtime.numbers import take_whole_numbers
 from tpplan.runtime.replicas import follow_wrappers
 from tpplan.runtime.stepping import step_on_parts
+from tpplan.runtime.wrapped import bare
 from tpplan.suggest import search, write_plan
 
 __all__ = [
@@ -67,8 +68,9 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
-    arguments, keywords = example_call(model, tp, inputs)
-    return prove(Request(model, loaded, tp, arguments, keywords)).program
+    with bare(model) as stock:
+        arguments, keywords = example_call(stock, tp, inputs)
+        return prove(Request(stock, loaded, tp, arguments, keywords)).program
 
 
 def suggest_plan(
@@ -98,10 +100,11 @@ def suggest_text(
     """As `suggest_plan`, as the text of a plan file, with comments."""
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
-    arguments, keywords = example_call(model, tp, inputs)
-    if training and inputs is None:
-        keywords = with_labels(model, keywords)
-    return write_plan(search(model, tp, arguments, keywords, sequence_parallel), plan_name(model))
+    with bare(model) as stock:
+        arguments, keywords = example_call(stock, tp, inputs)
+        if training and inputs is None:
+            keywords = with_labels(stock, keywords)
+        return write_plan(search(stock, tp, arguments, keywords, sequence_parallel), plan_name(stock))
 
 
 def parallelize(
@@ -131,6 +134,15 @@ def parallelize(
         PlanError: the plan has mistakes.
         CompileError: plan, model and mesh don't fit together, on this or on another rank; the model is unchanged.
     """
+    with bare(model) as stock:
+        _parallelize(stock, plan, mesh, inputs, broadcast)
+    return model
+
+
+def _parallelize(
+    model: nn.Module, plan: Plan | PlanSource, mesh: DeviceMesh | None, inputs: Inputs, broadcast: bool
+) -> None:
+    """As `parallelize`, of a model in which nothing is compiled."""
     loaded: Plan | None = None
     compiled: Compiled | None = None
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
@@ -162,7 +174,6 @@ def parallelize(
     follow_wrappers()
     step_on_parts()
     take_whole_numbers()
-    return model
 
 
 def plan_name(model: nn.Module) -> str:

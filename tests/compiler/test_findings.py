@@ -72,6 +72,11 @@ ELSEWHERE = {
     "TP138": "parity/test_inner_gradients.py",
     "TP165": "runtime/test_vocabulary_loss.py",
     "TP166": "parity/test_class_functions.py",
+    "TP180": "runtime/test_compile.py",
+    "TP181": "runtime/test_compile.py",
+    "TP182": "runtime/test_compile.py",
+    "TP183": "runtime/test_compile.py",
+    "TP184": "runtime/test_compile.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from tpplan.calls.key import CallKey, KeyReader
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
-from tpplan.compat import buffer_versions, own_parameters, without_dispatch_modes
+from tpplan.compat import buffer_versions, hooks_of, own_parameters, without_dispatch_modes
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
@@ -46,6 +47,11 @@ from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
 
 _NOTHING = Asked()
+_TP183 = (
+    "TP183 compiled-watched: a model is compiled whose calls are watched, by TPPLAN_DEBUG=1 or since a branch on a "
+    "tensor's value needs another program on either side; watched calls run without a compiler\n  help: unset "
+    "TPPLAN_DEBUG, or don't compile"
+)
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
 
@@ -88,6 +94,7 @@ class CallGuard:
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = False
         self._writes = compiled.keeps_writing
+        self._wrote = compiled.writes
         self._asked = compiled.asked
         self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
@@ -201,6 +208,15 @@ class CallGuard:
         """How often each buffer of the model was written to."""
         return [] if self._model is None else buffer_versions(self._model)
 
+    def leaves_nothing(self, decision: Decision) -> bool:
+        """See `Prover`."""
+        if self._model is None or self._wrote or any(map(hooks_of, self._model.modules())):
+            return False
+        if not self._paths.must_watch(decision.key, decision.proof):
+            return True
+        warnings.warn(_TP183, stacklevel=2)
+        return False
+
     def _prove_sides(self, call: Call, decision: Decision) -> None:
         """Prove the other side of each branch on data; calls of this kind are watched if one needs another program."""
         path = self._paths.of(decision.key.kind)
@@ -290,6 +306,7 @@ class CallGuard:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
         program = compiled.program
         self._writes |= compiled.keeps_writing
+        self._wrote |= compiled.writes
         self._asked |= compiled.asked
         there = (*(() if first is None else (first,)), base, *self._proofs)
         known = next((p for p in there if p.plan is base.plan and covers(p.program, program)), None)

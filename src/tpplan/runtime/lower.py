@@ -23,7 +23,15 @@ from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replaces_body, swapped_class
+from tpplan.runtime.modules import (
+    RUNTIME,
+    ModuleRuntime,
+    ShardedModule,
+    become,
+    carrying_class,
+    replaces_body,
+    swapped_class,
+)
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.state import give_wholes, take_parts
 from tpplan.runtime.watched import WatchedCall
@@ -167,19 +175,26 @@ def _module_changes(
     variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
     changes.append(_Change(lambda: variants.put_in(prepared), variants.take_out))
     if writes is not None:
-        changes += [_watch(module, writes) for module in modules.values()]
+        swapped = {held.module for held in prepared}
+        changes += [_watch(module, writes, not swapped.isdisjoint(module.modules())) for module in modules.values()]
     return changes + [_take_whole_states(module) for module in modules.values() if own_parameters(module)]
 
 
-def _watch(module: nn.Module, writes: Writes) -> _Change:
-    """Let a module tell what is written to it; one whose class can't be derived from is left alone."""
+def _watch(module: nn.Module, writes: Writes, carries: bool) -> _Change:
+    """Let a module tell what is written to it; one whose class can't be derived from is left alone.
+
+    Args:
+        module: the module.
+        writes: what to tell.
+        carries: whether sharded modules are inside.
+    """
     swapped: list[type[nn.Module]] = []
 
     def apply() -> None:
         stock = type(module)
         if not issubclass(stock, Watched):
             try:
-                module.__class__ = watched_class(stock)
+                become(module, carrying_class(stock) if carries else watched_class(stock))
             except TypeError:
                 return
             swapped.append(stock)
@@ -188,7 +203,7 @@ def _watch(module: nn.Module, writes: Writes) -> _Change:
     def undo() -> None:
         module.__dict__.pop(WRITES, None)
         if swapped:
-            module.__class__ = swapped[0]
+            become(module, swapped[0])
 
     return _Change(apply, undo)
 
@@ -197,10 +212,10 @@ def _swap_class(module: nn.Module, replacement: type[nn.Module]) -> _Change:
     stock = type(module)
 
     def apply() -> None:
-        module.__class__ = replacement
+        become(module, replacement)
 
     def undo() -> None:
-        module.__class__ = stock
+        become(module, stock)
         module.__dict__.pop(RUNTIME, None)
 
     return _Change(apply, undo)
@@ -270,7 +285,7 @@ class Variants:
                 held.module.__dict__[RUNTIME] = idle
         for held in found:
             if not isinstance(held.module, ShardedModule):
-                held.module.__class__ = swapped_class(type(held.module), held.style, False)
+                become(held.module, swapped_class(type(held.module), held.style, False))
         self.put_in(found)
         self._current = program
 

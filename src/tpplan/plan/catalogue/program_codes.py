@@ -585,6 +585,102 @@ y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=False), use
 """,
     ),
     Entry(
+        code="TP180",
+        name="compiled-around",
+        severity=Severity.ERROR,
+        summary="A function around a sharded model is to be one graph.",
+        explanation="""
+At the start of each call tpplan holds the call against what was proved, and reads the parameters such that their
+gradients arrive in the right layout. Neither can be part of a graph. `torch.compile` of the model, or of a module
+inside, has one graph of everything else. A function that calls the model has a graph before and one after it, so that
+`fullgraph=True` doesn't hold for it.
+""",
+        bad="""
+@torch.compile(fullgraph=True)
+def step(ids):
+    return model(ids).logits.sum()
+""",
+        good="""
+model.compile(fullgraph=True)
+
+def step(ids):
+    return model(ids).logits.sum()
+""",
+    ),
+    Entry(
+        code="TP181",
+        name="compiled-random",
+        severity=Severity.ERROR,
+        summary="A body whose random numbers differ between ranks is to be part of a graph.",
+        explanation="""
+Dropout on split activations draws other numbers on each rank, for which a generator is seeded and put back. That
+can't be part of a graph: without `fullgraph=True` the graph ends before such a module and goes on after it. In
+evaluation, or with a dropout probability of 0, nothing is drawn.
+""",
+        bad="""
+model.train()                                 # attention_dropout is 0.1
+model.compile(fullgraph=True)
+""",
+        good="""
+model.train()
+model.compile()
+""",
+    ),
+    Entry(
+        code="TP182",
+        name="compiled-around-fsdp",
+        severity=Severity.ERROR,
+        summary="FSDP gathers parameters inside of what is compiled.",
+        explanation="""
+FSDP gathers the parameters of a module just before it runs. A compiled body reads all of its parameters at its start,
+when FSDP has gathered those of its own module only. So compile the modules that `fully_shard` was called on, each by
+itself.
+""",
+        bad="""
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh["dp"])
+model.compile()
+""",
+        good="""
+for layer in model.layers:
+    layer.compile()
+    fully_shard(layer, mesh=mesh["dp"])
+""",
+    ),
+    Entry(
+        code="TP183",
+        name="compiled-watched",
+        severity=Severity.WARNING,
+        summary="Calls of a compiled model run without the compiler, since their path is watched.",
+        explanation="""
+The path that a call takes through the model's code is watched at the first call of its kind and sizes. Under
+`TPPLAN_DEBUG=1`, and where a branch on a tensor's value needs another program on either side, every call is. Python
+has to run for that, so nothing is compiled; results are right.
+""",
+        bad="""
+TPPLAN_DEBUG=1 torchrun --nproc-per-node=2 train.py    # which calls model.compile()
+""",
+        good="""
+torchrun --nproc-per-node=2 train.py
+""",
+    ),
+    Entry(
+        code="TP184",
+        name="compiled-record",
+        severity=Severity.ERROR,
+        summary="A body that runs from its record is to be part of a graph.",
+        explanation="""
+A body whose sizes can't be made local runs from a record of its operations (TP124), by a loop in Python that isn't
+compiled. Without `fullgraph=True` the graph ends before such a module and goes on after it.
+""",
+        bad="""
+model.compile(fullgraph=True)
+""",
+        good="""
+model.compile()
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,
