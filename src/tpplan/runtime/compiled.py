@@ -140,7 +140,8 @@ def _on_shards(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _wrapped_on_shards(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+    kind: Any = type(module)
+    return kind.forward(module, *args, **kwargs)
 
 
 def trace_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
