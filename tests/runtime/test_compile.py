@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tpplan
+from tests.compiler.test_replay import ACTIVATIONS, PLAN, Block, Parted
 from tests.models.tiny import output_tensors, tiny_model
 from tests.plans.parity import PLANS, Run, assert_same_run, loss_of, tolerance, whole
 from tests.runtime.world import Member, world
@@ -230,7 +231,8 @@ def _dynamic(member: Member) -> None:
                 stock.zero_grad()
                 sharded.zero_grad()
                 assert_same_run(run(sharded, {"ids": ids}), run(stock, {"ids": ids}), tolerance(torch.float64))
-                assert len(graphs.seen) == (made := made or len(graphs.seen))
+                made = made or len(graphs.seen)
+                assert len(graphs.seen) == made
             # An odd sequence can't be split, and runs by another program.
             ids = torch.randint(88, (2, 7), generator=torch.Generator().manual_seed(0))
             torch.testing.assert_close(sharded(ids), stock(ids))
@@ -361,3 +363,41 @@ def _watched(member: Member) -> None:
         compile_in_place(sharded, backend="aot_eager", fullgraph=True)
         with pytest.warns(UserWarning, match="TP183"):
             torch.testing.assert_close(sharded(**keywords), stock(**keywords))
+
+
+def test_a_body_that_runs_from_its_record_ends_a_graph() -> None:
+    world(2).run(_recorded)
+
+
+def _recorded(member: Member) -> None:
+    torch.manual_seed(0)
+    stock = Block(Parted)
+    x = torch.randn(ACTIVATIONS[0].shape)
+    sharded = tpplan.parallelize(copy.deepcopy(stock), PLAN, member.mesh(), ACTIVATIONS)
+    with fresh():
+        compile_in_place(sharded, backend="eager", fullgraph=True)
+        with pytest.raises(tpplan.TpplanError, match="TP184"):
+            sharded(x)
+    with fresh():
+        compile_in_place(sharded, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(sharded(x), stock(x))
+
+
+def test_a_model_is_not_compiled_around_what_fsdp_gathers() -> None:
+    world(2).run(_around_fsdp)
+
+
+def _around_fsdp(member: Member) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    stock, keywords = tiny_model("torch_transformer", dtype=torch.float32)
+    mesh = member.mesh(2, 1, names=("dp", "tp"))
+    sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / "torch_transformer.yaml", mesh["tp"], keywords)
+    for layer in layers_of(sharded):
+        fully_shard(layer, mesh=mesh["dp"])
+    sharded(**keywords)
+    with fresh():
+        compile_in_place(sharded, backend="eager")
+        with pytest.raises(tpplan.TpplanError, match="TP182"):
+            sharded(**keywords)
