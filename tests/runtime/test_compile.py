@@ -168,6 +168,7 @@ def test_shipped_plans_compile_in_every_way(plan: str) -> None:
     world(2).run(_cases, [(name, plan, *way) for way in ways])
 
 
+@pytest.mark.slow
 def test_modules_compiled_by_themselves_take_and_return_whole_tensors() -> None:
     world(2).run(_alone)
 
@@ -196,6 +197,7 @@ def _alone(member: Member) -> None:
                 assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_many_equal_blocks_share_their_graphs_and_no_step_compiles_again() -> None:
     world(2).run(_many)
 
@@ -214,6 +216,7 @@ def _many(member: Member) -> None:
         assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_compile_nothing_again() -> None:
     world(2).run(_dynamic)
 
@@ -238,6 +241,7 @@ def _dynamic(member: Member) -> None:
             torch.testing.assert_close(sharded(ids), stock(ids))
 
 
+@pytest.mark.slow
 def test_dropout_draws_what_it_draws_without_a_compiler() -> None:
     world(2).run(_dropout)
 
@@ -267,6 +271,7 @@ def _dropout(member: Member) -> None:
         torch.testing.assert_close(compiled(**keywords), stock.eval()(**keywords))
 
 
+@pytest.mark.slow
 def test_a_function_around_the_model_has_graphs_before_and_after_it() -> None:
     world(2).run(_around)
 
@@ -296,6 +301,7 @@ def _around(member: Member) -> None:
                 torch.testing.assert_close(whole(one.grad), other.grad)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_compiled_before_is_parallelized_inside() -> None:
     world(2).run(_before)
 
@@ -318,6 +324,7 @@ def _before(member: Member) -> None:
             assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_activation_checkpoints_around_compiled_blocks_recompute_them() -> None:
     world(2).run(_checkpoints)
 
@@ -350,7 +357,7 @@ def _checkpoints(member: Member) -> None:
             assert_same_run(found, run(stock, keywords), tolerance(torch.float64))
 
 
-def test_calls_that_are_watched_for_good_say_that_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_watched_for_good_say_that_nothing_is_compiled() -> None:
     world(2).run(_watched)
 
 
@@ -365,6 +372,7 @@ def _watched(member: Member) -> None:
             torch.testing.assert_close(sharded(**keywords), stock(**keywords))
 
 
+@pytest.mark.slow
 def test_a_body_that_runs_from_its_record_ends_a_graph() -> None:
     world(2).run(_recorded)
 
@@ -384,6 +392,7 @@ def _recorded(member: Member) -> None:
             torch.testing.assert_close(sharded(x), stock(x))
 
 
+@pytest.mark.slow
 def test_a_model_is_not_compiled_around_what_fsdp_gathers() -> None:
     world(2).run(_around_fsdp)
 
