@@ -140,8 +140,7 @@ def _on_shards(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _wrapped_on_shards(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    kind: Any = type(module)
-    return kind.forward(module, *args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)  # pyright: ignore
 
 
 def trace_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
