@@ -406,7 +406,7 @@ def _around_fsdp(member: Member) -> None:
     mesh = member.mesh(2, 1, names=("dp", "tp"))
     sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / "torch_transformer.yaml", mesh["tp"], keywords)
     for layer in layers_of(sharded):
-        fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
     sharded(**keywords)
     with fresh():
         compile_in_place(sharded, backend="eager")
