@@ -420,16 +420,16 @@ class VocabularyEmbedding(ShardedModule):
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
         assert runtime.weight is not None
-        return self._rows(runtime, input, runtime.weight(self._parameters["weight"]))  # pyright: ignore
+        return self._looked_up(runtime, input, runtime.weight(self._parameters["weight"]))  # pyright: ignore
 
     def _on_shards(self, *args: Any, **kwargs: Any) -> Any:
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super()._on_shards(*args, **kwargs)
         (input,) = (*args, *kwargs.values())
-        return self._rows(runtime, input, self.__dict__["weight"])
+        return self._looked_up(runtime, input, self.__dict__["weight"])
 
-    def _rows(self, runtime: ModuleRuntime, input: Tensor, table: Tensor) -> Tensor:
+    def _looked_up(self, runtime: ModuleRuntime, input: Tensor, table: Tensor) -> Tensor:
         rows, (first_row, all_rows) = table.shape[0], runtime.table
         local = input - first_row
         index = local.clamp(0, max(rows - 1, 0))
