@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tpplan.training import follow
+
 if TYPE_CHECKING:
     from tpplan import loss
     from tpplan.api import (
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
+    from tpplan.training.sharding import TrainingError
 
     __version__: str
 
@@ -74,6 +77,7 @@ __all__ = [
     "StateError",
     "TooLargeError",
     "TpplanError",
+    "TrainingError",
     "UnevenShardError",
     "UnprovedCallError",
     "UnshardedError",
@@ -122,12 +126,16 @@ _ELSEWHERE = {
     "ReplayError": "tpplan.compiler.ir.script",
     "StateError": "tpplan.runtime.packed",
     "TooLargeError": "tpplan.parity.errors",
+    "TrainingError": "tpplan.training.sharding",
     "SecondDerivativeError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
     "UnprovedCallError": "tpplan.calls.errors",
     "UnshardedError": "tpplan.parity.errors",
     "VerifyError": "tpplan.parity.errors",
 }
+
+
+follow()
 
 
 def __getattr__(name: str) -> object:

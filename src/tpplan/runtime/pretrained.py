@@ -26,7 +26,8 @@ def saving_methods(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
         `tpplan.save_weights` writes the same folder without that.
         """
-        state = _whole_state(self) if state_dict is None else state_dict
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        state = whole_state_of(self, first) if state_dict is None else state_dict
         result = saves(_stock_twin(self, stock), *args, state_dict=state, **kwargs)
         if dist.is_initialized():
             dist.barrier()  # what a rank returns from has been written
@@ -44,9 +45,9 @@ def _stock_twin(model: nn.Module, stock: type[nn.Module]) -> Any:
     return twin
 
 
-def _whole_state(model: nn.Module) -> dict[str, Any]:
-    """The whole state_dict on the first rank of the world, tied tensors as one; nothing on the others."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
+def whole_state_of(model: nn.Module, keep: bool) -> dict[str, Any]:
+    """The whole state_dict in main memory, tied tensors as one. Every rank must call it; one that needn't keep it has {}.
+    """
     whole: dict[int, Any] = {}
     state: dict[str, Any] = {}
     with torch.no_grad():
@@ -54,10 +55,10 @@ def _whole_state(model: nn.Module) -> dict[str, Any]:
             if id(value) not in whole:
                 gathered: Any = value.full_tensor() if isinstance(value, DTensor) else value
                 plain: Any = gathered.detach().cpu() if isinstance(gathered, Tensor) else gathered
-                whole[id(value)] = plain if first else None
-            if first:
+                whole[id(value)] = plain if keep else None
+            if keep:
                 state[name] = whole[id(value)]
     return state
 
 
-__all__ = ["saving_methods"]
+__all__ = ["saving_methods", "whole_state_of"]
