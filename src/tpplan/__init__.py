@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         suggest_plan,
         verify,
     )
+    from tpplan.calls.alike import DifferentInputsError
     from tpplan.calls.errors import UnprovedCallError
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
@@ -61,6 +62,7 @@ __all__ = [
     "CompileError",
     "DataParallelError",
     "Diagnostic",
+    "DifferentInputsError",
     "InitializationError",
     "InternalError",
     "KernelArgumentError",
@@ -115,6 +117,7 @@ _ELSEWHERE = {
     "AloneError": "tpplan.runtime.standalone",
     "CheckpointError": "tpplan.checkpoint.files",
     "DataParallelError": "tpplan.runtime.averaging",
+    "DifferentInputsError": "tpplan.calls.alike",
     "InitializationError": "tpplan.initialize.findings",
     "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",

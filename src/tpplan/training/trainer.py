@@ -61,6 +61,14 @@ def _refuse_arguments(arguments: Any, sharding: Sharding) -> None:
         )
 
 
+def _get_num_items_in_batch(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The number of this replica's, where numbers aren't summed over all ranks: it is divided as if they were."""
+    number, sharding = stock(self, *args, **kwargs), sharding_of(self.model)
+    if sharding is None or self.args.average_tokens_across_devices or not isinstance(number, Tensor):
+        return number
+    return number * sharding.size
+
+
 def _save(stock: _Stock, self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
     """On all ranks, of which one writes."""
     if sharding_of(self.model) is None:
@@ -91,6 +99,7 @@ def _save_optimizer_and_scheduler(stock: _Stock, self: Any, output_dir: str) -> 
 
 _METHODS = {
     "_build_accelerator_args": _build_accelerator_args,
+    "_get_num_items_in_batch": _get_num_items_in_batch,
     "_save": _save,
     "_save_optimizer_and_scheduler": _save_optimizer_and_scheduler,
 }
