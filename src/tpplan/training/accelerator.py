@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +40,7 @@ def adapt(module: ModuleType) -> None:
         wrap(module.Accelerator, name, around)
     wrap(module.AcceleratedOptimizer, "state_dict", _optimizer_state)
     wrap(module.AcceleratedOptimizer, "load_state_dict", _load_optimizer_state)
+    wrap(module.AcceleratedScheduler, "step", _step_scheduler)
     wrap(module.ParallelismConfig, "_validate_accelerator", _validate)
 
 
@@ -105,6 +108,20 @@ def _validate(stock: _Stock, self: Any, accelerator: Any) -> None:
     return stock(self, SimpleNamespace(multi_device=True, **told))
 
 
+def _step_scheduler(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> None:
+    """As often as there are replicas, by which accelerate divides the batches; it takes each rank to be one."""
+    state = self.optimizers[0].accelerator_state if self.optimizers else None
+    config = None if state is None else state.parallelism_config
+    if config is None or config.tp_size == 1 or not any(map(has_parts, self.optimizers)):
+        stock(self, *args, **kwargs)
+        return
+    before, state.num_processes = state.num_processes, state.num_processes // config.tp_size
+    try:
+        stock(self, *args, **kwargs)
+    finally:
+        state.num_processes = before
+
+
 # -- training and evaluation -------------------------------------------------------------------------------------------
 def _clip_grad_norm(stock: _Stock, self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
     norm = stock(self, parameters, max_norm, norm_type)
@@ -161,6 +178,35 @@ def _get_state_dict(stock: _Stock, self: Any, model: nn.Module, unwrap: bool = T
     return whole_state_of(self.unwrap_model(model), keep=unwrap or self.is_main_process)
 
 
+def _load_state(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
+    handle = self.register_load_state_pre_hook(_load_models)
+    try:
+        return stock(self, *args, **kwargs)
+    finally:
+        handle.remove()
+
+
+def _load_models(models: list[nn.Module], folder: str) -> None:
+    """Load what `save_state` wrote of sharded models, which accelerate would ask for the addresses of their memory."""
+    if not any(sharding_of(model) is not None for model in models):
+        return
+    for number, model in enumerate(models):
+        path = Path(folder) / f"model{f'_{number}' if number else ''}.safetensors"
+        if path.exists():
+            state = load_file(path)
+        else:
+            state = torch.load(path.with_name(path.stem.replace("model", "pytorch_model") + ".bin"), weights_only=True)
+        model.load_state_dict(_with_tied(model, state))
+    models.clear()  # by which a hook says that it has loaded them
+
+
+def _with_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A state with all names of tensors that it has under one of them."""
+    held = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    by_identity = {held[name]: tensor for name, tensor in state.items() if name in held}
+    return {name: by_identity[number] for name, number in held.items() if number in by_identity} | state
+
+
 def _optimizer_state(stock: _Stock, self: Any) -> dict[str, Any]:
     state = stock(self)
     if not has_parts(self.optimizer) or self.accelerator_state.distributed_type.value == "FSDP":
@@ -181,6 +227,7 @@ _METHODS = {
     "clip_grad_norm_": _clip_grad_norm,
     "gather_for_metrics": _gather_for_metrics,
     "get_state_dict": _get_state_dict,
+    "load_state": _load_state,
 }
 
 __all__ = ["adapt"]
