@@ -72,6 +72,10 @@ ELSEWHERE = {
     "TP138": "parity/test_inner_gradients.py",
     "TP165": "runtime/test_vocabulary_loss.py",
     "TP166": "parity/test_class_functions.py",
+    "TP190": "training/test_trainer.py",
+    "TP191": "training/test_trainer.py",
+    "TP192": "training/test_inputs.py",
+    "TP193": "training/test_states.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -46,8 +46,7 @@ def _stock_twin(model: nn.Module, stock: type[nn.Module]) -> Any:
 
 
 def whole_state_of(model: nn.Module, keep: bool) -> dict[str, Any]:
-    """The whole state_dict in main memory, tied tensors as one. Every rank must call it; one that needn't keep it has {}.
-    """
+    """The whole state_dict in main memory, tied tensors as one. Every rank must call it; one that needn't keep it has {}."""
     whole: dict[int, Any] = {}
     state: dict[str, Any] = {}
     with torch.no_grad():

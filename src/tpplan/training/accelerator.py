@@ -29,7 +29,7 @@ from tpplan.runtime.pretrained import whole_state_of
 from tpplan.runtime.writes import WRITES, Writes
 from tpplan.training.follow import wrap
 from tpplan.training.sharding import Sharding, check, refusal, sharding_of
-from tpplan.training.states import has_parts, parts_of_state, whole_state
+from tpplan.training.states import has_parts, parts_of_state, refuse_plain, whole_state
 
 _Stock = Callable[..., Any]
 
@@ -76,6 +76,12 @@ def _replicated(accelerator: Any, model: nn.Module) -> nn.Module:
 def _prepare_tp(stock: _Stock, self: Any, *args: Any) -> Any:
     """Leave the parameters as they are, which it would look for by the addresses of their memory."""
     return args if any(sharding_of(held) is not None for held in args) else stock(self, *args)
+
+
+def _prepare_optimizer(stock: _Stock, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(optimizer, "_is_accelerate_prepared", False):
+        refuse_plain(optimizer)
+    return stock(self, optimizer, *args, **kwargs)
 
 
 def _prepare_data_loader(stock: _Stock, self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,6 +229,7 @@ def _load_optimizer_state(stock: _Stock, self: Any, state_dict: dict[str, Any]) 
 _METHODS = {
     "prepare_model": _prepare_model,
     "_prepare_tp": _prepare_tp,
+    "prepare_optimizer": _prepare_optimizer,
     "prepare_data_loader": _prepare_data_loader,
     "clip_grad_norm_": _clip_grad_norm,
     "gather_for_metrics": _gather_for_metrics,

@@ -1,7 +1,7 @@
 """Sharding: the ranks that a model is sharded over, and what a training loop may not do with it.
 
-    TP190   the loop gives out batches and gradients as if each rank had a model of its own
-    TP191   the loop does something that sharded models can't have
+TP190   the loop gives out batches and gradients as if each rank had a model of its own
+TP191   the loop does something that sharded models can't have
 """
 
 from __future__ import annotations

@@ -8,19 +8,53 @@ So a run may be resumed over more ranks or fewer, or unsharded.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from tpplan.runtime.state import part_like
-from tpplan.training.sharding import TrainingError
+from tpplan.training.sharding import TrainingError, refusal
 
 
 def has_parts(optimizer: Optimizer) -> bool:
     """Whether some of an optimizer's parameters are DTensors."""
     return any(isinstance(held, DTensor) for group in optimizer.param_groups for held in group["params"])
+
+
+def refuse_plain(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that mixes its own plain tensors with DTensors, by a step on a small one.
+
+    Every rank must call it. Those of torch take DTensors, and aren't tried.
+
+    Raises:
+        TrainingError: TP191.
+    """
+    kind: Any = type(optimizer)
+    held = next((p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)), None)
+    if held is None or kind.__module__.startswith("torch.optim"):
+        return
+    names = inspect.signature(kind).parameters
+    options = {name: option for name, option in optimizer.defaults.items() if name in names}
+    mesh = held.device_mesh
+    local = torch.ones(2, 2, dtype=held.dtype, device=held.device)
+    small, gradient = (DTensor.from_local(local.clone(), mesh, [Shard(0)] * mesh.ndim) for _ in range(2))
+    parameter = nn.Parameter(small)
+    try:
+        trial = kind([parameter], **options)
+    except Exception:  # it is made in another way
+        return
+    parameter.grad = gradient
+    try:
+        trial.step()
+    except Exception as error:
+        raise refusal(
+            f"the optimizer `{kind.__name__}` can't step on the DTensors of a sharded model: {str(error).splitlines()[0]}",
+            "use one of torch.optim, such as optim='adamw_torch' or torch.optim.Adafactor",
+        ) from error
 
 
 def whole_state(held: Any, keep: bool = True) -> Any:
@@ -50,7 +84,9 @@ def parts_of_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_number = dict(zip(numbered, held, strict=False))  # torch itself refuses another number of parameters
     cut = {
-        number: {name: _part(f"`{name}` of parameter {number}", item, by_number.get(number)) for name, item in of.items()}
+        number: {
+            name: _part(f"`{name}` of parameter {number}", item, by_number.get(number)) for name, item in of.items()
+        }
         if isinstance(of, dict)
         else of
         for number, of in state["state"].items()
@@ -59,7 +95,12 @@ def parts_of_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
 
 
 def _part(shown: str, held: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(parameter, DTensor) or not isinstance(held, Tensor) or isinstance(held, DTensor) or not held.dim():
+    if (
+        not isinstance(parameter, DTensor)
+        or not isinstance(held, Tensor)
+        or isinstance(held, DTensor)
+        or not held.dim()
+    ):
         return held
     if held.shape == parameter.shape:
         return part_like(held.to(parameter.device), parameter)
@@ -73,4 +114,4 @@ def _part(shown: str, held: Any, parameter: Tensor | None) -> Any:
     return DTensor.from_local(held.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-__all__ = ["has_parts", "parts_of_state", "whole_state"]
+__all__ = ["has_parts", "parts_of_state", "refuse_plain", "whole_state"]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-
 from tpplan.runtime.pretrained import whole_state_of
 from tpplan.training.follow import wrap
 from tpplan.training.sharding import Sharding, blind, refusal, sharding_of
