@@ -6,6 +6,7 @@ It knows of no sharding but transformers' own, and would write parts, under the 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -46,9 +47,12 @@ def _stock_twin(model: nn.Module, stock: type[nn.Module]) -> Any:
 
 
 def whole_state_of(model: nn.Module, keep: bool) -> dict[str, Any]:
-    """The whole state_dict in main memory, tied tensors as one. Every rank must call it; one that needn't keep it has {}."""
+    """The whole state_dict in main memory, tied tensors as one; {} where it isn't to be kept.
+
+    Every rank must call it.
+    """
     whole: dict[int, Any] = {}
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = OrderedDict()  # by which accelerate knows a model's state
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
             if id(value) not in whole:

@@ -61,8 +61,8 @@ class Sharding:
         first = self.ranks[0]
         if first % self.size or self.ranks != tuple(range(first, first + self.size)):
             raise mismatch(
-                f"ranks {', '.join(map(str, self.ranks))} share a model, and accelerate gives the same batches to ranks "
-                "that are numbered one after the other",
+                f"ranks {', '.join(map(str, self.ranks))} share a model, and accelerate gives the same batches to "
+                "ranks that are numbered one after the other",
                 "let the plan's axis be the last of the mesh: init_device_mesh(device, (replicas, parts), "
                 'mesh_dim_names=("dp", "tp"))',
             )
@@ -102,8 +102,8 @@ def check(accelerator: Any, sharding: Sharding) -> None:
     if config is None or size != sharding.size:
         knows = "has no parallelism_config" if config is None else f"has tp_size={size}"
         raise mismatch(
-            f"the model is shared by {sharding.size} ranks, and the Accelerator {knows}: each rank would get batches of "
-            "its own, and gradients would be averaged over parts of one model",
+            f"the model is shared by {sharding.size} ranks, and the Accelerator {knows}: each rank would get batches "
+            "of its own, and gradients would be averaged over parts of one model",
             f"pass parallelism_config={sharding.config} to Accelerator, or to TrainingArguments",
         )
     if config.cp_enabled or config.sp_enabled:

@@ -52,9 +52,13 @@ def refuse_plain(optimizer: Optimizer) -> None:
         trial.step()
     except Exception as error:
         raise refusal(
-            f"the optimizer `{kind.__name__}` can't step on the DTensors of a sharded model: {str(error).splitlines()[0]}",
+            f"the optimizer `{kind.__name__}` can't step on the DTensors of a sharded model: {_first_line(error)}",
             "use one of torch.optim, such as optim='adamw_torch' or torch.optim.Adafactor",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def whole_state(held: Any, keep: bool = True) -> Any:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from tpplan.runtime.pretrained import whole_state_of
 from tpplan.training.follow import wrap
 from tpplan.training.sharding import Sharding, blind, refusal, sharding_of

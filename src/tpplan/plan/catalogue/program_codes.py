@@ -587,9 +587,9 @@ y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=False), use
         severity=Severity.ERROR,
         summary="A training loop takes ranks that share a model for ranks with a model each.",
         explanation="""
-accelerate gives each rank batches of its own and averages their gradients, unless it is told which ranks share a model,
-by `tp_size`. It must see all processes, and ranks that share a model must be numbered one after the other. transformers'
-Trainer is told by the model. Before any batch is drawn, `Accelerator.prepare` or the Trainer's constructor says so.
+accelerate gives each rank batches of its own and averages their gradients, unless it is told by `tp_size` that ranks
+share a model. It must see all processes, and ranks that share a model must be numbered one after the other. The Trainer
+of transformers is told by the model. `Accelerator.prepare` and the Trainer say so before a batch is drawn.
 """,
         bad="""
 accelerator = Accelerator()
@@ -607,8 +607,9 @@ model = accelerator.prepare(tpplan.parallelize(model, plan))
         summary="A training loop was asked for something that a sharded model can't have.",
         explanation="""
 An option of accelerate or of transformers' TrainingArguments would shard the model again (`fsdp`, DeepSpeed), or give
-ranks that share a model different batches, or replicas of the model the same ones. The message names the option and what
-to use in its place. Gradients are averaged over replicas without any option; FSDP may be put around the model before.
+ranks that share a model different batches, or replicas of it the same ones, or step by an optimizer that can't take
+DTensors. The message names the option, and what to use in its place. Gradients are averaged over replicas without any
+option; FSDP may be put around the model before.
 """,
         bad="""
 Trainer(tpplan.parallelize(model, plan, mesh["tp"]), TrainingArguments(fsdp="full_shard"))
