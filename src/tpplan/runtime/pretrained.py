@@ -51,16 +51,18 @@ def whole_state_of(model: nn.Module, keep: bool) -> dict[str, Any]:
 
     Every rank must call it.
     """
+    own = dict(model.named_parameters(remove_duplicate=False))  # tied in a state only while they require grad
     whole: dict[int, Any] = {}
     state: dict[str, Any] = OrderedDict()  # by which accelerate knows a model's state
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in whole:
+            key = id(own.get(name, value))
+            if key not in whole:
                 gathered: Any = value.full_tensor() if isinstance(value, DTensor) else value
                 plain: Any = gathered.detach().cpu() if isinstance(gathered, Tensor) else gathered
-                whole[id(value)] = plain if keep else None
+                whole[key] = plain if keep else None
             if keep:
-                state[name] = whole[id(value)]
+                state[name] = whole[key]
     return state
 
 

@@ -14,11 +14,11 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -65,9 +65,9 @@ def _prepare_model(
 
 def _replicated(accelerator: Any, model: nn.Module) -> nn.Module:
     """The model with gradients averaged over the ranks that hold the same parts."""
-    options = {} if accelerator.ddp_handler is None else accelerator.ddp_handler.to_kwargs()
-    group = accelerator.torch_device_mesh["dp"].get_group()
-    wrapped: Any = DistributedDataParallel(model, process_group=group, **options)
+    options: dict[str, Any] = {} if accelerator.ddp_handler is None else accelerator.ddp_handler.to_kwargs()
+    wrap_up: Any = DistributedDataParallel
+    wrapped = wrap_up(model, process_group=accelerator.torch_device_mesh["dp"].get_group(), **options)
     accelerator._models[-1] = wrapped
     wrapped._is_accelerate_prepared = True
     return wrapped
@@ -87,7 +87,7 @@ def _prepare_optimizer(stock: _Stock, self: Any, optimizer: Any, *args: Any, **k
 def _prepare_data_loader(stock: _Stock, self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
     size = _sharing(self)
     if size > 1 and isinstance(data_loader, DataLoader):
-        _seed_alike(data_loader, size)
+        _seed_alike(cast("DataLoader[Any]", data_loader), size)
         dispatches = self.dispatch_batches
         if dispatches and self.parallelism_config.data_parallel_size > 1:
             raise refusal(
@@ -116,9 +116,9 @@ def _validate(stock: _Stock, self: Any, accelerator: Any) -> None:
 
 def _step_scheduler(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> None:
     """As often as there are replicas, by which accelerate divides the batches; it takes each rank to be one."""
-    state = self.optimizers[0].accelerator_state if self.optimizers else None
-    config = None if state is None else state.parallelism_config
-    if config is None or config.tp_size == 1 or not any(map(has_parts, self.optimizers)):
+    state: Any = self.optimizers[0].accelerator_state if self.optimizers else None
+    config: Any = None if state is None else state.parallelism_config
+    if state is None or config is None or config.tp_size == 1 or not any(map(has_parts, self.optimizers)):
         stock(self, *args, **kwargs)
         return
     before, state.num_processes = state.num_processes, state.num_processes // config.tp_size
@@ -142,7 +142,7 @@ def _gather_for_metrics(stock: _Stock, self: Any, input_data: Any, use_gather_ob
     data = _gathered(input_data, self.parallelism_config.data_parallel_size, size, use_gather_object)
     state = self.gradient_state
     if state.end_of_dataloader and state.remainder > 0:
-        if isinstance(data, list) and not _tensors_only(input_data):
+        if use_gather_object or not _tensors_only(input_data):
             return data[: state.remainder]
         return with_items(data, lambda tensor: tensor[: state.remainder])
     return data
@@ -208,7 +208,7 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
 
 def _with_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """A state with all names of tensors that it has under one of them."""
-    held = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    held = {name: id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     by_identity = {held[name]: tensor for name, tensor in state.items() if name in held}
     return {name: by_identity[number] for name, number in held.items() if number in by_identity} | state
 

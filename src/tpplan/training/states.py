@@ -9,7 +9,7 @@ So a run may be resumed over more ranks or fewer, or unsharded.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +72,10 @@ def whole_state(held: Any, keep: bool = True) -> Any:
         whole = held.full_tensor()
         return whole.detach().cpu() if keep else None
     if isinstance(held, dict):
-        return {name: whole_state(item, keep) for name, item in held.items()}
+        return {name: whole_state(item, keep) for name, item in cast("dict[Any, Any]", held).items()}
     if isinstance(held, (list, tuple)):
-        return type(held)(whole_state(item, keep) for item in held)
+        items = [whole_state(item, keep) for item in cast("list[Any]", held)]
+        return items if isinstance(held, list) else tuple(items)
     return held
 
 
@@ -87,14 +88,10 @@ def parts_of_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
     numbered = [number for group in state["param_groups"] for number in group["params"]]
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_number = dict(zip(numbered, held, strict=False))  # torch itself refuses another number of parameters
-    cut = {
-        number: {
-            name: _part(f"`{name}` of parameter {number}", item, by_number.get(number)) for name, item in of.items()
-        }
-        if isinstance(of, dict)
-        else of
-        for number, of in state["state"].items()
-    }
+    cut: dict[Any, Any] = {}
+    for number, of in state["state"].items():
+        parameter = by_number.get(number)
+        cut[number] = {name: _part(f"`{name}` of parameter {number}", item, parameter) for name, item in of.items()}
     return state | {"state": cut}
 
 
