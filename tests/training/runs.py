@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -197,10 +198,16 @@ def sharded(member: Member, name: str, sequence: bool = False, replicas: int = 1
     return tpplan.parallelize(made(name), plan, mesh["tp"])
 
 
-def sharded_outcomes(member: Member, runs: list[tuple[Run, bool, str]], replicas: int = 1) -> list[Outcome]:
+def sharded_outcomes(
+    member: Member, runs: list[tuple[Run, bool, str]], replicas: int = 1, fsdp: bool = False
+) -> list[Outcome]:
     """Each run, with or without a split sequence, in its folder."""
     found: list[Outcome] = []
     for run, sequence, folder in runs:
+        model = sharded(member, run.model, sequence, replicas)
+        if fsdp:
+            mesh = member.mesh(replicas, member.size // replicas, names=("dp", "tp"))
+            model = fully_shard(model, mesh=mesh["dp"])
         with launched(member):
-            found.append(outcome(sharded(member, run.model, sequence, replicas), run, Path(folder)))
+            found.append(outcome(model, run, Path(folder)))
     return found

@@ -145,13 +145,18 @@ def test_what_cannot_be_done_is_said_at_start(tmp_path: Path) -> None:
 
 # -- with replicas -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_replicas_train_to_the_losses_of_one_process_with_their_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fsdp", [False, True], ids=["replicas", "fsdp"])
+def test_replicas_train_to_the_losses_of_one_process_with_their_batches(fsdp: bool, tmp_path: Path) -> None:
     run = Run({**SAVING, "eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 2}, samples=24)
     wide = replace(run, arguments=run.arguments | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8})
-    ours = world(4).run(sharded_outcomes, [(run, False, str(tmp_path / "ours")), (run, True, str(tmp_path / "sp"))], 2)
+    told = [(run, False, str(tmp_path / "ours")), (run, True, str(tmp_path / "sp"))]
+    ours = world(4).run(sharded_outcomes, told, 2, fsdp)
     stock = outcome(made("llama"), wide, tmp_path / "stock")
     for of in ours[0]:
         assert_alike(of, stock)
+    rest = _without_last(tmp_path / "ours", tmp_path / "rest")
+    again = world(4).run(sharded_outcomes, [(replace(run, resume=True), False, str(rest))], 2, fsdp)[0][0]
+    assert all(torch.equal(held, ours[0][0].parameters[name]) for name, held in again.parameters.items())
     for rank in range(1, 4):
         for name, held in ours[0][0].parameters.items():
             assert torch.equal(ours[rank][0].parameters[name], held), (rank, name)

@@ -49,9 +49,11 @@ def _prepare_model(
     stock: _Stock, self: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> nn.Module:
     sharding = sharding_of(model)
-    if sharding is None or getattr(model, "_is_accelerate_prepared", False):
+    if sharding is None:
         return stock(self, model, device_placement, evaluation_mode)
     check(self, sharding)
+    if getattr(model, "_is_accelerate_prepared", False):
+        return stock(self, model, device_placement, evaluation_mode)
     writes: Writes | None = vars(model).get(WRITES)
     if writes is None:
         prepared = stock(self, model, device_placement, True)
@@ -70,6 +72,7 @@ def _replicated(accelerator: Any, model: nn.Module) -> nn.Module:
     wrapped = wrap_up(model, process_group=accelerator.torch_device_mesh["dp"].get_group(), **options)
     accelerator._models[-1] = wrapped
     wrapped._is_accelerate_prepared = True
+    vars(model).pop("_is_accelerate_prepared")  # another Accelerator must wrap it again
     return wrapped
 
 
