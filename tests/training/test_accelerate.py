@@ -20,13 +20,18 @@ EXACT = tolerance(torch.float32)
 
 def _loop(member: Member | None, folder: str, replicas: int = 1) -> dict[str, Any]:
     from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import set_seed
+    from accelerate.utils import DataLoaderConfiguration, set_seed
 
     with nullcontext() if member is None else launched(member):
         set_seed(1)
         size = 1 if member is None else member.size // replicas
         config = None if member is None else ParallelismConfig(tp_size=size, dp_shard_size=replicas)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config)
+        accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            parallelism_config=config,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        )
         stock: Any = made("gpt2") if member is None else sharded(member, "gpt2", replicas=replicas)
         optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 6)
@@ -70,7 +75,7 @@ def _loop(member: Member | None, folder: str, replicas: int = 1) -> dict[str, An
 
 
 def _assert_alike(ours: dict[str, Any], stock: dict[str, Any]) -> None:
-    for name in ("losses", "norms", "rates"):
+    for name in ("rates", "norms", "losses"):
         assert ours[name] == pytest.approx(stock[name], rel=EXACT, abs=EXACT), name
     for name, held in stock["straight"].items():
         assert torch.equal(ours["resumed"][name], ours["straight"][name]), name

@@ -26,16 +26,14 @@ def has_parts(optimizer: Optimizer) -> bool:
 
 
 def refuse_plain(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that mixes its own plain tensors with DTensors, by a step on a small one.
-
-    Every rank must call it. Those of torch take DTensors, and aren't tried.
+    """Refuse an optimizer that can't step on DTensors, by a step on a small one. Every rank must call it.
 
     Raises:
         TrainingError: TP191.
     """
     kind: Any = type(optimizer)
     held = next((p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)), None)
-    if held is None or kind.__module__.startswith("torch.optim"):
+    if held is None:
         return
     names = inspect.signature(kind).parameters
     options = {name: option for name, option in optimizer.defaults.items() if name in names}
@@ -53,7 +51,7 @@ def refuse_plain(optimizer: Optimizer) -> None:
     except Exception as error:
         raise refusal(
             f"the optimizer `{kind.__name__}` can't step on the DTensors of a sharded model: {_first_line(error)}",
-            "use one of torch.optim, such as optim='adamw_torch' or torch.optim.Adafactor",
+            "use another one: optim='adamw_torch', 'adamw_torch_fused' or 'sgd'",
         ) from error
 
 
