@@ -124,11 +124,15 @@ def _step_scheduler(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> None
     if state is None or config is None or config.tp_size == 1 or not any(map(has_parts, self.optimizers)):
         stock(self, *args, **kwargs)
         return
-    before, state.num_processes = state.num_processes, state.num_processes // config.tp_size
+    from accelerate.state import PartialState
+
+    shared: Any = PartialState()  # from which an AcceleratorState takes the number each time
+    before = shared.num_processes
+    shared.num_processes = before // config.tp_size
     try:
         stock(self, *args, **kwargs)
     finally:
-        state.num_processes = before
+        shared.num_processes = state.num_processes = before
 
 
 # -- training and evaluation -------------------------------------------------------------------------------------------
