@@ -49,9 +49,7 @@ def _round_trips(member: Member) -> list[dict[str, Any]]:
         model(input_ids=IDS, labels=IDS).loss.backward()
         again.step()
     for refused in (torch.optim.Adafactor(model.parameters()), Adafactor(model.parameters())):
-        with pytest.raises(
-            TrainingError, match="TP191 loop-option: the optimizer `Adafactor` can't step on the DTensors"
-        ):
+        with pytest.raises(TrainingError, match="TP191 loop-option: the optimizer `Adafactor` can't step on"):
             refuse_plain(refused)
     refuse_plain(torch.optim.AdamW(model.parameters(), fused=True))
     of = {name: held[:, :-1] if held.dim() else held for name, held in found[0]["state"][0].items()}
