@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import tpplan
 from tests.plans.parity import PLANS, tolerance
 from tests.runtime.world import Member, world
 from tests.training.runs import Outcome, Run, launched, made, outcome, sharded, sharded_outcomes, trainer
+from tpplan.training.sharding import Sharding, check
 
 pytestmark = pytest.mark.processes
 
@@ -117,6 +119,7 @@ def _refusals(member: Member, folder: str) -> list[str]:
         {"train_sampling_strategy": "batch_rebalance"},
         {"use_cpu": False},
         {"optim": "adafactor"},
+        {"fsdp": "full_shard"},
     )
     for option in options:
         with launched(member):
@@ -135,11 +138,36 @@ def _refusals(member: Member, folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "ranks", "said"),
+    [
+        ("FSDP", {}, (0, 1), "TP191 loop-option: accelerate is set up for FSDP"),
+        ("MULTI_GPU", {"tp_size": 4}, (0, 1), r"TP190 loop-unaware: .* has tp_size=4(.|\n)*tp_size=2, dp_shard_size=2"),
+        ("MULTI_GPU", {"cp_enabled": True}, (0, 1), "TP191 loop-option: accelerate is set up to split sequences"),
+        ("MULTI_GPU", {}, (1, 2), "TP190 loop-unaware: ranks 1, 2 share a model"),
+        ("MULTI_GPU", {}, (1, 3), "TP190 loop-unaware: ranks 1, 3 share a model"),
+    ],
+)
+def test_how_accelerate_is_set_up(kind: str, config: dict[str, Any], ranks: tuple[int, ...], said: str) -> None:
+    known = {"tp_size": 2, "cp_enabled": False, "sp_enabled": False}
+    accelerator = SimpleNamespace(
+        distributed_type=SimpleNamespace(value=kind),
+        num_processes=4,
+        parallelism_config=SimpleNamespace(**known | config),
+    )
+    with pytest.raises(tpplan.TrainingError, match=said):
+        check(accelerator, Sharding(ranks, 4, False))
+    accelerator.distributed_type.value = "MULTI_GPU"
+    accelerator.parallelism_config = SimpleNamespace(**known)
+    check(accelerator, Sharding((2, 3), 4, False))
+
+
 def test_what_cannot_be_done_is_said_at_start(tmp_path: Path) -> None:
-    rebalance, blind, adafactor, unaware = world(2).run(_refusals, str(tmp_path))[0]
+    rebalance, blind, adafactor, fsdp, unaware = world(2).run(_refusals, str(tmp_path))[0]
     assert rebalance.startswith("TP191 loop-option: `train_sampling_strategy='batch_rebalance'`")
     assert blind.startswith("TP190 loop-unaware: ") and "accelerate sees 1" in blind and "use_cpu=True" in blind
     assert adafactor.startswith("TP191 loop-option: ") and "Adafactor" in adafactor
+    assert fsdp.startswith("TP191 loop-option: `fsdp`")
     assert unaware.startswith("TP190 loop-unaware: ") and "ParallelismConfig(tp_size=2)" in unaware
 
 

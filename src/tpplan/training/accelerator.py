@@ -45,6 +45,15 @@ def adapt(module: ModuleType) -> None:
 
 
 # -- preparing ---------------------------------------------------------------------------------------------------------
+def _prepare(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse what can't be done before anything is prepared."""
+    for held in args:
+        sharding = sharding_of(held)
+        if sharding is not None:
+            check(self, sharding)
+    return stock(self, *args, **kwargs)
+
+
 def _prepare_model(
     stock: _Stock, self: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> nn.Module:
@@ -60,7 +69,7 @@ def _prepare_model(
     else:
         with writes.paused():  # it gives the model a forward that casts around its own
             prepared = stock(self, model, device_placement, True)
-    if evaluation_mode or sharding.replicas == 1 or sharding.is_fsdp:
+    if evaluation_mode or sharding.replicas == 1 or sharding.is_fsdp or isinstance(model, DistributedDataParallel):
         return prepared
     return _replicated(self, prepared)
 
@@ -68,8 +77,10 @@ def _prepare_model(
 def _replicated(accelerator: Any, model: nn.Module) -> nn.Module:
     """The model with gradients averaged over the ranks that hold the same parts."""
     options: dict[str, Any] = {} if accelerator.ddp_handler is None else accelerator.ddp_handler.to_kwargs()
+    names = accelerator.parallelism_config.dp_dim_names
+    mesh = accelerator.torch_device_mesh[names[0] if len(names) == 1 else "dp"]
     wrap_up: Any = DistributedDataParallel
-    wrapped = wrap_up(model, process_group=accelerator.torch_device_mesh["dp"].get_group(), **options)
+    wrapped = wrap_up(model, process_group=mesh.get_group(), **options)
     accelerator._models[-1] = wrapped
     wrapped._is_accelerate_prepared = True
     vars(model).pop("_is_accelerate_prepared")  # another Accelerator must wrap it again
@@ -234,6 +245,7 @@ def _load_optimizer_state(stock: _Stock, self: Any, state_dict: dict[str, Any]) 
 
 
 _METHODS = {
+    "prepare": _prepare,
     "prepare_model": _prepare_model,
     "_prepare_tp": _prepare_tp,
     "prepare_optimizer": _prepare_optimizer,
