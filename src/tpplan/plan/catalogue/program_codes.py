@@ -582,6 +582,9 @@ y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=True), use_
 """,
         good="""
 y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=False), use_reentrant=False)
+""",
+    ),
+    Entry(
         code="TP190",
         name="loop-unaware",
         severity=Severity.ERROR,
