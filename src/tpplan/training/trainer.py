@@ -64,10 +64,11 @@ def _refuse_arguments(arguments: Any, sharding: Sharding) -> None:
 
 def _get_num_items_in_batch(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The number of this replica's, where numbers aren't summed over all ranks: it is divided as if they were."""
-    number, sharding = stock(self, *args, **kwargs), sharding_of(self.model)
-    if sharding is None or self.args.average_tokens_across_devices or not isinstance(number, Tensor):
+    number = stock(self, *args, **kwargs)
+    if self.args.average_tokens_across_devices or not isinstance(number, Tensor):
         return number
-    return number * sharding.size
+    sharding = sharding_of(self.model)
+    return number if sharding is None else number * sharding.size
 
 
 def _save(stock: _Stock, self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
