@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def _round_trips(member: Member) -> list[dict[str, Any]]:
         model = sharded(member, "gpt2")
         optimizer = _stepped(model, kind, **options)
         state = whole_state(optimizer.state_dict())
-        found.append(state)
+        found.append(copy.deepcopy(state))  # steps are counted in place
         again = kind(model.parameters(), lr=1e-2, **options)
         again.load_state_dict(parts_of_state(again, state))
         for parameter, before in optimizer.state.items():
