@@ -45,6 +45,7 @@ class Run:
     masks: bool = False
     resume: bool = False
     samples: int = 22
+    held_out: int = 7
     steps: int = 4
 
 
@@ -144,7 +145,7 @@ def trainer(model: Any, run: Run, folder: Path, kind: Callable[..., Any] = Train
         model=model,
         args=TrainingArguments(output_dir=str(folder), **usual | run.arguments),
         train_dataset=Stream(held) if run.iterable else held,
-        eval_dataset=samples(run, 7),
+        eval_dataset=samples(run, run.held_out),
         data_collator=masked if run.masks else padded,
         compute_metrics=accuracy if len(run.lengths) == 1 else None,
     )
@@ -153,7 +154,7 @@ def trainer(model: Any, run: Run, folder: Path, kind: Callable[..., Any] = Train
 def outcome(model: Any, run: Run, folder: Path) -> Outcome:
     one = trainer(model, run, folder)
     one.train(resume_from_checkpoint=run.resume)
-    predicted = one.predict(samples(run, 7))
+    predicted = one.predict(samples(run, run.held_out))
     logs = one.state.log_history
     return Outcome(
         [log["loss"] for log in logs if "loss" in log],

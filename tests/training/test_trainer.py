@@ -175,7 +175,9 @@ def test_what_cannot_be_done_is_said_at_start(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicas", "fsdp"])
 def test_replicas_train_to_the_losses_of_one_process_with_their_batches(fsdp: bool, tmp_path: Path) -> None:
-    run = Run({**SAVING, "eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 2}, samples=24)
+    run = Run(
+        {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 2}, samples=24, held_out=8
+    )
     wide = replace(run, arguments=run.arguments | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8})
     told = [(run, False, str(tmp_path / "ours")), (run, True, str(tmp_path / "sp"))]
     ours = world(4).run(sharded_outcomes, told, 2, fsdp)

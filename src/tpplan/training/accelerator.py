@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from tpplan.compiler.ir.pytree import leaves, with_items
 from tpplan.runtime.pretrained import whole_state_of
+from tpplan.runtime.state import without_replicas
 from tpplan.runtime.writes import WRITES, Writes
 from tpplan.training.follow import wrap
 from tpplan.training.sharding import Sharding, check, refusal, sharding_of
@@ -220,7 +221,8 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
             state = load_file(path)
         else:
             state = torch.load(path.with_name(path.stem.replace("model", "pytorch_model") + ".bin"), weights_only=True)
-        model.load_state_dict(_with_tied(model, state))
+        inner = without_replicas(model)
+        inner.load_state_dict(_with_tied(inner, {name.removeprefix("module."): held for name, held in state.items()}))
     models.clear()  # by which a hook says that it has loaded them
 
 
