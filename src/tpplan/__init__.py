@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tpplan.training import follow
+
 if TYPE_CHECKING:
     from tpplan import loss
     from tpplan.api import (
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
         suggest_plan,
         verify,
     )
+    from tpplan.calls.alike import DifferentInputsError
     from tpplan.calls.errors import UnprovedCallError
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
+    from tpplan.training.sharding import TrainingError
 
     __version__: str
 
@@ -59,6 +63,7 @@ __all__ = [
     "CompileError",
     "DataParallelError",
     "Diagnostic",
+    "DifferentInputsError",
     "InitializationError",
     "InternalError",
     "KernelArgumentError",
@@ -75,6 +80,7 @@ __all__ = [
     "StateError",
     "TooLargeError",
     "TpplanError",
+    "TrainingError",
     "UnevenShardError",
     "UnprovedCallError",
     "UnshardedError",
@@ -114,6 +120,7 @@ _ELSEWHERE = {
     "CheckpointError": "tpplan.checkpoint.files",
     "DataParallelError": "tpplan.runtime.averaging",
     "clip_grad_norm_": "tpplan.runtime.clipping",
+    "DifferentInputsError": "tpplan.calls.alike",
     "InitializationError": "tpplan.initialize.findings",
     "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",
@@ -125,12 +132,16 @@ _ELSEWHERE = {
     "ReplayError": "tpplan.compiler.ir.script",
     "StateError": "tpplan.runtime.packed",
     "TooLargeError": "tpplan.parity.errors",
+    "TrainingError": "tpplan.training.sharding",
     "SecondDerivativeError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
     "UnprovedCallError": "tpplan.calls.errors",
     "UnshardedError": "tpplan.parity.errors",
     "VerifyError": "tpplan.parity.errors",
 }
+
+
+follow()
 
 
 def __getattr__(name: str) -> object:

@@ -77,6 +77,10 @@ ELSEWHERE = {
     "TP182": "runtime/test_compile.py",
     "TP183": "runtime/test_compile.py",
     "TP184": "runtime/test_compile.py",
+    "TP190": "training/test_trainer.py",
+    "TP191": "training/test_trainer.py",
+    "TP192": "training/test_inputs.py",
+    "TP193": "training/test_states.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("calls",),
     ("report", "parity"),
-    ("inputs", "hf"),
+    ("inputs", "hf", "training"),
     ("suggest",),
     ("initialize",),
     ("checkpoint", "loss"),

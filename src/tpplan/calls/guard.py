@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpplan.calls.alike import require_alike
 from tpplan.calls.arguments import Left, on_meta, sequence_dims, shows_odd_sequence, without_opaque
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guarded import FirstCall, GuardedCall
-from tpplan.calls.key import CallKey, KeyReader
+from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
@@ -41,7 +42,7 @@ from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
-from tpplan.runtime.agreement import agree, any_rank
+from tpplan.runtime.agreement import agree, any_rank, gathered
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
@@ -91,6 +92,7 @@ class CallGuard:
         self._frozen: list[tuple[nn.Module, str, str]] = []
         self._changes: Changes | None = None
         self._model: nn.Module | None = None
+        self._compared: set[Kind] = set()
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = False
         self._writes = compiled.keeps_writing
@@ -136,9 +138,13 @@ class CallGuard:
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
         if _passes_objects(call):
-            return proof.program, None if proof.has_met(key) else lambda _: FirstCall(self, decision)
+            if proof.has_met(key):
+                return proof.program, None
+            self._require_alike(call, key.kind)
+            return proof.program, lambda _: FirstCall(self, decision)
         if not self._paths.must_watch(key, proof):
             return proof.program, None
+        self._require_alike(call, key.kind)
         return proof.program, functools.partial(GuardedCall, self, call, decision)
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
@@ -153,12 +159,19 @@ class CallGuard:
         key = self._key(call)
         proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
         if proof is None:
+            self._require_alike(call, key.kind)
             if self._changes is not None and self._changes.compare():
                 self._forget()
             proof, compiled = self._prove(call)
             self._proofs.cover(key.kind, proof)
             self._paths.note(key.kind, proof, compiled)
         return call, Decision(proof, key)
+
+    def _require_alike(self, call: Call, kind: Kind) -> None:
+        """Raise if the ranks were called with different arguments; looked at once for each kind of call."""
+        if self._axis is not None and kind not in self._compared:
+            require_alike(call, self._names, call.parts, functools.partial(gathered, self._axis.group))
+            self._compared.add(kind)
 
     def _forget(self) -> None:
         self._changed = True

@@ -318,6 +318,13 @@ class ShardedRoot(ShardedModule):
                 return result
         raise InternalError(f"a call still needed another program after {_ATTEMPTS} attempts")
 
+    def _get_name(self) -> str:
+        """The stock class's name, by which transformers' Trainer tells what a model is."""
+        return stock_class(self).__name__
+
+    def __repr__(self) -> str:
+        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.context is not None:

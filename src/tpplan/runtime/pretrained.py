@@ -6,6 +6,7 @@ It knows of no sharding but transformers' own, and would write parts, under the 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ def saving_methods(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
         `tpplan.save_weights` writes the same folder without that.
         """
-        state = _whole_state(self) if state_dict is None else state_dict
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        state = whole_state_of(self, first) if state_dict is None else state_dict
         result = saves(_stock_twin(self, stock), *args, state_dict=state, **kwargs)
         if dist.is_initialized():
             dist.barrier()  # what a rank returns from has been written
@@ -44,20 +46,24 @@ def _stock_twin(model: nn.Module, stock: type[nn.Module]) -> Any:
     return twin
 
 
-def _whole_state(model: nn.Module) -> dict[str, Any]:
-    """The whole state_dict on the first rank of the world, tied tensors as one; nothing on the others."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
+def whole_state_of(model: nn.Module, keep: bool) -> dict[str, Any]:
+    """The whole state_dict in main memory, tied tensors as one; {} where it isn't to be kept.
+
+    Every rank must call it.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))  # tied in a state only while they require grad
     whole: dict[int, Any] = {}
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = OrderedDict()  # by which accelerate knows a model's state
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in whole:
+            key = id(own.get(name, value))
+            if key not in whole:
                 gathered: Any = value.full_tensor() if isinstance(value, DTensor) else value
                 plain: Any = gathered.detach().cpu() if isinstance(gathered, Tensor) else gathered
-                whole[id(value)] = plain if first else None
-            if first:
-                state[name] = whole[id(value)]
+                whole[key] = plain if keep else None
+            if keep:
+                state[name] = whole[key]
     return state
 
 
-__all__ = ["saving_methods"]
+__all__ = ["saving_methods", "whole_state_of"]

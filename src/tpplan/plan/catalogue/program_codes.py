@@ -681,6 +681,81 @@ model.compile()
 """,
     ),
     Entry(
+        code="TP190",
+        name="loop-unaware",
+        severity=Severity.ERROR,
+        summary="A training loop takes ranks that share a model for ranks with a model each.",
+        explanation="""
+accelerate gives each rank batches of its own and averages their gradients, unless it is told by `tp_size` that ranks
+share a model. It must see all processes, and ranks that share a model must be numbered one after the other. The Trainer
+of transformers is told by the model. `Accelerator.prepare` and the Trainer say so before a batch is drawn.
+""",
+        bad="""
+accelerator = Accelerator()
+model = accelerator.prepare(tpplan.parallelize(model, plan))
+""",
+        good="""
+accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+model = accelerator.prepare(tpplan.parallelize(model, plan))
+""",
+    ),
+    Entry(
+        code="TP191",
+        name="loop-option",
+        severity=Severity.ERROR,
+        summary="A training loop was asked for something that a sharded model can't have.",
+        explanation="""
+An option of accelerate or of transformers' TrainingArguments would shard the model again (`fsdp`, DeepSpeed), or give
+ranks that share a model different batches, or replicas of it the same ones, or step by an optimizer that can't take
+DTensors. The message names the option, and what to use in its place. Gradients are averaged over replicas without any
+option; FSDP may be put around the model before.
+""",
+        bad="""
+Trainer(tpplan.parallelize(model, plan, mesh["tp"]), TrainingArguments(fsdp="full_shard"))
+""",
+        good="""
+model = tpplan.parallelize(model, plan, mesh["tp"])
+Trainer(fully_shard(model, mesh=mesh["dp"]), TrainingArguments())
+""",
+    ),
+    Entry(
+        code="TP192",
+        name="different-inputs",
+        severity=Severity.ERROR,
+        summary="Ranks that share a model were called with different arguments.",
+        explanation="""
+Each rank computes its part of one result, so all ranks of the axis must be called with the same tensors and flags, in
+the same mode. Before the first call of each kind the ranks compare digests of what they were called with; the message
+names the first argument that differs. Usual causes: a DistributedSampler over all processes rather than over the
+data-parallel axis, an unseeded shuffle, masks drawn from a generator that is seeded by rank. Later calls of the same
+kind aren't compared, unless `TPPLAN_DEBUG=1` is set.
+""",
+        bad="""
+sampler = DistributedSampler(data)                                    # a part for each process
+""",
+        good="""
+dp = mesh["dp"]
+sampler = DistributedSampler(data, dp.size(), dp.get_local_rank())    # a part for each replica
+""",
+    ),
+    Entry(
+        code="TP193",
+        name="optimizer-state",
+        severity=Severity.ERROR,
+        summary="An optimizer's state doesn't fit the sharded model's parameters.",
+        explanation="""
+Under accelerate and transformers' Trainer an optimizer's state is saved and loaded whole, as the unsharded model's, and
+each rank takes its part. A tensor in it has another shape than the parameter: the state is that of another model, or
+was saved by each rank for its part.
+""",
+        bad="""
+torch.save(optimizer.optimizer.state_dict(), f"rank{rank}.pt")
+""",
+        good="""
+accelerator.save_state("folder")
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,
