@@ -70,6 +70,7 @@ ELSEWHERE = {
     "TP136": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",
+    "TP160": "adapters/test_plans.py",
     "TP199": "cli/test_main.py",
 }
 

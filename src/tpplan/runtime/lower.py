@@ -23,8 +23,9 @@ from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replaces_body, swapped_class
+from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replaces_body, stock_class, swapped_class
 from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.pretrained import wrapper_class
 from tpplan.runtime.state import give_wholes, take_parts
 from tpplan.runtime.watched import WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
@@ -171,6 +172,21 @@ def _module_changes(
     return changes + [_take_whole_states(module) for module in modules.values() if own_parameters(module)]
 
 
+def wrap_around(model: nn.Module, name: str) -> None:
+    """Let the modules around a sharded one save whole tensors, where they can save themselves.
+
+    Args:
+        model: what wraps the sharded model, perhaps by way of others.
+        name: the sharded model's name in it.
+    """
+    path, inner = name.split("."), stock_class(model.get_submodule(name))
+    for depth in range(len(path)):
+        holder = model.get_submodule(".".join(path[:depth]))
+        replacement = wrapper_class(type(holder), tuple(path[depth:]), inner)
+        if replacement is not None:
+            holder.__class__ = replacement
+
+
 def _watch(module: nn.Module, writes: Writes) -> _Change:
     """Let a module tell what is written to it; one whose class can't be derived from is left alone."""
     swapped: list[type[nn.Module]] = []
@@ -312,4 +328,4 @@ def _take_whole_states(module: nn.Module) -> _Change:
     return _Change(apply, undo)
 
 
-__all__ = ["Distributor", "Guard", "lower"]
+__all__ = ["Distributor", "Guard", "lower", "wrap_around"]
