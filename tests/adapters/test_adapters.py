@@ -85,7 +85,9 @@ _CONV = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True,
 
 
 @pytest.mark.parametrize(
-    ("plan", "make", "options"), [("gpt2", gpt2, _CONV), ("llama-sequence", llama, _KEPT)], ids=["gpt2", "saved"]
+    ("plan", "make", "options"),
+    [("gpt2", gpt2, _CONV), pytest.param("llama-sequence", llama, _KEPT, marks=pytest.mark.slow)],
+    ids=["gpt2", "kept modules"],
 )
 def test_an_adapter_is_saved_as_the_unsharded_models_and_loaded_again(
     plan: str, make: Callable[[], nn.Module], options: dict[str, Any]

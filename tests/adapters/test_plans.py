@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
     "bert": ("bert", bert, {"target_modules": ["query", "key", "value", "dense"]}),
 }
 _RUNS = [(name, sequence, tp) for name in CASES for sequence in ("", "-sequence") for tp in (2, 4)]
-_QUICK = [("llama", "", 2), ("key-value heads", "-sequence", 4), ("gpt2", "-sequence", 2)]
+_QUICK = [("key-value heads", "-sequence", 4), ("gpt2", "-sequence", 2)]
 
 
 @pytest.mark.parametrize(("name", "sequence", "tp"), slow_but(_QUICK, _RUNS))
@@ -42,7 +42,7 @@ def test_a_shipped_plan_holds_for_the_model_with_adapters(name: str, sequence: s
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
+@pytest.mark.parametrize("plan", [pytest.param("llama", marks=pytest.mark.slow), "llama-sequence"])
 def test_adapters_cost_no_collective(plan: str) -> None:
     with_adapters = tpplan.compile_plan(adapted(llama), PLANS / f"{plan}.yaml", 2)
     stock = tpplan.compile_plan(llama(), PLANS / f"{plan}.yaml", 2)
@@ -53,7 +53,9 @@ def test_adapters_cost_no_collective(plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "make", "options"), [("llama", llama, {}), ("gpt2", gpt2, _CONV)], ids=["llama", "gpt2"]
+    ("plan", "make", "options"),
+    [("llama", llama, {}), pytest.param("gpt2", gpt2, _CONV, marks=pytest.mark.slow)],
+    ids=["llama", "gpt2"],
 )
 def test_a_suggested_plan_splits_what_the_shipped_one_does(
     plan: str, make: Callable[[], nn.Module], options: dict[str, Any]
