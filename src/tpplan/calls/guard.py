@@ -138,7 +138,7 @@ class CallGuard:
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""
-        if self._frozen and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._follow_thawed()
         if self._changes is not None:
             if self._changes.look():
@@ -231,7 +231,9 @@ class CallGuard:
         """
         if self._changes is not None and self._changes.look():
             self._forget()
-        self._refuse_thawed()
+        if torch.is_grad_enabled():
+            self._follow_thawed()
+            self._refuse_thawed()
         return (self._with_whole_sequences() if self._sequence_dims else self.main).program
 
     def _key(self, call: Call) -> CallKey:
@@ -404,7 +406,7 @@ class CallGuard:
 
     def _refuse_thawed(self) -> None:
         """TP117 for a module that is called by itself: its program has no sum for parameters that were thawed since."""
-        if self._thawed and torch.is_grad_enabled() and not self._sequence_dims:
+        if self._thawed and not self._sequence_dims:
             raise UnprovedCallError(
                 f"TP117 unproved-call: `{self._thawed}` requires grad, but was frozen when the plan was compiled, so "
                 "that no sum over the ranks was placed for calls of single modules\n  help: let all parameters that "
