@@ -86,13 +86,19 @@ def assert_same_step(ours: Any, stock: Any, keywords: Mapping[str, Any] | None =
     keywords = {"input_ids": IDS} if keywords is None else keywords
     logits, gradients = stepped(ours, keywords)
     wanted, wanted_gradients = stepped(stock, keywords)
-    torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-10)
+    assert_near(logits, wanted, "logits")
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in wanted_gradients.items():
         held = gradients[name]
         assert (held is None) == (gradient is None), name
         if gradient is not None and held is not None:
-            torch.testing.assert_close(held, gradient, rtol=1e-8, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+            assert_near(held, gradient, name)
+
+
+def assert_near(ours: Tensor, wanted: Tensor, name: str) -> None:
+    """Equal but for the rounding to float32, in which transformers' norms compute whatever the model's dtype is."""
+    error, scale = (ours - wanted).abs().max(), wanted.abs().max()
+    assert ours.shape == wanted.shape and error <= 100 * torch.finfo(torch.float32).eps * scale, (name, error, scale)
 
 
 def whole(tensor: Tensor) -> Tensor:

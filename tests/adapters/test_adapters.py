@@ -31,7 +31,7 @@ def _pair(
     return ours, stock
 
 
-@pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
+@pytest.mark.parametrize("plan", [pytest.param("llama", marks=pytest.mark.slow), "llama-sequence"])
 def test_life_with_one_adapter_is_that_of_the_unsharded_model(plan: str) -> None:
     world(2).run(_life, plan)
 
@@ -86,7 +86,10 @@ _CONV = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True,
 
 @pytest.mark.parametrize(
     ("plan", "make", "options"),
-    [("gpt2", gpt2, _CONV), pytest.param("llama-sequence", llama, _KEPT, marks=pytest.mark.slow)],
+    [
+        pytest.param("gpt2", gpt2, _CONV, marks=pytest.mark.slow),
+        pytest.param("llama-sequence", llama, _KEPT, marks=pytest.mark.slow),
+    ],
     ids=["gpt2", "kept modules"],
 )
 def test_an_adapter_is_saved_as_the_unsharded_models_and_loaded_again(
