@@ -108,6 +108,8 @@ def _input_of_other_features(name: str, rule: Rule) -> Diagnostic | None:
 
 def may_wrap(module: nn.Module) -> bool:
     """Whether a module that is no layer holds layers, or matrices, of which one may do its work."""
+    if isinstance(module, nn.Embedding) or linear_form(module) is not None:
+        return False
     if any(held is not None and held.dim() == 2 for held in own_parameters(module).values()):
         return True
     return any(isinstance(inner, nn.Embedding) or linear_form(inner) is not None for inner in module.modules())
@@ -115,7 +117,8 @@ def may_wrap(module: nn.Module) -> bool:
 
 def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
     own = type(module)
-    kind = with_article(own.__name__ if own.__name__ not in _LAYERS else f"{own.__module__}.{own.__name__}")
+    foreign = own.__name__ in _LAYERS and not own.__module__.startswith("torch.")
+    kind = with_article(f"{own.__module__}.{own.__name__}" if foreign else own.__name__)
     return Diagnostic(
         code="TP101",
         message=f"{what}, but `{name}` is {kind}",

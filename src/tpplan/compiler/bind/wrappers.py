@@ -126,6 +126,8 @@ def _styles(subject: _Subject, wrapper: Bound) -> dict[str, Style]:
     given, making = walk.readers(), walk.makers()
     works = [n for n in (*given.layers, *given.parameters) if n in making.layers or n in making.parameters]
     works = [name for name in works if not walk.is_vector(name)]
+    if wrapper.style is Style.VOCAB:
+        works = [name for name in works if name in given.layers]
     if len(works) != 1:
         return {}
     if wrapper.style is Style.VOCAB:
