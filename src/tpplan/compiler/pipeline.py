@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.compat import named_modules
-from tpplan.compiler.bind.bind import Binding, bind, bind_parameters, once
+from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.packing import pack
 from tpplan.compiler.bind.wrappers import Members, unwrap
@@ -98,8 +98,10 @@ def compile_call(request: Request) -> Compiled:
 
 def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump = Dump.from_environment()
-    binding, findings = bind(request.model, request.plan, request.size)
+    binding, findings = bind_rules(request.model, request.plan)
     dump.binding(binding)
+    if any(d.severity is Severity.ERROR for d in findings):
+        findings = once([*findings, *binding.wrappers.values()])
     _refuse(findings)
     trace, state = _capture(request, findings)
     dump.trace(trace)

@@ -115,8 +115,7 @@ class Study:
 
     def refused(self, rules: Sequence[Rule]) -> dict[str, str]:
         """The modules to which rules can't be applied, with the reason."""
-        binding, findings = bind(self.model, Plan(rules=tuple(rules)), self.size)
-        return _problems([*findings, *binding.wrappers.values()])
+        return _problems(bind(self.model, Plan(rules=tuple(rules)), self.size)[1])
 
 
 def stored_names(model: nn.Module) -> list[str]:

@@ -16,7 +16,7 @@ from tpplan.compat import named_modules
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.misfits import may_wrap, misfit
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
-from tpplan.plan import Diagnostic, Pin, Plan, Rule, Severity, Style
+from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,13 @@ class Binding:
 
 
 def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
-    """Match the plan's rules to `model` for an axis of `size` ranks."""
+    """Match the plan's rules to `model` for an axis of `size` ranks; what is no layer counts as a mistake."""
+    binding, findings = bind_rules(model, plan)
+    return binding, once([*findings, *binding.wrappers.values()])
+
+
+def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]:
+    """Match the plan's rules to `model`; the trace will tell whether modules that are no layers wrap one."""
     modules = dict(named_modules(model, remove_duplicate=False))
     parameters = [name for name, _ in stored_tensors(model)]
     matched = plan.match((name for name in modules if name), parameters)
@@ -117,8 +123,6 @@ def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnos
         else:
             diagnostics.append(problem)
     binding, conflicts = bind_parameters(model, bound)
-    if any(d.severity is Severity.ERROR for d in (*diagnostics, *conflicts)):
-        diagnostics += wrappers.values()
     return replace(binding, wrappers=wrappers), once(diagnostics + conflicts)
 
 
