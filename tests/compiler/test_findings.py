@@ -81,6 +81,7 @@ ELSEWHERE = {
     "TP191": "training/test_trainer.py",
     "TP192": "training/test_inputs.py",
     "TP193": "training/test_states.py",
+    "TP160": "adapters/test_plans.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("calls",),
     ("report", "parity"),
+    ("served",),
     ("inputs", "hf", "training"),
     ("suggest",),
     ("initialize",),

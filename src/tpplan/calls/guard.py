@@ -90,6 +90,7 @@ class CallGuard:
         self._whole: Proof | None = None
         self._sequence_dims = sequence_dims(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
+        self._thawed = ""
         self._changes: Changes | None = None
         self._model: nn.Module | None = None
         self._compared: set[Kind] = set()
@@ -98,6 +99,7 @@ class CallGuard:
         self._writes = compiled.keeps_writing
         self._wrote = compiled.writes
         self._asked = compiled.asked
+        self._members = compiled.members
         self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._paths = Paths(rank if axis is None else axis.rank, always)
@@ -149,8 +151,8 @@ class CallGuard:
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""
-        if self._frozen and torch.is_grad_enabled():
-            self._refuse_thawed()
+        if torch.is_grad_enabled():
+            self._follow_thawed()
         if self._changes is not None:
             if self._changes.look():
                 self._forget()
@@ -251,7 +253,16 @@ class CallGuard:
             path.sides[location] = side
 
     def alone(self) -> Program | None:
-        """The program for a module that is called by itself: the example's, with all sequences whole."""
+        """The program for a module that is called by itself: the example's, with all sequences whole.
+
+        Raises:
+            UnprovedCallError: the model was changed in a way that no proof can follow.
+        """
+        if self._changes is not None and self._changes.look():
+            self._forget()
+        if torch.is_grad_enabled():
+            self._follow_thawed()
+            self._refuse_thawed()
         return (self._with_whole_sequences() if self._sequence_dims else self.main).program
 
     def _key(self, call: Call) -> CallKey:
@@ -312,7 +323,9 @@ class CallGuard:
 
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training
-        request = Request(self._stock, base.plan, size, *example, training, True, parts, taken, self._device)
+        request = Request(
+            self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device
+        )
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
@@ -383,7 +396,9 @@ class CallGuard:
     def _compile_whole(self) -> Proof:
         main = self.main.program
         plan = self.main.plan.with_whole_sequences()
-        request = Request(self._stock, plan, main.size, *self._example, main.training, device=self._device)
+        request = Request(
+            self._stock, plan, main.size, *self._example, main.training, members=self._members, device=self._device
+        )
         try:
             program = self._compiled(lambda: compile_call(request)).program
         except CompileError as error:
@@ -403,14 +418,30 @@ class CallGuard:
                 f"share a cache\n  help: pad the sequence to a multiple of {program.size}, or pass no cache"
             )
 
+    def _follow_thawed(self) -> None:
+        """Have calls proved anew that are to give gradients to parameters which were frozen in their proofs.
+
+        The ranks thaw the same parameters, as they set the same flags; what is compiled for that is compared.
+        """
+        now = [(held, own_parameters(held[0]).get(held[1])) for held in self._frozen]
+        thawed = [held for held, parameter in now if parameter is not None and parameter.requires_grad]
+        for owner, leaf, name in thawed:
+            holder, _, stock_leaf = name.rpartition(".")
+            own_parameters(self._stock.get_submodule(holder))[stock_leaf].requires_grad_(True)  # pyright: ignore
+            self._frozen.remove((owner, leaf, name))
+        if thawed:
+            self._thawed = thawed[0][2]
+            self._whole = None
+            self._forget()
+
     def _refuse_thawed(self) -> None:
-        for owner, leaf, name in self._frozen:
-            if getattr(owner, leaf).requires_grad:
-                raise UnprovedCallError(
-                    f"TP117 unproved-call: `{name}` requires grad, but was frozen when the plan was compiled, so "
-                    "that no sum over the ranks was placed for it\n  help: let all parameters that may ever be trained "
-                    "require grad when `parallelize` is called; they can be frozen afterwards"
-                )
+        """TP117 for a module that is called by itself: its program has no sum for parameters that were thawed since."""
+        if self._thawed and not self._sequence_dims:
+            raise UnprovedCallError(
+                f"TP117 unproved-call: `{self._thawed}` requires grad, but was frozen when the plan was compiled, so "
+                "that no sum over the ranks was placed for calls of single modules\n  help: let all parameters that "
+                "may ever be trained require grad when `parallelize` is called; they can be frozen afterwards"
+            )
 
 
 def _passes_objects(call: Call) -> bool:

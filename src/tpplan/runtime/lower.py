@@ -30,9 +30,11 @@ from tpplan.runtime.modules import (
     become,
     carrying_class,
     replaces_body,
+    stock_class,
     swapped_class,
 )
 from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.pretrained import wrapper_class
 from tpplan.runtime.state import give_wholes, take_parts
 from tpplan.runtime.watched import WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
@@ -178,6 +180,21 @@ def _module_changes(
         swapped = {held.module for held in prepared}
         changes += [_watch(module, writes, not swapped.isdisjoint(module.modules())) for module in modules.values()]
     return changes + [_take_whole_states(module) for module in modules.values() if own_parameters(module)]
+
+
+def wrap_around(model: nn.Module, name: str) -> None:
+    """Let the modules around a sharded one save whole tensors, where they can save themselves.
+
+    Args:
+        model: what wraps the sharded model, perhaps by way of others.
+        name: the sharded model's name in it.
+    """
+    path, inner = name.split("."), stock_class(model.get_submodule(name))
+    for depth in range(len(path)):
+        holder = model.get_submodule(".".join(path[:depth]))
+        replacement = wrapper_class(type(holder), tuple(path[depth:]), inner)
+        if replacement is not None:
+            holder.__class__ = replacement
 
 
 def _watch(module: nn.Module, writes: Writes, carries: bool) -> _Change:
@@ -327,4 +344,4 @@ def _take_whole_states(module: nn.Module) -> _Change:
     return _Change(apply, undo)
 
 
-__all__ = ["Distributor", "Guard", "lower"]
+__all__ = ["Distributor", "Guard", "lower", "wrap_around"]

@@ -343,7 +343,7 @@ model = peft.get_peft_model(model, adapter)
 """,
         good="""
 model = peft.get_peft_model(model, adapter)
-model = tpplan.parallelize(model, plan_for_the_adapted_model)
+model = tpplan.parallelize(model, plan)
 """,
     ),
     Entry(
@@ -506,6 +506,26 @@ tpplan.init_weights(model)
 torch.manual_seed(0)
 tpplan.init_weights(model)
 torch.manual_seed(rank)
+""",
+    ),
+    Entry(
+        code="TP160",
+        name="unreached-model",
+        severity=Severity.ERROR,
+        summary="The plan is for a model inside of the one that was passed, which doesn't pass its calls on.",
+        explanation="""
+A model may only wrap the one that a plan was written for, as peft's `PeftModel` does. The names in the plan are then
+read inside of it, the inner model is what is sharded, and the wrapper runs around it on whole tensors. For that, an
+example call of the wrapper is followed to the inner model. Either it didn't get there, or the wrapper passes a cache of
+keys and values that it makes itself (prefix tuning), of which each rank would need its part.
+""",
+        bad="""
+model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8))
+tpplan.parallelize(model, "plans/llama.yaml")
+""",
+        good="""
+model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+tpplan.parallelize(model, "plans/llama.yaml")
 """,
     ),
     Entry(
