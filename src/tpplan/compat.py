@@ -700,6 +700,17 @@ def runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportUnknownMemberType]
 
 
+def next_node_number() -> int:
+    """The number of the next node of a graph that this thread makes."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
+def running_node_number() -> int | None:
+    """The number of the node whose backward this thread runs; None outside of one."""
+    node = torch._C._current_autograd_node()  # pyright: ignore
+    return None if node is None else node._sequence_nr()  # pyright: ignore
+
+
 def takes_device(operator: OpOverload) -> bool:
     """Whether it makes a tensor on a device that it is told."""
     return any(argument.name == "device" for argument in operator._schema.arguments)

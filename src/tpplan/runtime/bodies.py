@@ -68,7 +68,7 @@ def prepare(
     buffers = {name for placement in program.buffers for name in placement.names}
     handed_out = HandedOut(axis)
     readers = _readers(modules, program, handed_out)
-    context = CallContext()
+    context = handed_out.context
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     random = _randomness(program, axis, device)
     uses, twice = active_uses(program, device), program.takes_gradients

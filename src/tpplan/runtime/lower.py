@@ -25,6 +25,7 @@ from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replaces_body, swapped_class
 from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.state import take_parts
 from tpplan.runtime.watched import WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
@@ -234,6 +235,7 @@ class Variants:
         self._current = program
         self._held = [(program, prepared)]
         self._stock: list[tuple[nn.Module, str, Any]] = []
+        self._calls = RecentCalls()
 
     def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> WatchedCall | None:
         """Put the program in place that a call of the root runs by, and watch the call if it has to be.
@@ -256,6 +258,13 @@ class Variants:
         program = None if self._guard is None else self._guard.alone()
         if program is not None and program is not self._current:
             self._change_to(program)
+
+    def again(self, ran: Ran) -> None:
+        """Put the program in place that a call ran by, of which a part is recomputed in a backward."""
+        for program, prepared in self._held:
+            if prepared and prepared[0].runtime.handed_out is ran.handed_out and program is not self._current:
+                self._change_to(program)
+                return
 
     def _change_to(self, program: Program) -> None:
         found = next((prepared for known, prepared in self._held if known is program), None)
@@ -280,6 +289,8 @@ class Variants:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self
                 held.runtime.handed_out.alone = None if self._guard is None else self.alone
+                held.runtime.handed_out.again = self.again
+                held.runtime.handed_out.calls = self._calls
             held.module.__dict__[RUNTIME] = held.runtime
             for attribute, value in held.attributes:
                 name, local = replaced_attribute(held.module, attribute, value)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import without_function_modes
+from tpplan.compat import runs_backward, without_function_modes
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
@@ -28,7 +28,7 @@ from tpplan.runtime.outside import serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.pretrained import saving_methods
 from tpplan.runtime.reshard import CallContext, Move
-from tpplan.runtime.standalone import starts_alone
+from tpplan.runtime.recent import Ran
 from tpplan.runtime.watched import AGAIN, WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes
 
@@ -145,12 +145,22 @@ def _once_each(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(replace(step, step=once(step.step)) for step in steps)
 
 
-def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module that is called by itself, outside of the root's forward: on whole tensors, to whole ones."""
+def call_outside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module that is called outside of the root's forward: by itself, or once more by an activation checkpoint."""
+    if runs_backward():
+        return _call_again(module, args, kwargs)
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
     if runtime.handed_out.alone is not None:
         runtime.handed_out.alone()
         runtime = module.__dict__[RUNTIME]
+    try:
+        return _call_alone(module, runtime, args, kwargs)
+    finally:
+        runtime.handed_out.calls.note(Ran(runtime.handed_out, runtime.handed_out.context.batch, True))
+
+
+def _call_alone(module: nn.Module, runtime: ModuleRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module that is called by itself: on whole tensors, to whole ones."""
     runtime.handed_out.within = True
     try:
         args, kwargs = whole_arguments(args, kwargs)
@@ -162,14 +172,32 @@ def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         runtime.handed_out.within = False
 
 
+def _call_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module whose call is recomputed in a backward: as it ran, by the program that the call ran by."""
+    runtime: ModuleRuntime = module.__dict__[RUNTIME]
+    ran = runtime.handed_out.calls.running()
+    if ran is not None and runtime.handed_out.again is not None:
+        runtime.handed_out.again(ran)
+        runtime = module.__dict__[RUNTIME]
+    if ran is not None:
+        runtime.handed_out.context.batch = ran.batch
+        if ran.alone:
+            return _call_alone(module, runtime, args, kwargs)
+    runtime.handed_out.within = True
+    try:
+        return module.forward(*args, **kwargs)
+    finally:
+        runtime.handed_out.within = False
+
+
 class ShardedModule(Watched):
     """The part that all swapped classes share: reshard arguments, show the body local parameters, reshard results."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward on local tensors."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
-            return call_alone(self, args, kwargs)
+        if runtime.handed_out.shards is None and not runtime.handed_out.within:
+            return call_outside(self, args, kwargs)
         if runtime.entries:
             args, kwargs = runtime.enter(args, kwargs)
         lent = [(o, n, o.__dict__[n]) for o, n in runtime.borrowed if n in o.__dict__] if runtime.borrowed else ()
@@ -268,8 +296,8 @@ class ShardedLinear(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super().forward(input)
-        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
-            return call_alone(self, (input,), {})
+        if runtime.handed_out.shards is None and not runtime.handed_out.within:
+            return call_outside(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
         own: dict[str, Any] = self._parameters
@@ -288,8 +316,8 @@ class ReducedLinear(ShardedModule):
         if runtime.walked:
             return super().forward(*args, **kwargs)
         (input,) = (*args, *kwargs.values())  # whatever its name is
-        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
-            return call_alone(self, (input,), {})
+        if runtime.handed_out.shards is None and not runtime.handed_out.within:
+            return call_outside(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
         own: dict[str, Any] = self._parameters
@@ -309,8 +337,8 @@ class VocabularyEmbedding(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super().forward(input)
-        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
-            return call_alone(self, (input,), {})
+        if runtime.handed_out.shards is None and not runtime.handed_out.within:
+            return call_outside(self, (input,), {})
         assert runtime.weight is not None
         table = runtime.weight(self._parameters["weight"])  # pyright: ignore[reportArgumentType]
         rows, (first_row, all_rows) = table.shape[0], runtime.table

@@ -20,7 +20,8 @@ from tpplan.compat import local_of, native_apply, new_gradient
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.packed import PackedTensor
-from tpplan.runtime.reshard import SecondDerivativeError
+from tpplan.runtime.recent import Ran, RecentCalls
+from tpplan.runtime.reshard import CallContext, SecondDerivativeError
 from tpplan.runtime.segments import taken
 
 
@@ -147,8 +148,11 @@ class HandedOut:
     Attributes:
         axis: the ranks.
         shards: the tensors; None while no forward of the root is under way.
+        context: what reshards know of the call under way.
+        calls: the calls that ended, of which activation checkpoints may recompute a part.
         alone: called before a module runs by itself, outside of any forward of the root.
-        within: whether such a call is under way.
+        again: called before a module runs once more in a backward, with the call's entry in `calls`.
+        within: whether a call of either kind is under way.
         watched: whether the path of the forward under way is held against the proved one.
     """
 
@@ -156,7 +160,10 @@ class HandedOut:
         """Serve the ranks of `axis`."""
         self.axis = axis
         self.shards: dict[int, Tensor] | None = None
+        self.context = CallContext()
+        self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
+        self.again: Callable[[Ran], None] | None = None
         self.within = False
         self.watched = False
 
@@ -175,6 +182,8 @@ class HandedOut:
     def close(self) -> None:
         """End a forward; the autograd graph keeps what it needs."""
         self.shards = None
+        if not torch.compiler.is_compiling():
+            self.calls.note(Ran(self, self.context.batch, False))
 
 
 class SummedReader:

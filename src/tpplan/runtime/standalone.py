@@ -14,25 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import native_apply, runs_backward
+from tpplan.compat import native_apply
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, reshard_between
 from tpplan.compiler.ir.program import Boundary
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 
 
 class AloneError(TpplanError):
     """A module can't be called by itself."""
-
-
-def starts_alone(handed_out: HandedOut) -> bool:
-    """Whether a call of a module is one by itself, and not inside of another such call.
-
-    In a backward it is an activation checkpoint, which computes again what was computed by the program in place.
-    """
-    return not handed_out.within and not runs_backward()
 
 
 def _move(module: str, boundary: Boundary, axis: Communicator, context: CallContext) -> Move:
@@ -88,4 +79,4 @@ def alone_moves(
     return [(held, _move(module, held, axis, context)) for held in boundaries]
 
 
-__all__ = ["AloneError", "alone_moves", "starts_alone"]
+__all__ = ["AloneError", "alone_moves"]
