@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -677,6 +677,23 @@ def innermost_mode() -> TorchDispatchMode | None:
     from torch.utils import _python_dispatch
 
     return _python_dispatch._get_current_dispatch_mode()
+
+
+has_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+"""How many dispatch modes see operations."""
+
+
+def without_keeping_modes() -> AbstractContextManager[Any]:
+    """A block that no mode sees which keeps what operations return, as a selective activation checkpoint's do."""
+    from torch.utils import _python_dispatch
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    kinds = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    if not any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack()):
+        return nullcontext()
+    if isinstance(_python_dispatch._get_current_dispatch_mode(), kinds):
+        return _python_dispatch._pop_mode_temporarily()
+    return without_dispatch_modes()
 
 
 def is_random(operator: OpOverload) -> bool:

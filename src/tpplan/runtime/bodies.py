@@ -46,6 +46,12 @@ class Prepared:
     runtime: ModuleRuntime
     attributes: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The module's own tensors that its body reads, by their names there."""
+        reads = (*self.runtime.reads, *self.runtime.parts)
+        return tuple(sorted({name for owner, name, _ in reads if owner is self.module}))
+
 
 def prepare(
     modules: dict[str, nn.Module],

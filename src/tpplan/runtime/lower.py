@@ -162,7 +162,7 @@ def _module_changes(
     prepared = prepare(modules, program, axis, distributor.device, stock)
     changes: list[_Change] = []
     for held in prepared:
-        replacement = swapped_class(type(held.module), held.style, held.module is modules[""])
+        replacement = swapped_class(type(held.module), held.style, held.module is modules[""], held.tensors)
         changes.append(_swap_class(held.module, replacement))
     writes = None if guard is None else Writes()
     variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
@@ -279,7 +279,7 @@ class Variants:
                 held.module.__dict__[RUNTIME] = idle
         for held in found:
             if not isinstance(held.module, ShardedModule):
-                held.module.__class__ = swapped_class(type(held.module), held.style, False)
+                held.module.__class__ = swapped_class(type(held.module), held.style, False, held.tensors)
         self.put_in(found)
         self._current = program
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,7 +29,7 @@ from tpplan.runtime.outside import serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.pretrained import saving_methods
 from tpplan.runtime.reshard import CallContext, Move
-from tpplan.runtime.recent import Ran
+from tpplan.runtime.standalone import starts_alone
 from tpplan.runtime.watched import AGAIN, WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes
 
@@ -145,49 +146,27 @@ def _once_each(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(replace(step, step=once(step.step)) for step in steps)
 
 
-def call_outside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module that is called outside of the root's forward: by itself, or once more by an activation checkpoint."""
+    handed_out: HandedOut = module.__dict__[RUNTIME].handed_out
     if runs_backward():
-        return _call_again(module, args, kwargs)
+        alone = handed_out.recall()
+    else:
+        alone = True
+        if handed_out.alone is not None:
+            handed_out.alone()
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
-    if runtime.handed_out.alone is not None:
-        runtime.handed_out.alone()
-        runtime = module.__dict__[RUNTIME]
-    try:
-        return _call_alone(module, runtime, args, kwargs)
-    finally:
-        runtime.handed_out.calls.note(Ran(runtime.handed_out, runtime.handed_out.context.batch, True))
-
-
-def _call_alone(module: nn.Module, runtime: ModuleRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module that is called by itself: on whole tensors, to whole ones."""
     runtime.handed_out.within = True
     try:
-        args, kwargs = whole_arguments(args, kwargs)
-        if runtime.alone is None:
+        if alone:
+            args, kwargs = whole_arguments(args, kwargs)
+        if runtime.alone is None or not alone:
             return module.forward(*args, **kwargs)
         args, kwargs = runtime.alone.enter(args, kwargs)
         return runtime.alone.leave(module.forward(*args, **kwargs))
     finally:
         runtime.handed_out.within = False
-
-
-def _call_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module whose call is recomputed in a backward: as it ran, by the program that the call ran by."""
-    runtime: ModuleRuntime = module.__dict__[RUNTIME]
-    ran = runtime.handed_out.calls.running()
-    if ran is not None and runtime.handed_out.again is not None:
-        runtime.handed_out.again(ran)
-        runtime = module.__dict__[RUNTIME]
-    if ran is not None:
-        runtime.handed_out.context.batch = ran.batch
-        if ran.alone:
-            return _call_alone(module, runtime, args, kwargs)
-    runtime.handed_out.within = True
-    try:
-        return module.forward(*args, **kwargs)
-    finally:
-        runtime.handed_out.within = False
+        runtime.handed_out.note(alone)
 
 
 class ShardedModule(Watched):
@@ -196,8 +175,8 @@ class ShardedModule(Watched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward on local tensors."""
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
-        if runtime.handed_out.shards is None and not runtime.handed_out.within:
-            return call_outside(self, args, kwargs)
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, args, kwargs)
         if runtime.entries:
             args, kwargs = runtime.enter(args, kwargs)
         lent = [(o, n, o.__dict__[n]) for o, n in runtime.borrowed if n in o.__dict__] if runtime.borrowed else ()
@@ -296,8 +275,8 @@ class ShardedLinear(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super().forward(input)
-        if runtime.handed_out.shards is None and not runtime.handed_out.within:
-            return call_outside(self, (input,), {})
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
         own: dict[str, Any] = self._parameters
@@ -316,8 +295,8 @@ class ReducedLinear(ShardedModule):
         if runtime.walked:
             return super().forward(*args, **kwargs)
         (input,) = (*args, *kwargs.values())  # whatever its name is
-        if runtime.handed_out.shards is None and not runtime.handed_out.within:
-            return call_outside(self, (input,), {})
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, (input,), {})
         if runtime.entries:
             input = runtime.entries[0].step(input)
         own: dict[str, Any] = self._parameters
@@ -337,8 +316,8 @@ class VocabularyEmbedding(ShardedModule):
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super().forward(input)
-        if runtime.handed_out.shards is None and not runtime.handed_out.within:
-            return call_outside(self, (input,), {})
+        if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
+            return call_alone(self, (input,), {})
         assert runtime.weight is not None
         table = runtime.weight(self._parameters["weight"])  # pyright: ignore[reportArgumentType]
         rows, (first_row, all_rows) = table.shape[0], runtime.table
@@ -383,9 +362,43 @@ _PREFIX: dict[str | None, str] = {
 }
 
 
+class _OwnTensor:
+    """A tensor of a module, as it is to everyone outside of the module's forward.
+
+    An activation checkpoint of a part of a body reads it in a backward, where the local one isn't in the instance's
+    `__dict__`, which comes first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
+        tables = () if module is None else (module._parameters, module._buffers)
+        table: dict[str, Any] | None = next((held for held in tables if self._name in held), None)
+        if module is None or table is None:
+            raise AttributeError(f"'{kind.__name__}' object has no attribute '{self._name}'")
+        runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
+        if runtime is not None and runs_backward() and torch.is_grad_enabled() and runtime.handed_out.shards is None:
+            runtime.handed_out.recall()
+            runtime = module.__dict__[RUNTIME]
+            for owner, name, read in (*runtime.reads, *runtime.parts):
+                if owner is module and name == self._name:
+                    return read(table[name])
+        return table[self._name]
+
+
 @functools.cache
-def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type[nn.Module]:
-    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination."""
+def swapped_class(
+    stock: type[nn.Module], style: str | None, root: bool, tensors: tuple[str, ...] = ()
+) -> type[nn.Module]:
+    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination.
+
+    Args:
+        stock: the class that the user wrote.
+        style: the plan's style of the module.
+        root: whether the module is the model itself.
+        tensors: the module's own, which its body reads.
+    """
     base: type[ShardedModule] = ShardedModule
     if root:
         base = ShardedRoot
@@ -398,7 +411,8 @@ def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type
     name = f"{_PREFIX[style]}{stock.__name__}"
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": _as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
-    return type(name, (base, stock), methods | own)
+    read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
+    return type(name, (base, stock), methods | own | read)
 
 
 def _as_called(forward: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:

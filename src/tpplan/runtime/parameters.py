@@ -182,8 +182,22 @@ class HandedOut:
     def close(self) -> None:
         """End a forward; the autograd graph keeps what it needs."""
         self.shards = None
+        self.note(False)
+
+    def note(self, alone: bool) -> None:
+        """Remember how a call ran that has ended, of which a part may be recomputed."""
         if not torch.compiler.is_compiling():
-            self.calls.note(Ran(self, self.context.batch, False))
+            self.calls.note(Ran(self, self.context.batch, alone))
+
+    def recall(self) -> bool:
+        """Put in place what the call ran by of which a part is recomputed; whether that was a module by itself."""
+        ran = self.calls.running()
+        if ran is None:  # the call under way, or one inside of what is recomputed
+            return False
+        if self.again is not None:
+            self.again(ran)
+        ran.handed_out.context.batch = ran.batch
+        return ran.alone
 
 
 class SummedReader:

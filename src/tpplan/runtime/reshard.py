@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import native_apply
+from tpplan.compat import has_dispatch_modes, native_apply, without_keeping_modes
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
@@ -55,9 +55,16 @@ class ReshardStep:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
+        if has_dispatch_modes():
+            with without_keeping_modes():  # collectives write to tensors that operations have returned
+                return self._moved(tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _apply_reshard(tensor, self)
         return self.forward(tensor)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        differentiable = torch.is_grad_enabled() and tensor.requires_grad
+        return _apply_reshard(tensor, self) if differentiable else self.forward(tensor)
 
     def adjoint(self, gradient: Tensor) -> Tensor:
         """The gradient in the old layout; differentiable if the backward under way is to be differentiated."""
@@ -103,7 +110,9 @@ class SumInPlace:
     axis: Communicator
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """`tensor` itself, with other numbers."""
+        """`tensor` itself, with other numbers; another one where a mode (a selective checkpoint's) may keep it."""
+        if has_dispatch_modes():
+            return ReshardStep(lambda tensor: self.axis.all_reduce(tensor.clone()), _identity)(tensor)
         written = tensor.detach()
         summed = self.axis.all_reduce(written)
         if summed is not written:

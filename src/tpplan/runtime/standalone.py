@@ -19,11 +19,17 @@ from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, reshard_be
 from tpplan.compiler.ir.program import Boundary
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 
 
 class AloneError(TpplanError):
     """A module can't be called by itself."""
+
+
+def starts_alone(handed_out: HandedOut) -> bool:
+    """Whether a call of a module, outside of any forward of the root, isn't inside of another such call."""
+    return not handed_out.within
 
 
 def _move(module: str, boundary: Boundary, axis: Communicator, context: CallContext) -> Move:
@@ -79,4 +85,4 @@ def alone_moves(
     return [(held, _move(module, held, axis, context)) for held in boundaries]
 
 
-__all__ = ["AloneError", "alone_moves"]
+__all__ = ["AloneError", "alone_moves", "starts_alone"]
