@@ -41,7 +41,11 @@ if TYPE_CHECKING:
     )
     from tpplan.pretrained import from_pretrained
     from tpplan.runtime.draws import RandomnessError
+    from tpplan.runtime.faults import LostRankError
+    from tpplan.runtime.lockstep import WatchError
+    from tpplan.runtime.observe import ObserveError, observe
     from tpplan.runtime.packed import StateError
+    from tpplan.runtime.recent import RecomputeError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
 
@@ -55,6 +59,8 @@ __all__ = [
     "InitializationError",
     "InternalError",
     "KernelArgumentError",
+    "LostRankError",
+    "ObserveError",
     "Plan",
     "PlanError",
     "Program",
@@ -62,6 +68,7 @@ __all__ = [
     "RankError",
     "RankTimeoutError",
     "RanksDisagreeError",
+    "RecomputeError",
     "ReplayError",
     "SecondDerivativeError",
     "StateError",
@@ -71,6 +78,7 @@ __all__ = [
     "UnprovedCallError",
     "UnshardedError",
     "VerifyError",
+    "WatchError",
     "__version__",
     "check_plan",
     "compile_plan",
@@ -78,6 +86,7 @@ __all__ = [
     "init_weights",
     "load_plan",
     "load_weights",
+    "observe",
     "parallelize",
     "save_weights",
     "suggest_plan",
@@ -116,6 +125,11 @@ _ELSEWHERE = {
     "UnprovedCallError": "tpplan.calls.errors",
     "UnshardedError": "tpplan.parity.errors",
     "VerifyError": "tpplan.parity.errors",
+    "LostRankError": "tpplan.runtime.faults",
+    "ObserveError": "tpplan.runtime.observe",
+    "observe": "tpplan.runtime.observe",
+    "RecomputeError": "tpplan.runtime.recent",
+    "WatchError": "tpplan.runtime.lockstep",
 }
 
 

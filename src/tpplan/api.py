@@ -24,8 +24,8 @@ from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.runtime.agreement import agree
-from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
+from tpplan.runtime.lockstep import ranks_of
 from tpplan.runtime.lower import lower
 from tpplan.suggest import search, write_plan
 
@@ -145,7 +145,7 @@ def parallelize(
     draws = program is not None and any(module.random for module in program.modules)
     agree(group, None if compiled is None else compiled.digest, error, draws)
     assert loaded is not None and compiled is not None and program is not None
-    axis = ProcessGroupCommunicator(group)
+    axis = ranks_of(group)
     guard = CallGuard(make_skeleton(model).model, loaded, compiled, *call, axis)
     lower(model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     guard.watch(model)

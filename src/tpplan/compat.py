@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -715,6 +716,20 @@ def schema_keywords(operator: OpOverload) -> frozenset[str]:
 def runs_backward() -> bool:
     """Whether this thread is in a backward: what runs there is an activation checkpoint's forward, once more."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportUnknownMemberType]
+
+
+def running_backward() -> int:
+    """The number of the backward that this thread runs; -1 outside of one."""
+    return torch._C._current_graph_task_id()  # pyright: ignore
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group may take."""
+    from torch.distributed import distributed_c10d
+
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    options: Any = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None) or distributed_c10d.default_pg_timeout
 
 
 def next_node_number() -> int:

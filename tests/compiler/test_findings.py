@@ -66,6 +66,11 @@ ELSEWHERE = {
     "TP136": "runtime/test_watch.py",
     "TP128": "parity/test_backward.py",
     "TP138": "parity/test_inner_gradients.py",
+    "TP175": "runtime/test_recompute.py",
+    "TP176": "runtime/test_lost_ranks.py",
+    "TP177": "runtime/test_lockstep.py",
+    "TP178": "runtime/test_lockstep.py",
+    "TP179": "runtime/test_lockstep.py",
     "TP199": "cli/test_main.py",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -27,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import tpplan
-from tests.compiler.toys import HIDDEN, Attention, Block, Mlp
+from tests.compiler.toys import HIDDEN, Block, Mlp
 from tests.runtime.world import Member, world
 
 TOLERANCE = 1e-11
@@ -192,9 +184,7 @@ def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 def selective(module: nn.Module, x: Tensor) -> Tensor:
-    made = checkpoint(
-        module, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
-    )
+    made = checkpoint(module, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
     assert isinstance(made, Tensor)
     return made
 
@@ -247,12 +237,18 @@ def parallel(member: Member, model: nn.Module, plan: str) -> nn.Module:
 def ways(member: Member, plan: str) -> dict[str, float]:
     errors: dict[str, float] = {}
     import os
+
     for name, way in WAYS.items():
-        if not name.startswith(os.environ.get("WAY","")): continue
+        if not name.startswith(os.environ.get("WAY", "")):
+            continue
         model, stock = parallel(member, stack(*way), plan), stack(*way)
         for loop in LOOPS:
             try:
-                import os, time, sys; os.environ.get("TALK") and member.rank == 0 and print(name, loop, time.time() % 1000, file=sys.stderr)
+                import os
+                import sys
+                import time
+
+                os.environ.get("TALK") and member.rank == 0 and print(name, loop, time.time() % 1000, file=sys.stderr)
                 errors[f"{name}: {loop}"] = worst(shown(model, LOOPS[loop]), shown(stock, LOOPS[loop]))
             except Exception as error:
                 raise AssertionError(f"{name}: {loop}") from error

@@ -19,7 +19,7 @@ from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.trace.capture import argument_names
-from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_class
@@ -95,8 +95,14 @@ def prepare(
         runtime = ModuleRuntime(
             label=_label(spec, placements, use),
             axis=axis,
-            entries=tuple(s for r in spec.entries for s in _entries(module, r, _step(r, axis, False, context, twice))),
-            exits=tuple(s for r in spec.exits for s in _exits(r, _step(r, axis, fresh, context, twice))),
+            entries=tuple(
+                s
+                for r in spec.entries
+                for s in _entries(module, r, _step(r, _at(axis, spec, r, True), False, context, twice))
+            ),
+            exits=tuple(
+                s for r in spec.exits for s in _exits(r, _step(r, _at(axis, spec, r, False), fresh, context, twice))
+            ),
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
@@ -271,6 +277,12 @@ def _alone(
 def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext, twice: bool) -> Move:
     ways = (reshard.forward, reshard.backward)
     return make_reshard(reshard.source, reshard.target, *ways, axis, fresh, context, reshard.shape, twice)
+
+
+def _at(axis: Communicator, spec: ModuleProgram, reshard: Reshard, inward: bool) -> Communicator:
+    """The ranks, for a reshard at a module's boundary."""
+    what = f"the argument `{_shown(reshard)}`" if inward else "the result"
+    return placed(axis, f"{what} of `{spec.name or 'the model'}`")
 
 
 def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:

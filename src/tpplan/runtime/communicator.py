@@ -5,13 +5,15 @@ Other implementations stand in for it elsewhere: shapes only (the compiler's che
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+from typing import NoReturn, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpplan.compat import group_all_gather, group_reduce_scatter
+from tpplan.runtime.faults import lost_rank
 
 
 class Communicator(Protocol):
@@ -43,7 +45,14 @@ class Communicator(Protocol):
 
 
 class ProcessGroupCommunicator:
-    """The ranks of a process group."""
+    """The ranks of a process group.
+
+    Attributes:
+        group: the group.
+        place: which module's boundary it serves, for errors.
+    """
+
+    place = ""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks of `group`, in its order."""
@@ -58,17 +67,29 @@ class ProcessGroupCommunicator:
     def __deepcopy__(self, memo: object) -> ProcessGroupCommunicator:
         return self  # a copy of a model runs on the same ranks
 
+    def at(self, place: str) -> Self:
+        """The same ranks, for what belongs to `place`."""
+        made = copy.copy(self)
+        made.place = place
+        return made
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
         tensor = tensor.contiguous()
-        _wait(self.group.allreduce([_real(tensor)], self._summed))
+        try:
+            _wait(self.group.allreduce([_real(tensor)], self._summed))
+        except RuntimeError as error:
+            self._raise("all-reduce", tensor, error)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        _wait(self._gather(_real(gathered), _real(tensor)))
+        try:
+            _wait(self._gather(_real(gathered), _real(tensor)))
+        except RuntimeError as error:
+            self._raise("all-gather", tensor, error)
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -77,15 +98,37 @@ class ProcessGroupCommunicator:
             tensor = torch.cat(tensor.chunk(self.size, dim))
         tensor = tensor.contiguous()
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        _wait(self._scatter(_real(scattered), _real(tensor)))
+        try:
+            _wait(self._scatter(_real(scattered), _real(tensor)))
+        except RuntimeError as error:
+            self._raise("reduce-scatter", tensor, error)
         return scattered
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
         """See `Communicator`."""
         sent = torch.stack(tensor.chunk(self.size, split_dim))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        try:
+            dist.all_to_all_single(received, sent, group=self.group)
+        except RuntimeError as error:
+            self._raise("all-to-all", tensor, error)
         return torch.cat(received.unbind(), concatenate_dim)
+
+    def _raise(self, name: str, tensor: Tensor, error: RuntimeError) -> NoReturn:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        raise lost_rank(described(name, tensor, self.place), error) from error
+
+
+def described(name: str, tensor: Tensor, place: str) -> str:
+    """A collective in words."""
+    text = f"the {name} of a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+    return f"{text} at {place}" if place else text
+
+
+def placed(axis: Communicator, place: str) -> Communicator:
+    """`axis`, for what belongs to `place`, if it is one of real ranks."""
+    return axis.at(place) if isinstance(axis, ProcessGroupCommunicator) else axis
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat import own_buffers, own_modules, own_parameters
 from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.trace.preconditions import MARK
-from tpplan.runtime.writes import WRITES
+from tpplan.runtime.writes import CHECKS, WRITES
 
 MISSING = object()
-NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | {WRITES, MARK, "forward"}
+NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | {CHECKS, WRITES, MARK, "forward"}
 
 TensorForm = tuple[tuple[int, ...], object]
 """The shape of a parameter or buffer, and of a DTensor its placements."""

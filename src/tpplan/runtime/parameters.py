@@ -9,6 +9,7 @@ backward, by a single node that hands out all their local tensors at the start o
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compat import local_of, native_apply, new_gradient
 from tpplan.compiler.ir.layout import Layout
-from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.reshard import CallContext, SecondDerivativeError
@@ -147,11 +148,13 @@ class HandedOut:
 
     Attributes:
         axis: the ranks.
+        summing: the same, for gradients.
         shards: the tensors; None while no forward of the root is under way.
         context: what reshards know of the call under way.
         calls: the calls that ended, of which activation checkpoints may recompute a part.
         alone: called before a module runs by itself, outside of any forward of the root.
         again: called before a module runs once more in a backward, with the call's entry in `calls`.
+        ended: called when a forward of the root has ended, where the ranks compare what they do.
         within: whether a call of either kind is under way.
         watched: whether the path of the forward under way is held against the proved one.
     """
@@ -159,11 +162,13 @@ class HandedOut:
     def __init__(self, axis: Communicator) -> None:
         """Serve the ranks of `axis`."""
         self.axis = axis
+        self.summing = placed(axis, "the gradients of replicated parameters")
         self.shards: dict[int, Tensor] | None = None
         self.context = CallContext()
         self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
         self.again: Callable[[Ran], None] | None = None
+        self.ended: Callable[[], None] | None = None
         self.within = False
         self.watched = False
 
@@ -171,7 +176,7 @@ class HandedOut:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
         self.shards = {}
         if summed and torch.is_grad_enabled():
-            self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.axis))
+            self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
 
     def add(self, parameters: Sequence[Tensor], read: Callable[..., tuple[Tensor, ...]]) -> None:
         """Hand out `parameters`, read by one node."""
@@ -183,6 +188,8 @@ class HandedOut:
         """End a forward; the autograd graph keeps what it needs."""
         self.shards = None
         self.note(False)
+        if self.ended is not None and sys.exc_info()[0] is None:
+            self.ended()
 
     def note(self, alone: bool) -> None:
         """Remember how a call ran that has ended, of which a part may be recomputed."""
@@ -215,7 +222,7 @@ class SummedReader:
         found = None if shards is None else shards.get(id(parameter))
         if found is not None or not isinstance(parameter, DTensor):  # a functional call has its own in its place
             return parameter if found is None else found
-        return _apply_summed_shards(self._handed_out.axis, parameter)[0]
+        return _apply_summed_shards(self._handed_out.summing, parameter)[0]
 
 
 class PartReader:
