@@ -193,7 +193,9 @@ class LockstepCommunicator(ProcessGroupCommunicator):
             if backward:
                 expected = calls.expected[place][1]
                 if expected and counted[name] > expected[name]:
-                    import sys; print(self.rank, "PLACES", calls.places, file=sys.stderr)
+                    import sys
+
+                    print(self.rank, "PLACES", calls.places, file=sys.stderr)
                     raise _other_counts(f"the backward of call {which}", counted, expected)
 
     def _of_backward(self) -> Counter[str] | None:
