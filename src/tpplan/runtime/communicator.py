@@ -50,9 +50,11 @@ class ProcessGroupCommunicator:
     Attributes:
         group: the group.
         place: which module's boundary it serves, for errors.
+        adjoint: whether it serves a backward.
     """
 
     place = ""
+    adjoint = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks of `group`, in its order."""
@@ -124,6 +126,15 @@ def described(name: str, tensor: Tensor, place: str) -> str:
     """A collective in words."""
     text = f"the {name} of a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
     return f"{text} at {place}" if place else text
+
+
+def of_backward(axis: Communicator) -> Communicator:
+    """`axis`, for the backward of what belongs to its place."""
+    if not isinstance(axis, ProcessGroupCommunicator):
+        return axis
+    made = axis.at(axis.place)
+    made.adjoint = True
+    return made
 
 
 def placed(axis: Communicator, place: str) -> Communicator:

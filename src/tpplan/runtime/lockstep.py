@@ -48,7 +48,6 @@ class _Calls:
         self.number = 0
         self.last = "`parallelize`"
         self.comparable = False
-        self.places = []
         self.counts: Counter[str] = Counter()
         self.ends: list[int] = []
         self.expected: list[tuple[int, Counter[str]]] = []
@@ -178,24 +177,22 @@ class LockstepCommunicator(ProcessGroupCommunicator):
     def _compare(self, name: str, tensor: Tensor) -> None:
         calls = self._calls
         which = calls.number
-        backward = runs_backward() and not torch.is_grad_enabled()
+        backward = self.adjoint and runs_backward()
         counted: Counter[str] | None = calls.counts
         if runs_backward():
             counted = self._of_backward() if backward else None
             number = running_node_number()
             place = len(calls.ends) if number is None else bisect_left(calls.ends, number)
             which = calls.expected[place][0] if place < len(calls.ends) else calls.number
-        way = f"the backward of call {which}" if runs_backward() else f"call {which}"
+        way = f"the backward of call {which}" if backward else f"call {which}"
+        if runs_backward() and not backward:
+            way = f"what is recomputed of call {which}"
         self.meet(f"{described(name, tensor, self.place)}, in {way}")
         if counted is not None:
             counted[name] += 1
-            calls.places.append((name, self.place, way))
             if backward:
                 expected = calls.expected[place][1]
                 if expected and counted[name] > expected[name]:
-                    import sys
-
-                    print(self.rank, "PLACES", calls.places, file=sys.stderr)
                     raise _other_counts(f"the backward of call {which}", counted, expected)
 
     def _of_backward(self) -> Counter[str] | None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compat import local_of, native_apply, new_gradient
 from tpplan.compiler.ir.layout import Layout
-from tpplan.runtime.communicator import Communicator, placed
+from tpplan.runtime.communicator import Communicator, of_backward, placed
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.reshard import CallContext, SecondDerivativeError
@@ -162,7 +162,7 @@ class HandedOut:
     def __init__(self, axis: Communicator) -> None:
         """Serve the ranks of `axis`."""
         self.axis = axis
-        self.summing = placed(axis, "the gradients of replicated parameters")
+        self.summing = of_backward(placed(axis, "the gradients of replicated parameters"))
         self.shards: dict[int, Tensor] | None = None
         self.context = CallContext()
         self.calls = RecentCalls()

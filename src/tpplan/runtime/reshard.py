@@ -16,7 +16,7 @@ from torch import Tensor
 from tpplan.compat import has_dispatch_modes, native_apply, without_keeping_modes
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
-from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.communicator import Communicator, of_backward
 from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
@@ -160,7 +160,7 @@ def make_reshard(
     if fresh and not twice and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
         return SumInPlace(axis)
     before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
-    there, back = _move(forward, before, after, axis), _move(backward, after, before, axis)
+    there, back = _move(forward, before, after, axis), _move(backward, after, before, of_backward(axis))
     if source.interleave == 1 and target.interleave == 1:
         return ReshardStep(there, back, twice=twice)
     return ReshardStep(_flattened(there, context), _flattened(back, context), context, twice)
