@@ -21,6 +21,9 @@ from torch.utils.checkpoint import (
 import tpplan
 from tests.compiler.toys import HIDDEN, Block, Mlp
 from tests.runtime.world import Member, world
+from tpplan.calls.rehearse import ShapeCommunicator
+from tpplan.runtime import recent
+from tpplan.runtime.parameters import HandedOut
 
 TOLERANCE = 1e-11
 TENSOR: dict[str, Any] = {"**.{q,k,v,up}": "colwise", "**.{o,down}": "rowwise"}
@@ -234,24 +237,35 @@ def parallel(member: Member, model: nn.Module, plan: str) -> nn.Module:
     return tpplan.parallelize(model, source, member.mesh(), (x(),))
 
 
-def ways(member: Member, plan: str) -> dict[str, float]:
+def ways(member: Member, plan: str, names: list[str]) -> dict[str, float]:
     errors: dict[str, float] = {}
-    import os
-
-    for name, way in WAYS.items():
-        if not name.startswith(os.environ.get("WAY", "")):
-            continue
-        model, stock = parallel(member, stack(*way), plan), stack(*way)
+    for name in names:
+        model, stock = parallel(member, stack(*WAYS[name]), plan), stack(*WAYS[name])
         for loop in LOOPS:
             try:
-                import os
-                import sys
-                import time
-
-                os.environ.get("TALK") and member.rank == 0 and print(name, loop, time.time() % 1000, file=sys.stderr)
                 errors[f"{name}: {loop}"] = worst(shown(model, LOOPS[loop]), shown(stock, LOOPS[loop]))
             except Exception as error:
                 raise AssertionError(f"{name}: {loop}") from error
+    return errors
+
+
+def wrap(model: nn.Module, wrapper: Any) -> nn.Module:
+    apply_activation_checkpointing(model, wrapper, lambda module: isinstance(module, (Block, Scaled)))
+    return model
+
+
+def wrapped(member: Member, plan: str) -> dict[str, float]:
+    """torch's wrappers, before `parallelize` and after it."""
+    kinds = {
+        "direct": partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+        "reentrant": partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
+        "offload": offload_wrapper,
+    }
+    errors: dict[str, float] = {}
+    for name, kind in kinds.items():
+        for model in (parallel(member, wrap(stack(), kind), plan), wrap(parallel(member, stack(), plan), kind)):
+            error = worst(shown(model, partial(two, order=(0, 1))), shown(stack(), partial(two, order=(0, 1))))
+            errors[name] = max(errors.get(name, 0.0), error)
     return errors
 
 
@@ -266,9 +280,96 @@ def outside(member: Member, plan: str) -> dict[str, float]:
     return errors
 
 
+class Dropped(nn.Module):
+    """Dropout on what is split and on the stream, both of a part that `run` runs."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+        self.drop = nn.Dropout(0.4)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.inner(x) if self.run is plainly else self.run(self.inner, x))  # pyright: ignore
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(functional.dropout(self.up(self.norm(x)), 0.4, self.training)))
+
+
+def dropped(member: Member, plan: str) -> dict[str, float]:
+    """Masks don't change with checkpoints: of a whole layer, and of a part of one."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, (layer, part) in {
+        "plain": (plainly, plainly),
+        "layer, direct": (direct, plainly),
+        "layer, reentrant": (reentrant, plainly),
+        "part, direct": (plainly, direct),
+        "part, reentrant": (plainly, reentrant),
+    }.items():
+        model = stack(layer)
+        torch.manual_seed(0)
+        model.layers = nn.ModuleList([Dropped(part), Dropped(part)]).double()
+        parallel(member, model, plan)
+        torch.manual_seed(3)
+        try:
+            found[name] = shown(model, evaluated_between)
+        except tpplan.RandomnessError as error:
+            assert "part" in name and "checkpoint around the whole module" in str(error)
+    return {name: worst(held, found["plain"]) for name, held in found.items()}
+
+
+def check(found: list[dict[str, float]], least: int) -> None:
+    for errors in found:
+        assert len(errors) >= least
+        assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+
+
+@pytest.mark.processes
+def test_a_checkpoint_recomputes_as_its_call_ran() -> None:
+    check(world(2).run(ways, "sequence", ["reentrant", "selective", "direct in reentrant"], seconds=120), 15)
+
+
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("function", [ways, outside])
-def test_a_checkpoint_recomputes_as_its_call_ran(plan: str, function: Any) -> None:
-    for errors in world(2).run(function, plan, seconds=60):
-        assert {name: error for name, error in errors.items() if not error < TOLERANCE} == {}
+def test_each_way_recomputes_as_its_call_ran(plan: str) -> None:
+    check(world(2).run(ways, plan, list(WAYS)), 45)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("function", "least"), [(outside, 6), (wrapped, 3), (dropped, 3)])
+def test_checkpoints_elsewhere(plan: str, function: Any, least: int) -> None:
+    check(world(2).run(function, plan), least)
+
+
+def test_a_call_that_is_not_known_any_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "_LIMIT", 1)
+    calls, programs = recent.RecentCalls(), [HandedOut(ShapeCommunicator(2, 0)) for _ in range(2)]
+    texts: list[str] = []
+
+    class Asks(torch.autograd.Function):
+        """Which call a backward belongs to."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            try:
+                ran = calls.running()
+                texts.append("" if ran is None else str(programs.index(ran.handed_out)))
+            except recent.RecomputeError as error:
+                texts.append(str(error))
+            return gradients[0]
+
+    made: list[Any] = []
+    for program in programs:
+        made.append(Asks.apply(torch.ones(1, requires_grad=True)))
+        calls.note(recent.Ran(program, None, False))
+    made.append(Asks.apply(torch.ones(1, requires_grad=True)))
+    for held in made:
+        held.backward()
+    assert texts[0].startswith("TP175 recompute-unknown: ") and texts[1:] == ["1", ""]
