@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
