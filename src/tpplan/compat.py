@@ -693,7 +693,7 @@ def without_keeping_modes() -> AbstractContextManager[Any]:
     if not any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack()):
         return nullcontext()
     if isinstance(_python_dispatch._get_current_dispatch_mode(), kinds):
-        return _python_dispatch._pop_mode_temporarily()
+        return cast("AbstractContextManager[Any]", _python_dispatch._pop_mode_temporarily())
     return without_dispatch_modes()
 
 

@@ -175,33 +175,25 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         return super().all_to_all(tensor, split_dim, concatenate_dim)
 
     def _compare(self, name: str, tensor: Tensor) -> None:
-        calls = self._calls
-        which = calls.number
-        backward = self.adjoint and runs_backward()
-        counted: Counter[str] | None = calls.counts
-        if runs_backward():
-            counted = self._of_backward() if backward else None
-            number = running_node_number()
-            place = len(calls.ends) if number is None else bisect_left(calls.ends, number)
-            which = calls.expected[place][0] if place < len(calls.ends) else calls.number
-        way = f"the backward of call {which}" if backward else f"call {which}"
-        if runs_backward() and not backward:
-            way = f"what is recomputed of call {which}"
-        self.meet(f"{described(name, tensor, self.place)}, in {way}")
-        if counted is not None:
-            counted[name] += 1
-            if backward:
-                expected = calls.expected[place][1]
-                if expected and counted[name] > expected[name]:
-                    raise _other_counts(f"the backward of call {which}", counted, expected)
-
-    def _of_backward(self) -> Counter[str] | None:
-        """The collectives of the backward that runs, of the call that the running node belongs to."""
-        calls, task, number = self._calls, running_backward(), running_node_number()
+        """Meet before a collective, and count it."""
+        calls, what = self._calls, described(name, tensor, self.place)
+        if not runs_backward():
+            self.meet(f"{what}, in call {calls.number}")
+            calls.counts[name] += 1
+            return
+        number = running_node_number()
+        place = len(calls.ends) if number is None else bisect_left(calls.ends, number)
+        which, expected = calls.expected[place] if place < len(calls.ends) else (calls.number, Counter[str]())
+        self.meet(f"{what}, in {'the backward' if self.adjoint else 'what is recomputed'} of call {which}")
+        if not self.adjoint or not expected:
+            return
+        task = running_backward()
         if calls.task != task:
             calls.task, calls.backward = task, {}
-        place = len(calls.ends) if number is None else bisect_left(calls.ends, number)
-        return calls.backward.setdefault(place, Counter()) if place < len(calls.ends) else None
+        counted = calls.backward.setdefault(place, Counter())
+        counted[name] += 1
+        if counted[name] > expected[name]:
+            raise _other_counts(f"the backward of call {which}", counted, expected)
 
 
 def ranks_of(group: dist.ProcessGroup) -> ProcessGroupCommunicator:

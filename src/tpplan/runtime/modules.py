@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import runs_backward, without_function_modes
+from tpplan.compat import own_buffers, own_parameters, runs_backward, without_function_modes
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
@@ -373,15 +373,17 @@ class _OwnTensor:
         self._name = name
 
     def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
-        tables = () if module is None else (module._parameters, module._buffers)
+        tables: tuple[dict[str, Any], ...] = ()
+        if module is not None:
+            tables = (own_parameters(module), own_buffers(module))
         table: dict[str, Any] | None = next((held for held in tables if self._name in held), None)
         if module is None or table is None:
             raise AttributeError(f"'{kind.__name__}' object has no attribute '{self._name}'")
         runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
         if runtime is not None and runs_backward() and torch.is_grad_enabled() and runtime.handed_out.shards is None:
             runtime.handed_out.recall()
-            runtime = module.__dict__[RUNTIME]
-            for owner, name, read in (*runtime.reads, *runtime.parts):
+            latest: ModuleRuntime = module.__dict__[RUNTIME]
+            for owner, name, read in (*latest.reads, *latest.parts):
                 if owner is module and name == self._name:
                     return read(table[name])
         return table[self._name]

@@ -6,6 +6,7 @@ must fit. Modules are seen from outside: as their callers give, and as they get 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -127,8 +128,9 @@ def checksum(tensor: Tensor) -> int:
     """Of a tensor's numbers, equal for equal ones."""
     if tensor.is_meta or not tensor.numel():
         return 0
-    held = tensor.detach().resolve_conj().resolve_neg().to_dense() if tensor.is_sparse else tensor.detach()
-    return zlib.crc32(held.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    held: Tensor = (tensor.to_dense() if tensor.is_sparse else tensor).detach().resolve_conj().resolve_neg()
+    flat = held.cpu().contiguous()
+    return zlib.crc32((ctypes.c_char * (flat.numel() * flat.itemsize)).from_address(flat.data_ptr()))
 
 
 @functools.cache
@@ -156,7 +158,7 @@ def check_modules(
     for name, module in modules.items():
         if name and isinstance(module, Watched):
             module.__dict__[CHECKS] = Checks(name, argument_names(stock(module).forward), axis)
-            module.__class__ = checked_class(type(module))
+            module.__class__ = checked_class(type(module))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def follow(modules: Mapping[str, nn.Module], program: Program, is_under_way: Callable[[], bool]) -> None:

@@ -150,10 +150,11 @@ class _Writer:
                         recorder.value_of(item)
         except Exception as error:  # whatever it raises when it runs again
             return f"what it calls can't run again: {_first_line(error)}"
-        inner = [noted.node for key, noted in recorder.functions.items() if key not in known]
+        inner: list[Any] = [noted.node for key, noted in recorder.functions.items() if key not in known]
         if len(recorder.hooks) > hooks or not all(map(is_reentrant_checkpoint, inner)):
             return "it hides functions or hooks that take part in the backward"
-        return next(filter(None, map(self._hidden, inner)), "")
+        reasons: list[str] = [self._hidden(node) for node in inner]
+        return next(filter(None, reasons), "")
 
     def hook(self, noted: NotedHook) -> ForeignBackward:
         outputs = tuple(value for value in noted.outputs if value is not None)
