@@ -40,11 +40,11 @@ if TYPE_CHECKING:
         load_plan,
     )
     from tpplan.pretrained import from_pretrained
-    from tpplan.runtime.draws import RandomnessError
     from tpplan.runtime.faults import LostRankError
     from tpplan.runtime.lockstep import WatchError
     from tpplan.runtime.observe import ObserveError, observe
     from tpplan.runtime.packed import StateError
+    from tpplan.runtime.randomness import RandomnessError
     from tpplan.runtime.recent import RecomputeError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
@@ -113,7 +113,7 @@ _ELSEWHERE = {
     "CheckpointError": "tpplan.checkpoint.files",
     "InitializationError": "tpplan.initialize.findings",
     "KernelArgumentError": "tpplan.kernels.errors",
-    "RandomnessError": "tpplan.runtime.draws",
+    "RandomnessError": "tpplan.runtime.randomness",
     "RankError": "tpplan.parity.errors",
     "RankTimeoutError": "tpplan.parity.errors",
     "RanksDisagreeError": "tpplan.parity.errors",
