@@ -117,7 +117,8 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
         for mine, its in zip(twin.parameters(), model.parameters(), strict=True):
             mine.lerp_(its, 0.25)
-        model.eval(), average.eval(), twin.eval()
+        for held in (model, average, twin):
+            held.eval()
         found = {"average": average(x().detach()), "twin": twin(x().detach()), "model": model(x().detach())}
     model.train()
     return found | {n: whole(p) for n, p in average.module.named_parameters()}

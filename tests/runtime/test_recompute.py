@@ -27,6 +27,8 @@ from torch.utils.checkpoint import (
 
 import tpplan
 from tests.compiler.toys import HIDDEN, Block, Mlp
+from tests.models.tiny import tiny_model
+from tests.plans.parity import PLANS as SHIPPED
 from tests.runtime.world import Member, world
 from tpplan.calls.rehearse import ShapeCommunicator
 from tpplan.runtime import recent
@@ -287,6 +289,30 @@ def outside(member: Member, plan: str) -> dict[str, float]:
     return errors
 
 
+def enabled(member: Member, plan: str) -> dict[str, float]:
+    """transformers' own, and a call with a length that the axis doesn't divide before the backward."""
+    errors: dict[str, float] = {}
+    name = "llama" if plan == "tensor" else "llama-sequence"
+    for use_reentrant in (True, False):
+        models = [tiny_model("llama")[0].train() for _ in range(2)]
+        ids = tiny_model("llama")[1]["input_ids"]
+        tpplan.parallelize(models[0], SHIPPED / f"{name}.yaml", member.mesh(), {"input_ids": ids})
+        for model in models:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # pyright: ignore
+
+        def loop(model: nn.Module, ids: Tensor = ids) -> list[Tensor]:
+            made = model(input_ids=ids).logits
+            other = model(input_ids=ids[:1, :7]).logits
+            with torch.no_grad():
+                model.eval()(input_ids=ids[:, :5])
+            model.train()
+            (made.square().mean() + other.square().mean()).backward()
+            return [made, other]
+
+        errors[f"reentrant: {use_reentrant}"] = worst(*(shown(model, loop) for model in models)) / 1e6
+    return errors
+
+
 class Dropped(nn.Module):
     """Dropout on what is split and on the stream, both of a part that `run` runs."""
 
@@ -346,7 +372,7 @@ def test_each_way_recomputes_as_its_call_ran(plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("function", "least"), [(outside, 6), (wrapped, 3), (dropped, 3)])
+@pytest.mark.parametrize(("function", "least"), [(outside, 6), (wrapped, 3), (enabled, 2), (dropped, 3)])
 def test_checkpoints_elsewhere(plan: str, function: Any, least: int) -> None:
     check(world(2).run(function, plan), least)
 
