@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         load_plan,
     )
     from tpplan.pretrained import from_pretrained
+    from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.faults import LostRankError
     from tpplan.runtime.lockstep import WatchError
     from tpplan.runtime.observe import ObserveError, observe
@@ -55,6 +56,7 @@ __all__ = [
     "AloneError",
     "CheckpointError",
     "CompileError",
+    "DataParallelError",
     "Diagnostic",
     "InitializationError",
     "InternalError",
@@ -111,6 +113,7 @@ _ELSEWHERE = {
     "from_pretrained": "tpplan.pretrained",
     "AloneError": "tpplan.runtime.standalone",
     "CheckpointError": "tpplan.checkpoint.files",
+    "DataParallelError": "tpplan.runtime.averaging",
     "InitializationError": "tpplan.initialize.findings",
     "KernelArgumentError": "tpplan.kernels.errors",
     "RandomnessError": "tpplan.runtime.randomness",

@@ -27,6 +27,7 @@ from tpplan.runtime.agreement import agree
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lockstep import ranks_of
 from tpplan.runtime.lower import lower
+from tpplan.runtime.replicas import follow_wrappers
 from tpplan.suggest import search, write_plan
 
 __all__ = [
@@ -149,6 +150,7 @@ def parallelize(
     guard = CallGuard(make_skeleton(model).model, loaded, compiled, *call, axis)
     lower(model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     guard.watch(model)
+    follow_wrappers()
     return model
 
 

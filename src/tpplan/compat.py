@@ -7,8 +7,10 @@ typed function. Checked on the torch versions that pyproject.toml admits.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,14 +23,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._ops import OpOverload
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import implicit_replication as _implicit_replication
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
+from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -38,6 +43,7 @@ _renamed = hasattr(dist, "all_gather_single")
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
 
 __all__ = [
+    "COMPOSED",
     "HOOK_TABLES",
     "OFF",
     "READ_VERSION",
@@ -46,15 +52,20 @@ __all__ = [
     "OpOverload",
     "OperatorMeta",
     "OwnPlacement",
+    "OwnReducer",
     "OwnTensor",
+    "PendingShards",
     "PythonNode",
     "RecordingMode",
+    "StateTensor",
     "TorchDispatchMode",
     "Unwatched",
+    "after_backward",
     "all_gather_single",
     "backward_hooks",
     "buffer_versions",
     "computed_weights",
+    "copy_all",
     "copy_hook",
     "derive_class",
     "fake_mesh",
@@ -70,11 +81,15 @@ __all__ = [
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
+    "is_localized",
+    "is_localizer",
+    "is_of_fsdp",
     "is_random",
     "is_reentrant_checkpoint",
     "is_registered_container",
     "local_of",
     "made_dtensor",
+    "make_gradient",
     "named_modules",
     "native_apply",
     "new_distributed_tensor",
@@ -83,18 +98,23 @@ __all__ = [
     "own_modules",
     "own_parameters",
     "packs_saved_tensors",
+    "pending_fully_shard",
     "placed_anew",
     "propagate",
     "random_state",
     "rebuild_container",
+    "refused_option",
     "register_sharding",
+    "replicas_without_mesh",
     "replicates_implicitly",
+    "runs_backward",
     "schema_argument_names",
     "schema_defaults",
     "schema_keywords",
     "schema_mutates",
     "schema_returns_view",
     "set_random_state",
+    "state_tensor",
     "storage_key",
     "takes_device",
     "transient_buffers",
@@ -102,6 +122,9 @@ __all__ = [
     "without_function_modes",
     "without_packing",
 ]
+
+COMPOSED = frozenset((STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
+"""The attributes by which `fully_shard` and `replicate` mark a module as theirs."""
 
 
 def interleaved_shard(dim: int, factor: int) -> Placement:
@@ -568,6 +591,38 @@ def new_gradient(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.__new__(_ArrivingGradient, local, like._spec, requires_grad=False)  # pyright: ignore
 
 
+class StateTensor(DTensor):
+    """A DTensor in a state dict: a plain tensor, as of a stock model that loads it, can be filled from it.
+
+    That gathers the whole, so that all ranks have to. Everything else is DTensor's.
+    """
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], DTensor):
+            return func(args[0], _plain(args[1]).full_tensor(), *args[2:], **(kwargs or {}))
+        if func is torch.ops.aten.detach.default:
+            return state_tensor(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return state_tensor(copy.deepcopy(_plain(self), memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+def state_tensor(tensor: DTensor) -> DTensor:
+    """The same memory, as a state dict has it."""
+    return DTensor.__new__(StateTensor, tensor._local_tensor.detach(), tensor._spec, requires_grad=False)  # pyright: ignore
+
+
+def _plain(tensor: DTensor) -> DTensor:
+    return new_distributed_tensor(local_of(tensor), tensor)
+
+
 def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without torch's Python around it, which takes as long again as the call itself.
 
@@ -866,3 +921,171 @@ OFF: Any = cast("Any", torch._C)._disabled_torch_function_impl
 def replicates_implicitly() -> bool:
     """Whether a plain tensor beside DTensors counts as a replicated one, as in `implicit_replication()`."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward under way, in which a hook asks for it, has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+
+
+def make_gradient(local: Tensor, like: Tensor) -> Tensor:
+    """What `like.grad` may be set to, around `local`."""
+    if isinstance(like, OwnTensor):
+        return like.like(local)
+    return new_distributed_tensor(local, like) if isinstance(like, DTensor) else local
+
+
+@dataclass(frozen=True, slots=True)
+class PendingShards:
+    """What `fully_shard` or `replicate` was called for.
+
+    Attributes:
+        name: which of them.
+        mesh: the data-parallel ranks.
+        reshards_to: over how many ranks parameters are cut after the forward, where that is a number of its own.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    reshards_to: int | None
+
+
+def pending_fully_shard() -> PendingShards | None:
+    """The call of `fully_shard` or FSDP's `replicate` that is under way in this thread, before it changes parameters.
+
+    Nothing that torch passes to a module at that time has the mesh, so it is taken from the caller.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        info = frame.f_locals.get("mesh_info") if frame.f_code.co_name in ("fully_shard", "replicate") else None
+        if info is not None and isinstance(getattr(info, "mesh", None), DeviceMesh):
+            after: Any = frame.f_locals.get("post_forward_mesh_info")
+            number = None if after is None or after.mesh is info.mesh else int(after.shard_mesh_size)
+            return PendingShards(frame.f_code.co_name, info.mesh, number)
+        frame = frame.f_back
+    return None
+
+
+def is_of_fsdp(hook: object) -> bool:
+    """Whether `hook` is one that `fully_shard` or FSDP's `replicate` registers on a module."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def is_localizer(hook: object) -> bool:
+    """Whether `hook` is one by which torch's data parallelism takes DTensors apart before, and after, a forward."""
+    return hook is _localize_dtensor or hook is _reconstruct_dtensor
+
+
+def is_localized(parameter: Tensor) -> bool:
+    """Whether torch's data parallelism has made it of a DTensor, to put it in that one's place."""
+    return hasattr(parameter, "_st_info")
+
+
+def replicas_without_mesh(module: nn.Module) -> None:
+    """Let torch's `replicate`, which was called for `module`, know its ranks as a group.
+
+    With a mesh, it would take DTensors apart.
+    """
+    states: Any = module.__dict__.get(STATE_KEY) or {}
+    for state in states.values():
+        options: Any = getattr(state, "_init_kwargs", None)
+        if isinstance(options, dict) and options.get("device_mesh") is not None:
+            options["process_group"] = options.pop("device_mesh").get_group()
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, in one call."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore
+
+
+class OwnReducer(DistributedDataParallel):
+    """A DistributedDataParallel whose gradients are averaged by `make_reducer`'s result."""
+
+    reducer: Any
+    logger: Any
+
+    def averaged(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are averaged."""
+        raise NotImplementedError
+
+    def make_reducer(self, limit: int) -> Any:
+        """What averages them, with buckets of `limit` bytes."""
+        raise NotImplementedError
+
+    def after_forward(self, output: Any, wanted: bool) -> None:
+        """Told after each forward: its result, and whether its backward is to be averaged."""
+        raise NotImplementedError
+
+    def refuse_hook(self) -> None:
+        """Raise, as there is no bucket of torch's for a communication hook."""
+        raise NotImplementedError
+
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return cast("Any", self).process_group
+
+    def _build_params_for_reducer(self) -> Any:
+        # What torch compares the ranks' shapes of, and whether gradients are sparse.
+        held = [local_of(parameter).detach() for parameter in self.averaged()]
+        self._assign_modules_buffers()
+        return held, [False] * len(held)
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
+        return {}
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        self.reducer, self.logger = self.make_reducer(int(self.bucket_bytes_cap)), _Idle()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        reducer, self.reducer = self.reducer, self.logger
+        try:
+            return cast("Any", super())._pre_forward(*inputs, **kwargs)
+        finally:
+            self.reducer = reducer
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        wanted = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = wanted
+        self.after_forward(output, wanted)
+        return output
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Refuse the hook."""
+        self.refuse_hook()
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.refuse_hook()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+
+class _Idle:
+    """In place of torch's log, and of its reducer before a forward, in which there is nothing to do."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        pass
+
+    def set_error_and_log(self, error: str) -> None:
+        pass
+
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def refused_option(wrapper: OwnReducer) -> str | None:
+    """The option of a DistributedDataParallel that torch's reducer alone can serve, if one was chosen."""
+    options = {
+        "mixed_precision": wrapper.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(cast("Any", wrapper)._delay_all_reduce_params),
+        "python_reducer": wrapper._use_python_reducer,
+    }
+    return next((name for name, chosen in options.items() if chosen), None)

@@ -176,6 +176,9 @@ def loads(bench: Bench) -> None:
     stock = bench.stock(1)
     stock.load_state_dict({name: full(held) for name, held in model.state_dict().items()})
     _same_models(stock, bench.stock())
+    stock = bench.stock(1)
+    stock.load_state_dict(model.state_dict())
+    _same_models(stock, bench.stock())
 
 
 def loads_stock(bench: Bench) -> None:
@@ -222,6 +225,7 @@ def _sets(what: str, full_state: bool, broadcast: bool) -> Callable[[Bench], Non
         other.load_state_dict(model.state_dict())
         set_optimizer_state_dict(other, fresh, given, options=options)
         same(fresh.state_dict()["state"], theirs.state_dict()["state"], "state")
+        save(get_optimizer_state_dict(other, fresh), checkpoint_id=f"{bench.folder}/optimizer")
         for held, optimizer, seed in ((other, fresh, bench.sharded(2)), (stock, theirs, bench.stock(2))):
             for parameter, gradient in zip(held.parameters(), seed.parameters(), strict=True):
                 parameter.grad = gradient.detach().clone()

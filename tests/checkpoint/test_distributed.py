@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import tpplan
@@ -136,6 +137,23 @@ def _outside(metadata: Any) -> None:
         place.relative_path = f"../ck/{place.relative_path}"
 
 
+def _in_two(metadata: Any, offset: int, sizes: tuple[int, int]) -> None:
+    """Say of a matrix that it is in two chunks of `sizes` rows, the second one from row `offset`."""
+    name, held = next((n, h) for n, h in metadata.state_dict_metadata.items() if len(getattr(h, "size", ())) == 2)
+    columns = held.size[1]
+    held.chunks = [
+        ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((sizes[0], columns))),
+        ChunkStorageMetadata(torch.Size((offset, 0)), torch.Size((sizes[1], columns))),
+    ]
+    place = metadata.storage_data.pop(MetadataIndex(name, torch.Size((0, 0))))
+    for chunk in held.chunks:
+        metadata.storage_data[MetadataIndex(name, chunk.offsets)] = place
+
+
+def _rows(metadata: Any) -> int:
+    return next(h.size[0] for h in metadata.state_dict_metadata.values() if len(getattr(h, "size", ())) == 2)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (_cut, "it was cut off"),
     "empty": (lambda folder: (folder / DATA).write_bytes(b""), "has 0 bytes, and should have"),
@@ -145,6 +163,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another pickle": (lambda folder: (folder / METADATA).write_bytes(pickle.dumps([1])), "holds something else"),
     "outside": (lambda folder: _changed(folder, _outside), "isn't in the folder"),
     "a chunk less": (lambda folder: _changed(folder, lambda m: m.storage_data.popitem()), "isn't there as a whole"),
+    "chunks that overlap": (
+        lambda folder: _changed(folder, lambda m: _in_two(m, 1, (2, _rows(m) - 2))),
+        "has chunks that overlap",
+    ),
+    "a chunk outside": (
+        lambda folder: _changed(folder, lambda m: _in_two(m, 3, (2, _rows(m) - 2))),
+        "aren't within its shape",
+    ),
     "other bytes": (lambda folder: (folder / DATA).write_bytes(b"x" * (folder / DATA).stat().st_size), "can't be read"),
 }
 

@@ -126,3 +126,41 @@ def test_check_knows_the_names_of_transformers_checkpoints(tmp_path: Path, capsy
     assert any("experts.3.w2" in name for name in load_file(tmp_path / SINGLE))
     assert main(["checkpoint", "check", str(tmp_path), "mixtral", "--model", str(tmp_path), "--tp", "2"]) == 0
     assert "would load into" in capsys.readouterr().out
+
+
+def _mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **MORE, num_local_experts=4, num_experts_per_tok=2))
+
+
+def _loads(member: Member, path: str) -> int:
+    import tpplan
+
+    with torch.device("meta"):
+        model = _mixtral()
+    tpplan.parallelize(model, "mixtral", member.mesh())
+    before = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in Path(path).glob("*.safetensors"))
+    read = load(model, path).bytes_read - before
+    samples = 8 * 64 * len(list(Path(path).glob("*.safetensors")))
+    return read - samples
+
+
+@pytest.mark.processes
+def test_of_tensors_in_pieces_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stock = _mixtral()
+    stock.save_pretrained(tmp_path)
+    file = tmp_path / SINGLE
+    state = load_file(file)
+    assert any("experts.0.w1" in name for name in state), "transformers saves experts one by one"
+    save_file(state | {"more": torch.ones(3)}, file, {"format": "pt"})
+    options = ["--plan", "mixtral", "--model", str(tmp_path), "--tp", "2"]
+    assert main(["checkpoint", "inspect", str(tmp_path), *options, "--format", "json"]) == 0
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
+    assert "bytes_by_rank" not in tensors.pop("more") and all("bytes_by_rank" in held for held in tensors.values())
+    said = [sum(held["bytes_by_rank"][rank] for held in tensors.values()) for rank in range(2)]
+    save_file(state, file, {"format": "pt"})
+    assert world(2).run(_loads, str(tmp_path)) == said
+    assert main(["checkpoint", "inspect", str(tmp_path), *options]) == 0
+    assert "aren't the model's" not in capsys.readouterr().out

@@ -14,6 +14,7 @@ from tests.initialize.compare import SEED, differences, on_meta, parts, stock_of
 from tests.marking import slow_but, sweep_but
 from tests.plans.parity import PLANS
 from tests.zoo.architectures import ARCHITECTURES, _made
+from tpplan.hf.build import build_stock
 from tpplan.initialize import InitializationError
 
 ALL = [name for name, held in ARCHITECTURES.items() if held.kind]
@@ -126,3 +127,23 @@ def test_parts_train_as_the_model_does() -> None:
     tpplan.init_weights(model)
     assert all(p.requires_grad and p.is_leaf and p.grad_fn is None for p in model.parameters())
     assert unlike(model, stock_of(lambda: _make("llama"))[0]) == []
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_parameters_that_the_library_keeps_in_float32(missing: bool) -> None:
+    config = transformers.T5Config(**ARCHITECTURES["t5"].settings)
+    model = build_stock(transformers.T5ForConditionalGeneration, config, torch.float16)
+    assert {held.dtype for held in model.parameters()} == {torch.float16, torch.float32}
+
+    def make() -> nn.Module:
+        torch.set_default_dtype(torch.float16)
+        try:
+            stock = transformers.T5ForConditionalGeneration(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for name, held in stock.named_parameters():
+            held.data = held.data.to(model.get_parameter(name).dtype)
+        return stock
+
+    torch.manual_seed(SEED)
+    assert unlike(tpplan.init_weights(model, device="cpu", missing=missing), stock_of(make)[0]) == []

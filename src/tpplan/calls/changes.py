@@ -100,6 +100,8 @@ class Changes:
         self._writes.noted.clear()
         self._broken.clear()
         changed = [self._look_at_one(*place) for place in places if place[0] in self._names]
+        if any(changed):
+            self._settings = self._find_settings()
         if self._broken:
             raise UnprovedCallError(f"TP130 changed-model: {min(self._broken.values())} {_HELP}")
         return any(changed)
@@ -172,7 +174,6 @@ class Changes:
             known[name] = contents.kept(now)
             shown = on_meta((), now) if isinstance(now, Tensor) else fresh_object(without_checkpoint(now))
             setattr(stock, name, shown)
-        self._settings = self._find_settings()
         return True
 
     # -- the whole model ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import math
 import os
 import pathlib
@@ -128,8 +129,44 @@ def _stored(name: str, folder: Path, held: TensorStorageMetadata, places: Mappin
 
 
 def _uncovered(stored: Stored) -> Iterator[str]:
-    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.shape):
+    chunks = [chunk for chunk in stored.chunks if 0 not in chunk.sizes]
+    if any(not _is_within(chunk, stored.shape) for chunk in chunks):
+        yield f"`{stored.name}` has chunks that aren't within its shape {list(stored.shape)}"
+    elif _overlap(chunks):
+        yield f"`{stored.name}` has chunks that overlap"
+    elif sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(stored.shape):
         yield f"`{stored.name}` isn't there as a whole"
+
+
+def _is_within(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        return False
+    ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    return all(offset >= 0 and size >= 0 and offset + size <= length for offset, size, length in ends)
+
+
+def _overlap(chunks: list[Chunk]) -> bool:
+    """Whether two chunks have an element in common: their edges cut the tensor into cells, each of one chunk."""
+    if len(chunks) < 2:
+        return False
+    edges = [
+        sorted({edge for c in chunks for edge in (c.offsets[d], c.offsets[d] + c.sizes[d])}) for d in _dims(chunks)
+    ]
+    places = [{edge: place for place, edge in enumerate(of_dim)} for of_dim in edges]
+    cells: set[tuple[int, ...]] = set()
+    for chunk in chunks:
+        stretches = [
+            range(places[d][chunk.offsets[d]], places[d][chunk.offsets[d] + chunk.sizes[d]]) for d in _dims(chunks)
+        ]
+        before = len(cells)
+        cells.update(itertools.product(*stretches))
+        if len(cells) - before != math.prod(len(stretch) for stretch in stretches):
+            return True
+    return False
+
+
+def _dims(chunks: list[Chunk]) -> range:
+    return range(len(chunks[0].sizes))
 
 
 def read_chunk(chunk: Chunk, meter: Meter) -> Tensor:

@@ -29,7 +29,7 @@ from tpplan.compat import local_of, own_parameters
 from tpplan.plan import Diagnostic, Severity
 from tpplan.runtime.distribute import device_of_mesh
 from tpplan.runtime.pieces import Box, whole_box
-from tpplan.runtime.state import part_of
+from tpplan.runtime.state import part_of, without_replicas
 
 _THREADS = 4
 _AHEAD = 12  # tensors that the system is asked to read before their turn
@@ -123,10 +123,10 @@ def load_weights(
     Raises:
         CheckpointError: TP121, with everything that is wrong, the same on all ranks.
     """
-    loaded = load(model, source, rename=rename, strict=strict, progress=progress)
+    loaded = load(without_replicas(model), source, rename=rename, strict=strict, progress=progress)
     for held in loaded.warnings:
         warnings.warn(held.text, stacklevel=2)
-    return loaded.model
+    return model
 
 
 def load(

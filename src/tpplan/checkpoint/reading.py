@@ -19,7 +19,7 @@ from torch import Tensor
 from tpplan.checkpoint.distributed import read_chunk
 from tpplan.checkpoint.header import Chunk, Stored
 from tpplan.checkpoint.meter import Meter
-from tpplan.checkpoint.ranges import run_length, runs
+from tpplan.checkpoint.ranges import run_length, runs, shared
 from tpplan.runtime.pieces import Box, narrowed
 
 CHUNK = 4 * 1024**2
@@ -98,9 +98,9 @@ class Files:
         """Copy what the boxes share with each chunk; those that share nothing aren't read."""
         finite = True
         for chunk in chunks:
-            shared = [(box, start, sizes) for box in boxes if (meet := _shared(box, chunk)) for start, sizes in [meet]]
-            numbers = read_chunk(chunk, self._meter) if shared else None
-            for box, start, sizes in shared:
+            met = [(box, start, sizes) for box in boxes if (meet := shared(box, chunk)) for start, sizes in [meet]]
+            numbers = read_chunk(chunk, self._meter) if met else None
+            for box, start, sizes in met:
                 assert numbers is not None
                 place = tuple(p + s - b for p, s, b in zip(box.place, start, box.start, strict=True))
                 inside = tuple(s - o for s, o in zip(start, chunk.offsets, strict=True))
@@ -189,17 +189,6 @@ def _stretches(boxes: Iterable[Box], stored: Stored) -> Iterator[tuple[int, int]
             yield from ((stored.start + first * dtype.itemsize, count) for first, _ in runs(box, stored.shape))
         elif count:
             yield stored.start, stored.bytes
-
-
-def _shared(box: Box, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where in the whole what a box and a chunk share begins, and its sizes."""
-    start = tuple(max(pair) for pair in zip(box.start, chunk.offsets, strict=True))
-    box_end, chunk_end = (
-        tuple(first + count for first, count in zip(*pair, strict=True))
-        for pair in ((box.start, box.sizes), (chunk.offsets, chunk.sizes))
-    )
-    sizes = tuple(min(a, b) - s for a, b, s in zip(box_end, chunk_end, start, strict=True))
-    return (start, sizes) if all(count > 0 for count in sizes) else None
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from tpplan.checkpoint.files import INDEX, CheckpointError, problem
 from tpplan.checkpoint.ranks import Ranks
 from tpplan.checkpoint.stream import stream
 from tpplan.checkpoint.writer import FileWriter, write_file
+from tpplan.runtime.state import without_replicas
 
 FILE_BYTES = 5 * 1024**3
 
@@ -44,7 +45,7 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes
         CheckpointError: TP121, on every rank, if the model has no numbers yet, the ranks' models differ, or the folder
             can't be written. What was there before is unchanged.
     """
-    ranks = Ranks(folder)
+    model, ranks = without_replicas(model), Ranks(folder)
     saving = _planned(model, Path(folder), file_bytes, ranks)
     try:
         nan = _write(saving, model)

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from tpplan.checkpoint.assembled import Source, reads
 from tpplan.checkpoint.header import BITS, Stored
-from tpplan.checkpoint.ranges import elements
+from tpplan.checkpoint.ranges import elements, shared
 from tpplan.compiler.ir.program import ParameterPlacement, Program
-from tpplan.runtime.pieces import part
+from tpplan.runtime.pieces import Box, part
 
 
-def bytes_by_rank(program: Program, tensors: Mapping[str, Stored]) -> dict[str, tuple[int, ...]]:
-    """For each tensor that the program's model has as a parameter, the bytes that each rank reads of it.
+def bytes_by_rank(program: Program, tensors: Mapping[str, Source], buffers: Iterable[str]) -> dict[str, list[int]]:
+    """The bytes that each rank reads of a checkpoint's tensors, by their names there; without those that none reads.
 
-    A tensor whose shape is another than the parameter's is left out. Buffers are read whole by every rank.
+    Args:
+        program: places the parameters. One whose shape isn't the checkpoint's is left out.
+        tensors: by the model's names.
+        buffers: the names of the model's buffers, which every rank reads whole.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, list[int]] = {}
+
+    def add(source: Source, boxes: tuple[Box, ...], rank: int) -> None:
+        for stored, inside in reads(source, boxes):
+            found.setdefault(stored.name, [0] * program.size)[rank] += _bytes(stored, inside)
+
     for placement in program.parameters:
-        name = next((name for name in placement.names if name in tensors), None)
-        if name is not None and tensors[name].shape == tuple(placement.shape):
-            found[name] = tuple(_bytes(placement, tensors[name], program.size, rank) for rank in range(program.size))
+        source = next((tensors[name] for name in placement.names if name in tensors), None)
+        if source is not None and source.shape == tuple(placement.shape):
+            for rank in range(program.size):
+                add(source, _boxes(placement, program.size, rank), rank)
+    for name in buffers:
+        if name in tensors:
+            shape = tensors[name].shape
+            whole = Box((0,) * len(shape), (0,) * len(shape), shape, True)
+            for rank in range(program.size):
+                add(tensors[name], (whole,), rank)
     return found
 
 
-def _bytes(placement: ParameterPlacement, stored: Stored, size: int, rank: int) -> int:
-    held = part(placement.layout, 0, (None,), tuple(placement.shape), (size,), (rank,))
-    return elements(held.boxes) * BITS[stored.dtype] // 8
+def _boxes(placement: ParameterPlacement, size: int, rank: int) -> tuple[Box, ...]:
+    return part(placement.layout, 0, (None,), tuple(placement.shape), (size,), (rank,)).boxes
+
+
+def _bytes(stored: Stored, boxes: tuple[Box, ...]) -> int:
+    if not stored.chunks:
+        return elements(boxes) * BITS[stored.dtype] // 8
+    return sum(chunk.bytes for chunk in stored.chunks if any(shared(box, chunk) for box in boxes))
 
 
 __all__ = ["bytes_by_rank"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tpplan.cli.arguments import (
@@ -98,12 +98,14 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
     checkpoint = read_checkpoint(arguments.path)
     program: Program | None = None
+    shares: Mapping[str, Sequence[int]] = {}
     if arguments.plan is not None:
-        program = compile_for(arguments, load_plan(arguments.plan), *model_and_inputs(arguments))
+        model, inputs = model_and_inputs(arguments)
+        program = compile_for(arguments, load_plan(arguments.plan), model, inputs)
+        shares = _shares(program, checkpoint, model)
     from tpplan.cli.checkpoint_tables import as_json, as_text
     from tpplan.report.quantities import encodable
 
-    shares = _shares(program, checkpoint) if program is not None else {}
     if arguments.format == "json":
         print(as_json(checkpoint, shares))
     else:
@@ -149,10 +151,11 @@ def _compared(model: nn.Module, checkpoint: Checkpoint) -> list[Diagnostic]:
     return [*(wrong or match(model, tensors, strict=True).findings), *without]
 
 
-def _shares(program: Program, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+def _shares(program: Program, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Sequence[int]]:
+    from tpplan.checkpoint.converted import by_model_names
     from tpplan.checkpoint.share import bytes_by_rank
 
-    return bytes_by_rank(program, checkpoint.tensors)
+    return bytes_by_rank(program, by_model_names(model, checkpoint.tensors)[0], dict(model.named_buffers()))
 
 
 def _show(findings: list[Diagnostic], arguments: argparse.Namespace) -> None:

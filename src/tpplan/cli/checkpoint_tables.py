@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import StringIO
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from tpplan.checkpoint.stored import Checkpoint
 from tpplan.report.grid import natural_width, new_table
 from tpplan.report.quantities import NOTHING, bytes_text, count_text, shape_text
 
-Shares = Mapping[str, tuple[int, ...]]
+Shares = Mapping[str, Sequence[int]]
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -39,7 +39,7 @@ def as_text(checkpoint: Checkpoint, shares: Shares, size: int) -> str:
     """
     groups: dict[tuple[str, str, tuple[int, ...], tuple[int, ...] | None], list[Stored]] = {}
     for name, held in checkpoint.tensors.items():
-        key = _NUMBER.sub("*", name), held.dtype, held.shape, shares.get(name)
+        key = _NUMBER.sub("*", name), held.dtype, held.shape, tuple(shares[name]) if name in shares else None
         groups.setdefault(key, []).append(held)
     heads = ["tensor", "dtype", "shape", "size", *(["a rank"] if size else [])]
     table = new_table(*heads, right=(3, 4))
@@ -70,10 +70,8 @@ def _totals(checkpoint: Checkpoint, shares: Shares, size: int) -> list[str]:
         by_rank = [sum(share[rank] for share in shares.values()) for rank in range(size)]
         read = sum(tensor.bytes for name, tensor in checkpoint.tensors.items() if name in shares)
         each = bytes_text(max(by_rank)) if len(set(by_rank)) == 1 else ", ".join(map(bytes_text, by_rank))
-        lines.append(f"Each of {size} ranks reads {each} of the parameters' {bytes_text(read)}.")
+        lines.append(f"Each of {size} ranks reads {each} of {bytes_text(read)}.")
         if len(shares) < len(checkpoint.tensors):
             others = len(checkpoint.tensors) - len(shares)
-            lines.append(
-                f"{count_text(others, 'tensor')} ({NOTHING}) are buffers, which each rank reads whole, or unused."
-            )
+            lines.append(f"{count_text(others, 'tensor')} ({NOTHING}) aren't the model's, and are read by no rank.")
     return lines

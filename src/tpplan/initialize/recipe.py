@@ -33,7 +33,7 @@ def construction_of(model: nn.Module, build: Callable[[], nn.Module] | None, dev
     kind = stock_class(model)
     config: Any = getattr(model, "config", None)
     if callable(getattr(kind, "_from_config", None)) and hasattr(config, "to_dict"):
-        return recorded(lambda: kind(copy.deepcopy(config)), device, _main_dtype(model))
+        return recorded(lambda: _built(kind, config, model), device, _main_dtype(model))
     unknown_modules(model, stock_class)
     stock = recorded(lambda: reset_twin(model, stock_class), device, _main_dtype(model))
     left = [name for name in sorted(stock.registered) if stock.tensors[name].storage not in stock.written]
@@ -44,6 +44,16 @@ def construction_of(model: nn.Module, build: Callable[[], nn.Module] | None, dev
             BUILD,
             *(f"`{name}`" for name in left),
         )
+    return stock
+
+
+def _built(kind: type[nn.Module], config: Any, model: nn.Module) -> nn.Module:
+    """The stock model of a config, with those parameters wider that the library keeps so, as in `model`."""
+    stock = kind(copy.deepcopy(config))
+    dtypes = {name: held.dtype for name, held in model.named_parameters() if held.is_floating_point()}
+    for name, held in stock.named_parameters():
+        if name in dtypes and dtypes[name].itemsize > held.dtype.itemsize:
+            held.data = held.data.to(dtypes[name])
     return stock
 
 

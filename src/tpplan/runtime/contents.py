@@ -10,16 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import own_buffers, own_modules, own_parameters
+from tpplan.compat import COMPOSED, own_buffers, own_modules, own_parameters
 from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.trace.preconditions import MARK
+from tpplan.runtime.packed import PackedShard
 from tpplan.runtime.writes import CHECKS, WRITES
 
 MISSING = object()
-NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | {CHECKS, WRITES, MARK, "forward"}
+NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | COMPOSED | {CHECKS, WRITES, MARK, "forward"}
 
 TensorForm = tuple[tuple[int, ...], object]
-"""The shape of a parameter or buffer, and of a DTensor its placements."""
+"""The shape of a parameter or buffer, and of a DTensor what the axis of tensor parallelism does to it."""
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -40,8 +41,11 @@ def tensors(module: nn.Module) -> dict[str, TensorForm]:
 
 
 def form(held: Tensor) -> TensorForm:
-    """What to remember of a parameter or buffer."""
-    return tuple(held.shape), held.placements if isinstance(held, DTensor) else None
+    """What to remember of a parameter or buffer; how FSDP cuts a rank's part further is FSDP's own matter."""
+    if not isinstance(held, DTensor):
+        return tuple(held.shape), None
+    placement = held.placements[-1]
+    return tuple(held.shape), placement.layout if isinstance(placement, PackedShard) else placement
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replac
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.placements import check_modules, follow
 from tpplan.runtime.recent import Ran, RecentCalls
-from tpplan.runtime.state import take_parts
+from tpplan.runtime.state import give_wholes, take_parts
 from tpplan.runtime.watched import WatchedCall
 from tpplan.runtime.writes import WRITES, Outside, Watched, Writes, watched_class
 
@@ -339,14 +339,18 @@ class Variants:
 
 
 def _take_whole_states(module: nn.Module) -> _Change:
-    """Let `load_state_dict` take whole tensors, too."""
+    """Let `load_state_dict` take whole tensors, too, and stock models what `state_dict` gives."""
     handles: list[Any] = []
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
 
-    return _Change(lambda: handles.append(module.register_load_state_dict_pre_hook(take_parts)), undo)
+    def apply() -> None:
+        handles.append(module.register_load_state_dict_pre_hook(take_parts))
+        handles.append(module.register_state_dict_post_hook(give_wholes))
+
+    return _Change(apply, undo)
 
 
 __all__ = ["Distributor", "Guard", "lower"]

@@ -255,8 +255,10 @@ class ShardedRoot(ShardedModule):
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
-        runtime.handed_out.open([owner._parameters[name] for owner, name in runtime.opened])  # pyright: ignore
         writes: Writes | None = self.__dict__.get(WRITES)
+        cut = writes.cut if writes is not None else ()  # by FSDP, which wants a gradient in the module's own backward
+        opened = [held for held in runtime.opened if held not in cut] if cut else runtime.opened
+        runtime.handed_out.open([owner._parameters[name] for owner, name in opened])  # pyright: ignore
         if writes is not None:
             writes.forwards += 1
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -277,22 +277,38 @@ class _Whole(torch.autograd.Function):
 
 
 class _Returned:
-    """Optimizer states that `set_optimizer_state_dict` has cut, which are plain DTensors until the next step."""
+    """Optimizer states that `set_optimizer_state_dict` has cut, which are plain DTensors.
 
-    _seen: WeakSet[torch.optim.Optimizer] | None = None
+    An optimizer is known by its first step, which torch makes itself, of no length, before it sets a state.
+    """
+
+    _hooked: ClassVar[WeakSet[torch.optim.Optimizer] | None] = None
+    _seen: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
+
+    @classmethod
+    def watch(cls) -> None:
+        """Look at optimizers from now on."""
+        if cls._hooked is None:
+            cls._hooked = WeakSet()
+            register_optimizer_step_pre_hook(cls._adopt)
 
     @classmethod
     def expect(cls) -> None:
         """Look at each optimizer before its next step."""
-        if cls._seen is None:
-            register_optimizer_step_pre_hook(cls._adopt)
         cls._seen = WeakSet()
 
     @classmethod
     def _adopt(cls, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if cls._seen is None or optimizer in cls._seen:
+        if optimizer in cls._seen:
             return
         cls._seen.add(optimizer)
+        if cls._hooked is not None and optimizer not in cls._hooked:
+            cls._hooked.add(optimizer)
+            optimizer.register_load_state_dict_post_hook(cls._adopt_states)
+        cls._adopt_states(optimizer)
+
+    @classmethod
+    def _adopt_states(cls, optimizer: torch.optim.Optimizer) -> None:
         states: list[Any] = list(optimizer.state.values())
         for state in states:
             for held in dict[str, Any](state).values():
@@ -301,6 +317,7 @@ class _Returned:
 
 def packed_tensor(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> PackedTensor:
     """A packed tensor of `shape` around this rank's part, on a mesh of one axis."""
+    _Returned.watch()
     return made_dtensor(PackedTensor, local, mesh, [PackedShard(layout, shape)], shape)
 
 

@@ -72,9 +72,11 @@ def _by_element(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     written = _written(operator, args, kwargs)
     owner = next(held for held in (*written, *operands) if isinstance(held, PackedTensor))
     shape = torch.broadcast_shapes(*(held.shape for held in operands))
+    filled = operator.name().startswith("aten::copy_")
+    if filled and not isinstance(args[0], DTensor):  # a stock model loads a sharded one's state
+        return operator(args[0], args[1].full_tensor(), *args[2:], **kwargs)
     if shape != owner.shape or any(not isinstance(held, PackedTensor) for held in written):
         return _on_the_whole(operator, args, kwargs)
-    filled = operator.name().startswith("aten::copy_")
     local = functools.partial(_part_like, owner, plain=filled)
     result = operator(*_mapped(args, local), **_mapped(kwargs, local))
     return written[0] if written else _wrapped(result, owner)

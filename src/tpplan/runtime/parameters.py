@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compat import local_of, native_apply, new_gradient
 from tpplan.compiler.ir.layout import Layout
+from tpplan.runtime.averaging import DataParallelError
 from tpplan.runtime.communicator import Communicator, of_backward, placed
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.recent import Ran, RecentCalls
@@ -207,6 +208,21 @@ class HandedOut:
         return ran.alone
 
 
+def _uncut(parameter: Tensor) -> Tensor:
+    """The parameter, which FSDP has put together over its own axis.
+
+    Raises:
+        DataParallelError: it hasn't; a body would compute with a part of this rank's part.
+    """
+    if isinstance(parameter, DTensor) and len(parameter.placements) > 1:
+        raise DataParallelError(
+            f"TP171 cut-parameter: a module was called whose parameter of shape {list(parameter.shape)} `fully_shard` "
+            "holds cut over the data-parallel ranks\n  help: call the module that was given to `fully_shard`; where "
+            "one of its methods runs modules, `register_fsdp_forward_method(module, name)` first, or `unshard()` it"
+        )
+    return parameter
+
+
 class SummedReader:
     """Reads parameters whose gradients are summed."""
 
@@ -217,12 +233,12 @@ class SummedReader:
     def __call__(self, parameter: Tensor) -> Tensor:
         """The local tensor of `parameter`. Outside of the root's forward it gets a node, and a sum, of its own."""
         if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return local_of(parameter)
+            return local_of(_uncut(parameter))
         shards = self._handed_out.shards
         found = None if shards is None else shards.get(id(parameter))
         if found is not None or not isinstance(parameter, DTensor):  # a functional call has its own in its place
             return parameter if found is None else found
-        return _apply_summed_shards(self._handed_out.summing, parameter)[0]
+        return _apply_summed_shards(self._handed_out.summing, _uncut(parameter))[0]
 
 
 class PartReader:
@@ -292,11 +308,13 @@ class BlockReader:
     def __call__(self, parameter: Tensor) -> Tensor:
         """The local tensor of `parameter`. Outside of the root's forward it gets a node of its own."""
         if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return local_of(parameter)
+            return local_of(_uncut(parameter))
         shards = self._handed_out.shards
         found = None if shards is None else shards.get(id(parameter))
         if found is None and not isinstance(parameter, DTensor):  # a functional call has its own in its place
             return parameter
+        if found is None:
+            _uncut(parameter)
         if shards is None:
             return _apply_local_shards(parameter)[0]
         if found is None:

@@ -1,14 +1,15 @@
-"""State: whole tensors, such as a stock model's, taken into a sharded model by `load_state_dict`."""
+"""State: whole tensors, such as a stock model's, taken by a sharded model's `load_state_dict`; and the other way."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from tpplan.compat import interleaving, local_of, made_dtensor, own_parameters
+from tpplan.compat import interleaving, local_of, made_dtensor, own_parameters, state_tensor
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.runtime import pieces
 from tpplan.runtime.packed import PackedTensor
@@ -60,4 +61,19 @@ def _whole(held: Tensor, parameter: DTensor) -> Tensor | None:
     return local if stuffed else None
 
 
-__all__ = ["part_of", "take_parts"]
+def give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """A hook after a module's `state_dict`: let stock models load what is in it."""
+    for leaf in own_parameters(module):
+        held = PackedTensor.adopted(state.get(prefix + leaf))
+        if type(held) is DTensor and not held.requires_grad:  # else the caller wants the parameters themselves
+            state[prefix + leaf] = state_tensor(held)
+
+
+def without_replicas(model: nn.Module) -> nn.Module:
+    """The model itself, of one in a DistributedDataParallel, which puts a prefix before its names."""
+    while isinstance(model, DistributedDataParallel):
+        model = cast("nn.Module", model.module)
+    return model
+
+
+__all__ = ["give_wholes", "part_of", "take_parts", "without_replicas"]

@@ -12,14 +12,18 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from tpplan.compat import is_localized, is_localizer, is_of_fsdp, local_of, own_parameters, replicas_without_mesh
 from tpplan.runtime.packed import PackedTensor
+from tpplan.runtime.replicas import look_at_composition
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program
@@ -54,6 +58,8 @@ class Writes:
         inside: the same of forwards: what a body writes is a matter of its proof.
         outside: how values lie around a module, for those who look at them.
         local: the attributes that hold what this rank counts, with that.
+        cut: the parameters that FSDP cuts further, by module and name.
+        dropped: the parameter that was deleted last, with its module and name.
     """
 
     def __init__(self) -> None:
@@ -62,6 +68,8 @@ class Writes:
         self.modes = False
         self.inside: set[tuple[nn.Module, str]] = set()
         self.local: dict[tuple[nn.Module, str], Any] = {}
+        self.cut: set[tuple[nn.Module, str]] = set()
+        self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
         self.forwards = 0
         self.outside: Callable[[nn.Module], Outside] | None = None
         self._paused = False
@@ -91,10 +99,17 @@ class Watched(nn.Module):
     """A module that tells what is written to it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):
+            value = _own_parameter(self, name, value)
         super().__setattr__(name, PackedTensor.adopted(value))  # FSDP makes plain DTensors of parameters
         _note(self, name)
+        if name == "__class__":
+            replicas_without_mesh(self)
 
     def __delattr__(self, name: str) -> None:
+        writes: Writes | None = self.__dict__.get(WRITES)
+        if writes is not None:
+            writes.dropped = self, name, own_parameters(self).get(name)
         super().__delattr__(name)
         _note(self, name)
 
@@ -115,11 +130,17 @@ class Watched(nn.Module):
 
     def register_forward_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:  # pyright: ignore
         """Register a hook, and note it."""
+        if is_localizer(hook):
+            return RemovableHandle(OrderedDict())
         _note(self, HOOKS)
         return super().register_forward_hook(hook, **options)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:  # pyright: ignore
         """Register a hook, and note it."""
+        if is_localizer(hook):
+            return RemovableHandle(OrderedDict())
+        if is_of_fsdp(hook):
+            look_at_composition(self)
         _note(self, HOOKS)
         return super().register_forward_pre_hook(hook, **options)
 
@@ -137,6 +158,23 @@ class Watched(nn.Module):
         """Register a hook, and note it."""
         _note(self, HOOKS)
         return super().register_backward_hook(hook)
+
+
+def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter:
+    """What is to be a module's parameter `name`, of what torch's data parallelism sets."""
+    writes: Writes | None = module.__dict__.get(WRITES)
+    if writes is None:
+        return value
+    if isinstance(value, DTensor):
+        if value.device_mesh.ndim > 1:
+            writes.cut.add((module, name))
+    elif is_localized(value):  # around a sharded model, it needn't take DTensors apart
+        *place, before = writes.dropped
+        if before is not None and place == [module, name]:
+            local_of(before).requires_grad_(False)
+            value = before
+    writes.dropped = None, "", None
+    return value
 
 
 def _note(module: nn.Module, name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tpplan.compat import has_gradient_hooks, named_modules
 from tpplan.plan import Diagnostic
@@ -23,6 +24,8 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
         shown = name or type(model).__name__
         if MARK in vars(module):
             return [_already_parallel(f"`{shown}` was parallelized by tpplan before", name)]
+        if isinstance(module, DistributedDataParallel):
+            return [_already_parallel(f"`{shown}` is a DistributedDataParallel", name, _INSIDE)]
         if "forward" in vars(module):
             findings.append(
                 Diagnostic(
@@ -49,10 +52,9 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
     return findings
 
 
-def _already_parallel(message: str, name: str) -> Diagnostic:
-    return Diagnostic(
-        code="TP108",
-        message=message,
-        help="parallelize the stock model, once; build it anew to shard it otherwise",
-        subject=name or None,
-    )
+_ONCE = "parallelize the stock model, once; build it anew to shard it otherwise"
+_INSIDE = "parallelize the model inside of it, built anew, and put the DistributedDataParallel around that"
+
+
+def _already_parallel(message: str, name: str, way_out: str = _ONCE) -> Diagnostic:
+    return Diagnostic(code="TP108", message=message, help=way_out, subject=name or None)

@@ -509,6 +509,82 @@ torch.manual_seed(rank)
 """,
     ),
     Entry(
+        code="TP170",
+        name="data-parallel-ranks",
+        severity=Severity.ERROR,
+        summary="Data parallelism was to work over ranks that hold different parts of the model.",
+        explanation="""
+`DistributedDataParallel`, `replicate` and `fully_shard` take the ranks that they are given for replicas of one another.
+The ranks of the plan's axis are no replicas: each has its own part of every sharded parameter, and averaging or cutting
+these together would mix them up. Make a mesh with an axis for each, pass `mesh["tp"]` to `parallelize`, and
+`mesh["dp"]` to torch. Without a mesh or group, torch takes all processes.
+""",
+        bad="""
+mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+model = DistributedDataParallel(tpplan.parallelize(model, plan, mesh["tp"]))
+""",
+        good="""
+mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+model = DistributedDataParallel(tpplan.parallelize(model, plan, mesh["tp"]), device_mesh=mesh["dp"])
+""",
+    ),
+    Entry(
+        code="TP171",
+        name="cut-parameter",
+        severity=Severity.ERROR,
+        summary="A module was called while `fully_shard` held its parameters cut.",
+        explanation="""
+`fully_shard` puts parameters together in hooks around the forward of the module that it was called for. A module inside
+that is called by itself, or by another method than the forward, has parameters of which each rank holds a piece of its
+part, and would compute with that. Call the module that was given to `fully_shard`, register the method, or unshard.
+""",
+        bad="""
+fully_shard(model, mesh=mesh["dp"])
+vectors = model.embed(ids)
+""",
+        good="""
+fully_shard(model, mesh=mesh["dp"])
+register_fsdp_forward_method(model, "encode")     # a method of the model that calls `self.embed`
+vectors = model.encode(ids)
+""",
+    ),
+    Entry(
+        code="TP172",
+        name="data-parallel-option",
+        severity=Severity.ERROR,
+        summary="An option of torch's data parallelism can't be had with a sharded model.",
+        explanation="""
+Around a sharded model, `DistributedDataParallel` averages gradients by tpplan's own buckets, since torch's can't take
+DTensors. Everything that is done to torch's buckets is left out: communication hooks, `mixed_precision`, `join`, and
+parameters with a delayed sum. In torch, `fully_shard` refuses to keep DTensors cut over a smaller number of ranks after
+the forward, and needs meshes with names. The message says what to do instead.
+""",
+        bad="""
+model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+model.register_comm_hook(None, bf16_compress_hook)
+""",
+        good="""
+fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+""",
+    ),
+    Entry(
+        code="TP173",
+        name="late-gradient",
+        severity=Severity.ERROR,
+        summary="A gradient arrived once more after its average over the data-parallel ranks had begun.",
+        explanation="""
+`DistributedDataParallel` sends a parameter's gradient as soon as it has arrived, which is once in each backward. With
+`checkpoint(…, use_reentrant=True)` each checkpoint has a backward of its own, so a parameter that is used in several of
+them, or in one and outside, gets its gradient in pieces. With `use_reentrant=False` it gets it at once.
+""",
+        bad="""
+y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=True), use_reentrant=True)
+""",
+        good="""
+y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=False), use_reentrant=False)
+""",
+    ),
+    Entry(
         code="TP199",
         name="internal-error",
         severity=Severity.ERROR,
