@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tpplan
+from tests.marking import slow_but
 from tests.runtime.test_recompute import PLANS, direct, shown, stack, step, worst, x
 from tests.runtime.world import Member, world
 
@@ -112,7 +113,7 @@ def broken(member: Member, plan: str) -> dict[str, str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", slow_but(["tensor"], ["tensor", "sequence"]))
 def test_ranks_that_part_are_told_so(plan: str) -> None:
     for seen in world(2).run(broken, plan, seconds=120):
         for name, (_, text) in BREAKS.items():
@@ -135,7 +136,7 @@ def sound(member: Member, plan: str) -> dict[str, float]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", slow_but(["sequence"], ["tensor", "sequence"]))
 def test_a_watched_loop_is_the_same_loop(plan: str) -> None:
     for errors in world(2).run(sound, plan, seconds=120):
         assert {name: error for name, error in errors.items() if not error < 1e-11} == {}

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tests.marking import slow_but
 from tests.runtime.test_recompute import PLANS, stack, x
 from tests.runtime.world import start_forked
 
@@ -77,7 +78,7 @@ def one(rank: int, fault: str, folder: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_but(["dies"], list(FAULTS)))
 def test_the_others_are_told_within_the_timeout(fault: str, tmp_path: Path) -> None:
     start_forked(one, (fault, str(tmp_path)), 2, True)
     seconds, text = (tmp_path / f"{fault}.0").read_text().split("\n", 1)
