@@ -343,9 +343,9 @@ def dropped(member: Member, plan: str) -> dict[str, float]:
         model = stack(layer)
         torch.manual_seed(0)
         model.layers = nn.ModuleList([Dropped(part), Dropped(part)]).double()
-        parallel(member, model, plan)
-        torch.manual_seed(3)
         try:
+            parallel(member, model, plan)
+            torch.manual_seed(3)
             found[name] = shown(model, evaluated_between)
         except tpplan.RandomnessError as error:
             assert "part" in name and "checkpoint around the whole module" in str(error)
