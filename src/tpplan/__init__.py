@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tpplan import loss
     from tpplan.api import (
         Program,
         compile_plan,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tpplan.compiler.ir.script import ReplayError
     from tpplan.initialize.findings import InitializationError
     from tpplan.kernels.errors import KernelArgumentError
+    from tpplan.loss import LossError
     from tpplan.parity.errors import (
         RankError,
         RanksDisagreeError,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     )
     from tpplan.pretrained import from_pretrained
     from tpplan.runtime.averaging import DataParallelError
+    from tpplan.runtime.class_scope import ClassCallError
     from tpplan.runtime.faults import LostRankError
     from tpplan.runtime.lockstep import WatchError
     from tpplan.runtime.observe import ObserveError, observe
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AloneError",
     "CheckpointError",
+    "ClassCallError",
     "CompileError",
     "DataParallelError",
     "Diagnostic",
@@ -63,6 +67,7 @@ __all__ = [
     "KernelArgumentError",
     "LostRankError",
     "ObserveError",
+    "LossError",
     "Plan",
     "PlanError",
     "Program",
@@ -88,6 +93,7 @@ __all__ = [
     "init_weights",
     "load_plan",
     "load_weights",
+    "loss",
     "observe",
     "parallelize",
     "save_weights",
@@ -115,7 +121,9 @@ _ELSEWHERE = {
     "CheckpointError": "tpplan.checkpoint.files",
     "DataParallelError": "tpplan.runtime.averaging",
     "InitializationError": "tpplan.initialize.findings",
+    "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",
+    "LossError": "tpplan.loss",
     "RandomnessError": "tpplan.runtime.randomness",
     "RankError": "tpplan.parity.errors",
     "RankTimeoutError": "tpplan.parity.errors",
@@ -142,6 +150,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         value: object = _installed_version()
+    elif name == "loss":
+        value = import_module("tpplan.loss")
     else:
         value = getattr(import_module("tpplan.api" if name in _API else _ELSEWHERE.get(name, "tpplan.plan")), name)
     globals()[name] = value

@@ -19,7 +19,7 @@ from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.initialize import init_weights
-from tpplan.inputs import example_call
+from tpplan.inputs import example_call, with_labels
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
@@ -69,7 +69,9 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
     return prove(Request(model, loaded, tp, arguments, keywords)).program
 
 
-def suggest_plan(model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None) -> Plan:
+def suggest_plan(
+    model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None, *, training: bool = False
+) -> Plan:
     """Find a plan for a model: pairs of linear layers by the flow of the data, packs, heads, tables and norms.
 
     What the plan shards is proved by `compile_plan` at `tp` ranks; what can't be proved is left whole. `tpplan suggest`
@@ -79,19 +81,24 @@ def suggest_plan(model: nn.Module, tp: int, sequence_parallel: bool = False, inp
         model: the stock model; on `meta` it takes no memory. It is not changed.
         tp: number of ranks.
         sequence_parallel: whether the stream between the blocks is to be split along the sequence.
-        inputs: an example call; see `compile_plan`.
+        inputs: an example call; see `compile_plan`. If it computes a loss, the head's result stays split for it.
+        training: whether to make up labels as well, where no inputs are given.
 
     Raises:
         CompileError: the model can't be captured, or nothing in it can be sharded over `tp` ranks.
     """
-    return load_plan(suggest_text(model, tp, sequence_parallel, inputs))
+    return load_plan(suggest_text(model, tp, sequence_parallel, inputs, training=training))
 
 
-def suggest_text(model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None) -> str:
+def suggest_text(
+    model: nn.Module, tp: int, sequence_parallel: bool = False, inputs: Inputs = None, *, training: bool = False
+) -> str:
     """As `suggest_plan`, as the text of a plan file, with comments."""
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
     arguments, keywords = example_call(model, tp, inputs)
+    if training and inputs is None:
+        keywords = with_labels(model, keywords)
     return write_plan(search(model, tp, arguments, keywords, sequence_parallel), plan_name(model))
 
 

@@ -728,6 +728,18 @@ def without_function_modes() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunction())
 
 
+def innermost_function_mode() -> Any:
+    """The function mode that sees a call first; None if there is none."""
+    from torch import overrides
+
+    return overrides._get_current_function_mode()
+
+
+def without_tensor_classes() -> AbstractContextManager[Any]:
+    """A block whose calls no class of tensors sees."""
+    return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunctionSubclass())
+
+
 def innermost_mode() -> TorchDispatchMode | None:
     """The dispatch mode that sees an operation first."""
     from torch.utils import _python_dispatch

@@ -40,6 +40,14 @@ def example_call(
     raise TypeError(f"inputs must be a dict, a tuple or a tensor, not {type(inputs).__name__}")
 
 
+def with_labels(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """A call that was made up, with a label for each token of what the model predicts, if it takes labels."""
+    tokens = keywords.get("decoder_input_ids", keywords.get("input_ids"))
+    if tokens is None or "labels" not in inspect.signature(type(model).forward).parameters:
+        return dict(keywords)
+    return {**keywords, "labels": tokens.clone()}
+
+
 def most_positions(model: nn.Module) -> int | None:
     """How many tokens a made-up call of a transformers model may have, where its config has a limit."""
     return _shortest_table(getattr(model, "config", None))

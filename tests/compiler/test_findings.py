@@ -75,6 +75,8 @@ ELSEWHERE = {
     "TP177": "runtime/test_lockstep.py",
     "TP178": "runtime/test_lockstep.py",
     "TP179": "runtime/test_lockstep.py",
+    "TP165": "runtime/test_vocabulary_loss.py",
+    "TP166": "parity/test_class_functions.py",
     "TP199": "cli/test_main.py",
 }
 

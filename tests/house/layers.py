@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inputs", "hf"),
     ("suggest",),
     ("initialize",),
-    ("checkpoint",),
+    ("checkpoint", "loss"),
     ("runtime",),
     ("compiler",),
     ("cost",),

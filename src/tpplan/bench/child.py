@@ -22,6 +22,10 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from tpplan.bench import checkpoint
 
         return checkpoint.measure(**arguments)
+    if name == "loss":
+        from tpplan.bench import loss
+
+        return loss.measure(**arguments)
     from tpplan.bench import collectives
     from tpplan.compat import fake_process_group
 

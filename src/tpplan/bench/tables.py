@@ -36,7 +36,10 @@ class Table:
 
 def tables_of(result: dict[str, Any]) -> list[Table]:
     """The tables of a benchmark's result."""
-    tables = {"overhead": _overhead, "compile": _compile, "collectives": _collectives, "checkpoint": _checkpoint}
+    tables = {
+        "overhead": _overhead, "compile": _compile, "collectives": _collectives, "checkpoint": _checkpoint,
+        "loss": _loss,
+    }  # fmt: skip
     return tables[result["benchmark"]](result)
 
 
@@ -69,6 +72,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         ]
     if kind == "checkpoint":
         return [verdict for row in rows for verdict in _checkpoint_verdicts(row)]
+    if kind == "loss":
+        return []
     checked = [row["agrees"] for row in rows if row["agrees"] is not None]
     return [f"predicted and counted agree for {sum(checked)} of {len(checked)} plans"]
 
@@ -181,6 +186,21 @@ def _checkpoint(result: dict[str, Any]) -> list[Table]:
         for row in result["rows"]
     )
     return [Table("Loading and saving", columns, rows)]
+
+
+def _loss(result: dict[str, Any]) -> list[Table]:
+    rows = tuple(
+        (
+            row["form"],
+            f"{row['tokens']}",
+            f"{row['tokens'] * row['vocabulary'] * 4 / 2**20:.0f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['seconds']:.2f}",
+        )
+        for row in result["rows"]
+    )
+    columns = ("", "tokens", "all logits in float32, MiB", "peak of a step, MiB", "s")
+    return [Table(f"A step with a loss, {result['rows'][0]['ranks']} ranks", columns, rows)]
 
 
 def _counts(count: dict[str, dict[str, int]]) -> str:

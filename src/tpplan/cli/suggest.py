@@ -44,6 +44,11 @@ def register(subparsers: Subparsers) -> None:
         help="split the stream between the blocks along the sequence as well",
     )
     parser.add_argument(
+        "--training",
+        action="store_true",
+        help="call the model with labels, so that the head's result stays split for the loss",
+    )
+    parser.add_argument(
         "--from-hf",
         action="store_true",
         help="write the plan that a transformers model brings along, in tpplan's words; it isn't proved",
@@ -76,4 +81,4 @@ def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> str:
         from tpplan.suggest import import_plan
 
         return import_plan(model, plan_name(model))
-    return suggest_text(model, ranks_of(arguments), arguments.sequence_parallel, inputs)
+    return suggest_text(model, ranks_of(arguments), arguments.sequence_parallel, inputs, training=arguments.training)

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
+from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.trace.capture import argument_names
+from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
@@ -79,6 +81,7 @@ def prepare(
     random = _randomness(program, axis, device)
     uses, twice = active_uses(program, device), program.takes_gradients
     found: list[Prepared] = []
+    class_bodies = OpenClassBodies()
     specs = _with_kernels(program, uses, modules)
     readers_of = Counter(
         (id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads}
@@ -104,9 +107,13 @@ def prepare(
                 s for r in spec.exits for s in _exits(r, _step(r, _at(axis, spec, r, False), fresh, context, twice))
             ),
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
+            split_classes=_split_classes(program.boundaries.get(spec.name, ())),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
             borrowed=tuple(held for held in owners if readers_of[id(held[0]), held[1]] > 1),
+            classes=ClassBody(class_bodies, spec.class_calls, axis, quoted(spec.name))
+            if spec.class_calls or spec.counted_apart
+            else None,
             random=random.get(spec.name),
             handed_out=handed_out,
             opened=opened if is_root else (),
@@ -272,6 +279,12 @@ def _alone(
         exits=tuple(s for at, move in moves if not at.inward for s in _exits(at, move)),
         shared=any(at.aliases for at in held),
     )
+
+
+def _split_classes(held: Sequence[Boundary]) -> tuple[int, ...]:
+    """Of results that are split along their last dim in one stretch, its size as a whole."""
+    results = [(at.layout, at.shape) for at in held if not at.inward]
+    return tuple(dict.fromkeys(s[-1] for h, s in results if h.is_sharded and h.is_plain and h.dim == len(s) - 1))
 
 
 def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext, twice: bool) -> Move:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeVar
@@ -21,11 +22,12 @@ from tpplan.compat import own_buffers, own_parameters, runs_backward, without_fu
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
+from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
-from tpplan.runtime.outside import serving_methods, whole_arguments
+from tpplan.runtime.outside import serves, serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.pretrained import saving_methods
 from tpplan.runtime.reshard import CallContext, Move
@@ -68,6 +70,7 @@ class ModuleRuntime:
         parts: the same of split buffers.
         borrowed: those of both that a body around this one reads as well.
         axis: the ranks.
+        classes: a context for a body that calls functions over split classes, or is called by such a body.
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
@@ -80,6 +83,7 @@ class ModuleRuntime:
         weight, bias: how to read these parameters of the module itself; None for one that its body doesn't read.
         table: of an embedding table split by rows, the first that this rank holds, and the number of all.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
+        split_classes: of results that are split along their last dim, its size as a whole.
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
     """
 
@@ -91,6 +95,7 @@ class ModuleRuntime:
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
     parts: tuple[tuple[nn.Module, str, Reader], ...] = ()
     borrowed: tuple[tuple[nn.Module, str], ...] = ()
+    classes: ClassBody | None = None
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
@@ -99,6 +104,7 @@ class ModuleRuntime:
     walked: bool = False
     shared: bool = False
     alone: ModuleRuntime | None = None
+    split_classes: tuple[int, ...] = ()
     body: Body | None = None
     replays: bool = False
     weight: Reader | None = None
@@ -187,7 +193,10 @@ class ShardedModule(Watched):
         for owner, name, read in runtime.parts:
             owner.__dict__[name] = read(owner._buffers[name])  # pyright: ignore
         try:
-            if runtime.random is None or not self.training:
+            if runtime.classes is not None:
+                with runtime.classes, runtime.random if runtime.random and self.training else nullcontext():
+                    result = self._body(runtime, args, kwargs)
+            elif runtime.random is None or not self.training:
                 replaced = runtime.body is not None
                 result = self._body(runtime, args, kwargs) if replaced else super().forward(*args, **kwargs)
             else:
@@ -263,7 +272,10 @@ class ShardedRoot(ShardedModule):
         if writes is not None:
             writes.forwards += 1
         try:
-            return super().forward(*args, **kwargs)
+            result = super().forward(*args, **kwargs)
+            if serves() and runtime.alone is not None and not torch.is_grad_enabled():
+                result = runtime.alone.leave(result)  # `generate` and the like choose among all classes
+            return result
         finally:
             if writes is not None:
                 writes.forwards -= 1
@@ -334,11 +346,25 @@ class VocabularyEmbedding(ShardedModule):
             padding -= first_row
             padding = padding if 0 <= padding < rows else None
         if rows:
-            result = functional.embedding(index, table, padding)
+            result = self._rows(runtime, index, table, padding)
         else:  # a sum of no rows, whose gradient is an empty table's
-            result = functional.embedding(index, table.new_zeros(1, table.shape[1])) + table.sum(0)
+            result = self._rows(runtime, index, table.new_zeros(1, table.shape[1]), None) + table.sum(0)
         result = result.masked_fill(foreign.unsqueeze(-1), 0)
         return runtime.exits[0].step(result) if runtime.exits else result
+
+    def _rows(self, runtime: ModuleRuntime, index: Tensor, table: Tensor, padding: int | None) -> Tensor:
+        """Rows of this rank's table, scaled as the stock class does."""
+        stock = stock_class(self)
+        if stock.forward is nn.Embedding.forward:
+            return functional.embedding(index, table, padding)
+        own = self.__dict__
+        before, own["padding_idx"], own["weight"] = own["padding_idx"], padding, table
+        try:
+            with without_function_modes() if runtime.handed_out.watched else nullcontext():
+                return stock.forward(self, index)
+        finally:
+            own["padding_idx"] = before
+            del own["weight"]
 
 
 _BASES = (ShardedRoot, ShardedLinear, ReducedLinear, VocabularyEmbedding, ShardedModule)

@@ -38,7 +38,7 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
         is_outside: whether no forward of the model is under way: in one, no DTensor is dispatched.
     """
     members: dict[str, Any] = {}
-    for kind in reversed(stock.__mro__[: stock.__mro__.index(nn.Module)]):
+    for kind in reversed([kind for kind in stock.__mro__ if not issubclass(nn.Module, kind)]):
         members |= vars(kind)  # what a subclass overrides, by a static method or a property too, stays overridden
     return {
         name: _serving(member, is_outside)
@@ -49,6 +49,11 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
 
 # Whether such a method runs in this thread (or task): in another one, another model may be called at the same time.
 _serves: ContextVar[bool] = ContextVar("tpplan serves", default=False)
+
+
+def serves() -> bool:
+    """Whether such a method runs, as `generate` does."""
+    return _serves.get()
 
 
 def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]) -> Callable[..., Any]:
@@ -66,4 +71,4 @@ def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]
     return call
 
 
-__all__ = ["serving_methods", "whole", "whole_arguments"]
+__all__ = ["serves", "serving_methods", "whole", "whole_arguments"]

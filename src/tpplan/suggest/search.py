@@ -10,14 +10,16 @@ fails is replaced by a more careful proposal, and what passes is put together ag
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import Rules
-from tpplan.plan import CompileError, Diagnostic, Style
+from tpplan.plan import CompileError, Diagnostic, Pin, Style
 from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms
 from tpplan.suggest.roles import Group, Roles, Setting, find_roles
@@ -97,6 +99,7 @@ def search(
     if not found.accepted:
         raise _nothing(subject, roles, found)
     why = _add_norms(subject, found) if sequence_parallel else ""
+    _split_losses(found)
     assert found.verdict.program is not None
     taken = _merged(found.accepted)
     reasons = {name: reason for name, reason in found.reasons.items() if name not in taken}
@@ -131,6 +134,24 @@ def _add_norms(subject: Subject, found: _Search) -> str:
     why = found.last.reason
     failed = found.one_by_one(norms)
     return why if len(failed) == len(norms) else ""
+
+
+def _split_losses(found: _Search) -> None:
+    """Leave the results of heads split where the call computes a loss of them, so that no rank has all logits."""
+    bodies = (node for frame in found.subject.trace.root.walk() for node in frame.body)
+    if not any(isinstance(node, Operation) and node.target in LOSSES for node in bodies):
+        return
+    for place, group in enumerate(found.accepted):
+        heads = {name for name, held in group.settings.items() if held.output is Pin.REPLICATE}
+        if not heads:
+            continue
+        settings = {n: replace(s, output=Pin.SHARD) if n in heads else s for n, s in group.settings.items()}
+        title = group.title.replace("whose result is gathered", "whose result stays split for the loss")
+        changed = replace(group, title=title, settings=settings)
+        trial = [*found.accepted[:place], changed, *found.accepted[place + 1 :]]
+        verdict = judge(found.subject, _merged(trial))
+        if verdict.program is not None and any(module.class_calls for module in verdict.program.modules):
+            found.accepted, found.verdict = trial, verdict
 
 
 def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:

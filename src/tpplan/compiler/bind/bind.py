@@ -43,7 +43,7 @@ class Bound:
     def layout_of(self, leaf: str) -> Layout | None:
         """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
         if self.style is Style.VOCAB:
-            return sharded(0)
+            return sharded(0) if leaf == "weight" else None
         if self.form is None or self.style not in (Style.COLWISE, Style.ROWWISE):
             return None
         columns = self.style is Style.COLWISE

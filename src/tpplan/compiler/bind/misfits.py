@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from tpplan.compat import computed_weights, named_modules
 from tpplan.compiler.bind.linear import is_grouped_convolution, linear_form
+from tpplan.compiler.bind.tables import is_table
 from tpplan.plan import Diagnostic, Pin, Rule, Style
 from tpplan.plan.wording import with_article
 
@@ -33,7 +34,7 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
         # Whether the features can be shared out depends on what the model does with them, see `packing`.
         return None if form is None else _input_of_other_features(name, rule)
     if rule.style is Style.VOCAB:
-        if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        if not isinstance(module, nn.Embedding) or not is_table(module):
             return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
         return _whole_table(module, name, rule)
     return None

@@ -17,6 +17,7 @@ from torch import nn
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.linear import LinearForm
+from tpplan.compiler.emit.class_calls import class_calls, counted_among, statistics
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
@@ -64,7 +65,7 @@ def emit(
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
         buffers=_buffers(trace, model, size, binding),
-        modules=_modules(model, trace, binding, assignment, origins, attributes, recorded),
+        modules=_modules(model, size, trace, binding, assignment, origins, attributes, recorded),
         kernels=kernels,
         assumptions=tuple(
             f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
@@ -175,6 +176,7 @@ def _buffers(trace: Trace, model: nn.Module, size: int, binding: Binding) -> tup
 
 def _modules(
     model: nn.Module,
+    size: int,
     trace: Trace,
     binding: Binding,
     assignment: Assignment,
@@ -186,6 +188,8 @@ def _modules(
     for decided in assignment.frames:
         by_module[decided.frame.module].append(decided)
     reads, drawn = _reads(trace, binding), random_draws(trace, assignment.layouts)
+    of_classes = class_calls(trace, assignment)
+    apart = frozenset[str]().union(*(counted_among(trace, module) for module, _ in of_classes))
     found: list[ModuleProgram] = []
     modules = dict(named_modules(model))
     for name, module in modules.items():
@@ -196,7 +200,9 @@ def _modules(
         bound = binding.modules.get(name)
         random = drawn.get(name)
         normed = next((decided for decided in calls if decided.normed is not None), None)
+        classes = of_classes.get((name, 0), ())
         changed = own or entries or exits or bound or random or normed or name in attributes or name in recorded
+        changed = changed or classes or name in apart
         if not changed and name:
             continue
         found.append(
@@ -211,10 +217,12 @@ def _modules(
                 reads=own,
                 random=random,
                 local_attributes=attributes.get(name, ()),
-                inner=() if normed is None else _statistics(trace, normed),
+                inner=_inner(trace, assignment, calls, size),
                 recorded=recorded_body(calls[0].frame, assignment.layouts) if name in recorded else None,
                 split_norm=None if normed is None else _split_norm(trace, normed),
                 walked=bound is not None and bound.walked,
+                class_calls=classes,
+                counted_apart=name in apart,
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
         )
@@ -310,6 +318,14 @@ def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
         return found
     gate = str(decided.frame.entries[norm.gate.entry].path[0])
     return replace(found, gate=gate, gated_first=norm.gate.first)
+
+
+def _inner(trace: Trace, assignment: Assignment, calls: list[FrameAssignment], size: int) -> tuple[Reshard, ...]:
+    """What the ranks exchange inside of a body."""
+    normed = next((decided for decided in calls if decided.normed is not None), None)
+    if normed is not None:
+        return _statistics(trace, normed)
+    return tuple(statistics(calls[0].frame, trace, assignment, size)) if calls else ()
 
 
 def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:

@@ -165,6 +165,24 @@ class SplitNorm:
     narrows: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SplitClasses:
+    """A call of a function over all classes, such as a loss, of whose classes each rank has its part.
+
+    Attributes:
+        function: its name, such as `cross_entropy`.
+        classes: how many there are, on all ranks.
+        partial_gradient: whether the gradient that arrives at its result is partial, and is summed.
+    """
+
+    function: str
+    classes: int
+    partial_gradient: bool = False
+
+
+ClassCalls = tuple[SplitClasses | None, ...]
+"""The calls of such functions that a body makes, in order of execution; None for one whose classes aren't split."""
+
 Draws = str | tuple[str, ...]
 """How a body draws random numbers: "split", others on each rank; "same", the same on all; the one or the other for each
 draw, in order of execution; or "caller", as the body that calls it, among whose draws its own count."""
@@ -206,6 +224,8 @@ class ModuleProgram:
         local_attributes: attributes that hold a local count; `config.n_head` is one of a settings object.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
         walked: whether its own code runs, although its style has a body of the runtime's: it computes something else.
+        class_calls: its calls of functions over all classes, if any is of split ones.
+        counted_apart: whether a body with such calls calls it, among which its own don't count.
     """
 
     name: str
@@ -223,6 +243,8 @@ class ModuleProgram:
     split_norm: SplitNorm | None = None
     recorded: RecordedBody | None = None
     walked: bool = False
+    class_calls: ClassCalls = ()
+    counted_apart: bool = False
 
     @property
     def reshards(self) -> tuple[Reshard, ...]:
@@ -448,8 +470,9 @@ class Program:
             if not plain[name]:
                 del plain[name]
         for module in plain["modules"]:
-            if not module["walked"]:
-                del module["walked"]
+            for name in ("walked", "class_calls", "counted_apart"):
+                if not module[name]:
+                    del module[name]
         return json.loads(json.dumps(plain))
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -6,14 +6,14 @@ out: the call's result
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import OpOverload, named_modules
+from tpplan.compat import named_modules
 from tpplan.compiler.ir.trace import Path, Reference
 from tpplan.plan import TpplanError
 
@@ -26,7 +26,7 @@ class ReplayError(TpplanError):
 class Run:
     """An operation with local sizes; `Reference`s in its arguments are values of the record."""
 
-    target: OpOverload
+    target: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     outputs: tuple[int | None, ...]

@@ -26,7 +26,9 @@ _PASSING = frozenset(
     for name in ("functional", "nn/functional", "_tensor", "overrides", "_jit_internal", "nn/parameter", "_VF")
 )
 _CALLS = f"{_TORCH}nn/modules/module.py"
-_OWN = tuple(f"{Path(__file__).parents[2]}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels", "parity"))
+_PACKAGE = Path(__file__).parents[2]
+_PASSING_ON = str(_PACKAGE / "runtime" / "class_scope.py")  # a function mode of the runtime's
+_OWN = tuple(f"{_PACKAGE}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels", "parity"))
 
 
 class Step(NamedTuple):
@@ -165,6 +167,8 @@ def _kind_of(code: CodeType) -> str:
     """Whether code is a body's, passes a call of one on, or calls torch for a reason of its own, as a checkpoint."""
     name = code.co_filename
     if not name.startswith(_TORCH):
+        if name == _PASSING_ON:
+            return "passing"
         return "other" if name.startswith(_OWN) else "body"
     if name in _PASSING:
         return "passing"

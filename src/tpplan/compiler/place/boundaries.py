@@ -19,7 +19,8 @@ from tpplan.compiler.ir.layout import (
     reshard_between,
     sharded,
 )
-from tpplan.compiler.ir.region import Boundary, CallNode, LocalValue, Region
+from tpplan.compiler.ir.operators import lookup
+from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
 from tpplan.compiler.place.solution import Constraints, Cost
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
@@ -103,10 +104,20 @@ class Boundaries:
         return found if value.dtype.is_floating_point else []
 
     def _pinned_inside(self, region: Region, boundary: Boundary) -> bool:
-        """Whether a value that leaves comes from a module whose output the plan pins, through results alone."""
+        """Whether a value that leaves comes from a module whose output the plan pins.
+
+        It may come through results, and through what a body does to each entry by itself, as where logits are capped.
+        """
         identifier = boundary.source
         while True:
-            node = next((n for n in region.nodes if isinstance(n, CallNode) and identifier in n.outputs), None)
+            node = next((n for n in region.nodes if identifier in n.outputs), None)
+            if isinstance(node, OperationNode):
+                shape, operator = region.values[identifier].shape, lookup(node.name)
+                alike = {i for i in node.inputs if region.values[i].shape == shape}
+                if operator is None or operator.kind != "entrywise" or len(alike) != 1:
+                    return False
+                (identifier,) = alike
+                continue
             if node is None:
                 return False
             region, position = node.region, node.outputs.index(identifier)

@@ -10,10 +10,12 @@ from collections import defaultdict
 from collections.abc import Set
 
 from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.ir.class_functions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.place.assign import Assignment
+from tpplan.compiler.rules.classes import splits_classes
 from tpplan.plan import Diagnostic
 
 Ways = dict[str, tuple[str, str]]
@@ -25,8 +27,18 @@ def conflicting_modules(assignment: Assignment) -> frozenset[str]:
     for held in assignment.frames:
         entries = frozenset((r.path, r.source, r.target) for r in held.entries)
         exits = frozenset((r.path, r.source, r.target) for r in held.exits)
-        decided[held.frame.module].add((entries, exits, held.normed is not None and held.normed.layout))
+        normed = held.normed is not None and held.normed.layout
+        decided[held.frame.module].add((entries, exits, normed, _split_classes(held.frame, assignment)))
     return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
+
+
+def _split_classes(frame: Frame, assignment: Assignment) -> tuple[bool, ...]:
+    """Of each function over classes that a body calls, whether they are split."""
+    return tuple(
+        splits_classes(node.target, node.arguments, assignment.layouts.get(node.inputs[0], REPLICATED))
+        for node in frame.body
+        if isinstance(node, Operation) and node.target in CLASS_OPERATIONS
+    )
 
 
 def shared_module_findings(names: frozenset[str], assignment: Assignment, binding: Binding) -> list[Diagnostic]:

@@ -24,6 +24,7 @@ from torch import nn
 from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import LinearForm
+from tpplan.compiler.bind.tables import FACTORS, SCALINGS
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.plan import Diagnostic, Style
@@ -77,17 +78,50 @@ def exact_product(flow: DataFlow, frame: Frame, module: nn.Module) -> ExactProdu
 
 
 def exact_lookup(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
-    """Whether a call of the embedding `module` is a look-up in its table, as its attributes say, and nothing else."""
-    if not _is_plain_call(flow, frame, module) or len(frame.body) != 1:
+    """Whether a call of the embedding `module` is a look-up in its table, as its attributes say, and nothing else.
+
+    Its class may scale all rows by numbers: a row of zeros, which a rank has for another's, stays one.
+    """
+    if not _is_plain_call(flow, frame, module):
         return False
-    (node,) = frame.body
+    place = next((i for i, n in enumerate(frame.body) if _is_lookup(n)), None)
+    if place is None:
+        return False
+    node, others = frame.body[place], [*frame.body[:place], *frame.body[place + 1 :]]
     assert isinstance(node, Operation)
     ids, padding = frame.entries[0].target, getattr(module, "padding_idx", None)
     wanted = (Reference(node.inputs[0]), Reference(ids), -1 if padding is None else padding, False, False)
     given = (*node.arguments, *(-1, False, False)[len(node.arguments) - 2 :])
     own = _parameter(flow.trace, node.inputs[0], frame.module) == _Term("weight")
-    looks_up = node.name == "aten.embedding.default" and own and not node.keywords
-    return looks_up and given == wanted and frame.exits[0].source == node.outputs[0]
+    if not own or node.keywords or given != wanted:
+        return False
+    return _scaled(flow.trace, [n for n in others if isinstance(n, Operation)], node) == frame.exits[0].source
+
+
+def _is_lookup(node: Operation | Frame) -> bool:
+    return isinstance(node, Operation) and node.name == "aten.embedding.default"
+
+
+def _scaled(trace: Trace, nodes: list[Operation], lookup: Operation) -> int | None:
+    """The value that the rows are at last; None if anything is done to them but to scale them all alike."""
+    (rows,) = lookup.outputs
+    for node in nodes:
+        made, name = node.outputs[0], node.target.name()
+        if made is None or len(node.outputs) > 1 or rows is None:
+            return None
+        factors = [trace.values[i] for i in node.inputs if i != rows]
+        if any(len(held.shape) or held.differentiable for held in factors):
+            return None
+        if rows not in node.inputs and name in FACTORS:
+            continue
+        same = (
+            trace.values[made].shape == trace.values[rows].shape
+            and trace.values[made].dtype == trace.values[rows].dtype
+        )
+        if name not in SCALINGS or node.inputs.count(rows) != 1 or node.keywords or not same:
+            return None
+        rows = made
+    return rows
 
 
 def may_write(trace: Trace, module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tpplan.compat import takes_device, without_dispatch_modes
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.ir.class_functions import CLASS_OPERATIONS, stock_function
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import RecordedBody
 from tpplan.compiler.ir.pytree import tensors_in
@@ -330,6 +331,8 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
         x = node.inputs[0]
         channels = trace.values[x].shape[1]
         arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
+    if node.target in CLASS_OPERATIONS:
+        return Run(stock_function(node.target), tuple(arguments), node.keywords, node.outputs, shapes, False)
     on_device = not node.inputs and takes_device(node.target)
     return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
 

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from tpplan.compat import NoRule, OperatorMeta, propagate
+from tpplan.compiler.ir.class_functions import CLASS_OPERATIONS
 from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
 from tpplan.compiler.ir.layout import packed as split_in_packs
@@ -27,6 +28,7 @@ from tpplan.compiler.ir.operators import Operator, lookup, with_dims_from_the_fr
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
+from tpplan.compiler.rules.classes import class_layouts
 from tpplan.compiler.rules.gradient import gradient_layouts
 
 _COPY = "aten.copy_.default"
@@ -108,6 +110,11 @@ class Propagator:
             return Refusal("communication", made, operands) if isinstance(made, str) else [Outcome(made)]
         if node.name in NEW:
             return self._new(node, values, operands)
+        if node.target in CLASS_OPERATIONS and not all(held.is_replicated for _, held in operands):
+            found = class_layouts(node, values, dict(operands), self._class_rule)
+            if isinstance(found, str):
+                return Refusal("communication", found, operands)
+            return [Outcome((held,)) for held in found]
         if all(held.is_replicated for _, held in operands):
             found = self._replicated(node, values, operands)
             if isinstance(found, Refusal):
@@ -148,6 +155,13 @@ class Propagator:
                 return Refusal("reduction", "reduces over a sharded dim with something other than a sum", operands)
             outputs.append(held if output is None else self._in_one_form(held, values[output].shape))
         return [Outcome(tuple(outputs), frozenset(partial))]
+
+    def _class_rule(
+        self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
+    ) -> Layout | str:
+        """What DTensor's rule says of a function over classes that are whole on each rank."""
+        found = self._forward(node, values, layouts)
+        return found.reason if isinstance(found, Refusal) else found[0]
 
     def _in_one_form(self, held: Layout, shape: tuple[int, ...]) -> Layout:
         """Heads that are flattened with their batch: at the front a strided shard, as of sequences; elsewhere packs."""

@@ -22,11 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import Unwatched, named_modules, without_packing
+from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
 from tpplan.compiler.ir.objects import fresh_object, note_alike
 from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
-from tpplan.compiler.ir.trace import Asked, Crossing, ForeignBackward, Frame, Location, Operation, Path, Trace, quoted
+from tpplan.compiler.ir.trace import (
+    Asked,
+    Crossing,
+    ForeignBackward,
+    Frame,
+    Location,
+    Operation,
+    Path,
+    Trace,
+    operator_name,
+    quoted,
+)
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
@@ -46,6 +58,7 @@ _LOOKUPS = frozenset(
         "index_select.default", "scatter.src", "scatter.value", "scatter_add.default", "take.default",
     )
 )  # fmt: skip
+_LOOKUPS |= {operator_name(target) for target in LOSSES}
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 

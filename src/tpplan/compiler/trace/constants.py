@@ -8,6 +8,7 @@ to compare. Nor has what torch makes of the list in `x[:, [-2]]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat import READ_VERSION
+from tpplan.compiler.ir.class_functions import ClassCall, class_call, stock_function
 from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -90,7 +92,12 @@ class ConstantWatcher(TorchFunctionMode):
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
-        result = func(*args, **keywords)
+        classes = class_call(func, args, keywords)
+        result: Any
+        if classes is None:
+            result = func(*args, **keywords)
+        else:
+            result = self._over_classes(classes, lambda: func(*args, **keywords))
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
@@ -106,6 +113,13 @@ class ConstantWatcher(TorchFunctionMode):
                 numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
                 self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
+
+    def _over_classes(self, call: ClassCall, run: Callable[[], Tensor]) -> Tensor:
+        """Record a function over classes; a run on local shapes has a part of these, and the weights of all."""
+        if not self._recorder.whole and call.weight is not None:
+            stock, bare = stock_function(call.operation), replace(call, weight=None).arguments
+            return self._recorder.record_whole(call.operation, call.arguments, lambda: stock(*bare))
+        return self._recorder.record_whole(call.operation, call.arguments, run)
 
     def _refuse_state(self, func: Any, tensor: Tensor) -> None:
         """Refuse what the model's own code asks of autograd or of memory."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -257,6 +257,26 @@ class Recorder(RecordingMode):
             Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self.location())
         )
         return result  # pyright: ignore[reportUnknownVariableType]
+
+    def record_whole(self, target: OpOverload, arguments: tuple[Any, ...], run: Callable[[], Tensor]) -> Tensor:
+        """Record a call of torch as one operation, `target`, whatever it consists of."""
+        operands = _tensors(arguments)
+        if self.beside is not None or not self.frames or not any(operand.is_meta for operand in operands):
+            return run()
+        with self.aside():
+            result = run()
+        with Unwatched():
+            arguments, _ = self._constants_to_meta(arguments, {})
+            inputs = tuple(self.value_of(operand) for operand in _tensors(arguments))
+            differentiable = torch.is_grad_enabled() and any(self.values[value].differentiable for value in inputs)
+            made = self._new_value(result, _geometry_of(result), differentiable, None)
+            if self.drawn.issuperset(inputs):
+                self.drawn.add(made)
+            if self.frames[-1].differentiates and not torch.is_grad_enabled():
+                self.gradless.add(made)
+            references = tuple(map(self._refer, arguments))
+        self.frames[-1].body.append(Operation(target, references, {}, inputs, (made,), (), self.location()))
+        return result
 
     def _is_seeded(self) -> bool:
         """Whether the body has set the generator of random numbers: a capture doesn't draw from it."""

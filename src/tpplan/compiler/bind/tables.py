@@ -1,0 +1,57 @@
+"""Tables: whether a module looks rows up in its table, and does no more to them than scale them all alike.
+
+in:  a module
+out: whether its table can be split by rows; whether each call does just that is for the trace to say (`rewrite/lemmas`)
+
+    nn.Embedding                                     ->  yes
+    super().forward(ids) * self.embed_scale          ->  yes
+    super().forward(ids + 2), … + self.positions     ->  no
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import OpOverload, RecordingMode
+from tpplan.compiler.trace.skeleton import make_skeleton
+
+SCALINGS = frozenset(("aten::mul.Tensor", "aten::mul.Scalar"))
+FACTORS = frozenset(("aten::_to_copy", "aten::alias"))
+
+
+class _Operations(RecordingMode):
+    """The names of operations, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether `module` looks rows up in its table, and may scale them."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    if type(module).forward is nn.Embedding.forward:
+        return True
+    copied, mode = make_skeleton(module).model, _Operations()
+    ids = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), mode:
+            made = copied(ids)
+    except Exception:  # whatever it raises: not a table of this kind
+        return False
+    right = isinstance(made, Tensor) and tuple(made.shape) == (2, 3, module.embedding_dim)
+    known = {"aten::embedding"} | SCALINGS | FACTORS
+    return right and mode.names.count("aten::embedding") == 1 and known.issuperset(mode.names)
+
+
+__all__ = ["FACTORS", "SCALINGS", "is_table"]

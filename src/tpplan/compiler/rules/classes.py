@@ -1,0 +1,94 @@
+"""Functions over all classes, where the classes are split: what each rank then has of their results.
+
+in:  the operation that stands for such a call, and how its operands lie
+out: how its result lies; the reason where it can't be computed
+
+    cross_entropy(z: S(1), t: R)   ->   R, for one all-gather of a few numbers a row, and none in the backward
+    logsumexp(z: S(1), 1)          ->   R, likewise; or R·∂P, for an all-reduce of its gradient
+    log_softmax(z: S(1), 1)        ->   S(1), likewise, and an all-reduce of a number a row in the backward
+    nll_loss(p: S(1), t: R)        ->   R, for an all-reduce of a number a row, and none in the backward
+
+These are the only operations that communicate inside of a body: the runtime meets the very calls (`runtime/classes`).
+Where the result is replicated, so is its gradient, of which each rank makes that of its own classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tpplan.compat import OpOverload
+from tpplan.compiler.ir.class_functions import CROSS_ENTROPY, LOG_SOFTMAX, LOGSUMEXP, LOSSES, NLL_LOSS
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.trace import Reference
+
+Rule = Callable[[OperationNode, Sequence[LocalValue], dict[int, Layout]], Layout | str]
+Layouts = tuple[Layout, ...]
+_STOCK: dict[OpOverload, OpOverload] = {
+    LOGSUMEXP: torch.ops.aten.logsumexp.default,
+    LOG_SOFTMAX: torch.ops.aten._log_softmax.default,
+}
+_DIM: dict[OpOverload, int] = {CROSS_ENTROPY: 3, NLL_LOSS: 3, LOGSUMEXP: 1, LOG_SOFTMAX: 1}
+
+
+def class_dim(arguments: Sequence[Any], target: OpOverload) -> int:
+    """The class dim of such an operation's input."""
+    return arguments[_DIM[target]]
+
+
+def splits_classes(target: OpOverload, arguments: Sequence[Any], held: Layout) -> bool:
+    """Whether an input that lies so has its classes split."""
+    return held.is_sharded and held.dim == class_dim(arguments, target)
+
+
+def class_layouts(
+    node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], rule: Rule
+) -> Layouts | str:
+    """How the result may lie where not all operands are replicated, or why it can't be told.
+
+    Args:
+        node: the operation.
+        values: of its region.
+        layouts: of its operands, by local number.
+        rule: DTensor's, for the operation of torch that it stands for.
+    """
+    logits, *others = node.inputs
+    held = layouts[logits]
+    if held.is_sharded and splits_classes(node.target, node.arguments, held):
+        if not held.is_plain or held.interleave != 1:
+            return "reads classes that lie in several stretches on a rank"
+        if any(not layouts[i].is_replicated for i in others) or any(values[i].differentiable for i in others):
+            return "needs whole labels and whole weights of classes, without gradients"
+        if node.target is LOGSUMEXP and values[logits].differentiable:
+            return REPLICATED, REPLICATED_PARTIAL
+        return (held if node.target is LOG_SOFTMAX else REPLICATED,)
+    if node.target in LOSSES:
+        of_rows = _of_rows(node, layouts)
+        return of_rows if isinstance(of_rows, str) else (of_rows,)
+    if node.target is LOG_SOFTMAX and node.arguments[2] not in (None, values[logits].dtype):
+        return "needs values that other ranks hold"
+    dim = class_dim(node.arguments, node.target)
+    arguments = ((dim,), node.arguments[2]) if node.target is LOGSUMEXP else (dim, False)
+    stock = replace(node, target=_STOCK[node.target], arguments=(Reference(logits), *arguments))
+    made = rule(stock, values, dict(layouts))
+    return made if isinstance(made, str) else (made,)
+
+
+def _of_rows(node: OperationNode, layouts: Mapping[int, Layout]) -> Layout | str:
+    """A loss of split rows, each rank with all classes and the labels of its own rows."""
+    logits, labels, *weight = node.inputs
+    held, dim, reduction = layouts[logits], class_dim(node.arguments, node.target), node.arguments[4]
+    whole = all(layouts[i].is_replicated for i in weight)
+    if not held.is_sharded or not held.is_plain or held.dim is None or not whole or reduction == "mean":
+        return "needs values that other ranks hold"
+    rows = sharded(held.dim - (held.dim > dim), held.interleave)
+    if layouts[labels] != rows:
+        return "needs the labels of the rows that each rank has"
+    return rows if reduction == "none" else PARTIAL
+
+
+__all__ = ["class_dim", "class_layouts", "splits_classes"]

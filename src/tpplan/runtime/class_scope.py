@@ -1,0 +1,212 @@
+"""Class scopes: where a body calls a function over classes that are split, the one for split classes runs instead.
+
+in:  the calls of such functions that a body makes, in order, as its program has them
+out: a context for the body
+
+    with ClassBody(bodies, (SplitClasses("cross_entropy", 32000),), axis, "the model"):
+        cross_entropy(logits, labels)          runs over the ranks' parts of the 32000 classes
+
+Only calls of the body itself count: a function mode sees them, which modules that the body calls switch off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tpplan.compat import innermost_function_mode, without_function_modes, without_tensor_classes
+from tpplan.compiler.ir.class_functions import (
+    CLASS_FUNCTIONS,
+    CROSS_ENTROPY,
+    LOG_SOFTMAX,
+    NLL_LOSS,
+    ClassCall,
+    class_call,
+)
+from tpplan.compiler.ir.program import ClassCalls
+from tpplan.plan import TpplanError
+from tpplan.runtime import classes
+from tpplan.runtime.classes import ClassPart, Loss
+from tpplan.runtime.communicator import Communicator
+
+
+class ClassCallError(TpplanError):
+    """A body calls a function over split classes that its proof doesn't have."""
+
+    def __init__(self, where: str, call: str, proved: str) -> None:
+        """Tell the module, its call, and what was proved."""
+        super().__init__(
+            f"TP166 class-call-changed: {where} {call}, where its proof {proved}"
+            "\n  help: let its calls of losses and of sums over classes depend on nothing but the arguments; or write "
+            "`output: replicate` for the rule of the head"
+        )
+
+
+class OpenClassBodies:
+    """The bodies that run at the moment, innermost last: the mode of each, or None."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._open: list[_Counter | None] = []
+
+    def enter(self, counter: _Counter | None) -> None:
+        """Open a body inside of the others."""
+        if self._open and self._open[-1] is not None:
+            self._open[-1].pause()
+        self._open.append(counter)
+        if counter is not None:
+            counter.go_on()
+
+    def leave(self) -> None:
+        """Close the innermost body."""
+        counter = self._open.pop()
+        if counter is not None:
+            counter.pause()
+        if self._open and self._open[-1] is not None:
+            self._open[-1].go_on()
+
+
+class ClassBody:
+    """A context for a body that makes such calls, or that another calls which does."""
+
+    def __init__(self, bodies: OpenClassBodies, calls: ClassCalls, axis: Communicator, where: str) -> None:
+        """Be the body of the module `where`, with these calls."""
+        self._bodies = bodies
+        self._calls = calls
+        self._axis = axis
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Count from here."""
+        self._bodies.enter(_Counter(self._calls, self._axis, self._where) if self._calls else None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Go on with the body that called this one."""
+        self._bodies.leave()
+
+
+class _Counter(TorchFunctionMode):
+    """Counts a body's calls, and runs those on split classes."""
+
+    def __init__(self, calls: ClassCalls, axis: Communicator, where: str) -> None:
+        super().__init__()
+        self._calls = calls
+        self._axis = axis
+        self._where = where
+        self._number = 0
+        self._asleep = False
+
+    def pause(self) -> None:
+        """See no calls; one that isn't the innermost mode lets them pass."""
+        if innermost_function_mode() is self:
+            self.__exit__(None, None, None)
+        else:
+            self._asleep = True
+
+    def go_on(self) -> None:
+        """See calls again."""
+        if self._asleep:
+            self._asleep = False
+        else:
+            self.__enter__()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        keywords: dict[str, Any] = kwargs or {}
+        if self._asleep or func not in CLASS_FUNCTIONS:
+            return func(*args, **keywords)
+        with without_function_modes():
+            call = class_call(func, args, keywords)
+            if call is None:
+                return func(*args, **keywords)
+            planned = self._next(call)
+            marked = None if planned is None else _marked(call, *planned)
+        if marked is None:
+            return func(*args, **keywords)
+        return func(marked, *args[1:], **keywords) if args else func(**{**keywords, "input": marked})
+
+    def _next(self, call: ClassCall) -> tuple[ClassPart, bool] | None:
+        """For the next call, the classes of this rank, and whether the gradient that arrives is partial."""
+        name, size = call.operation.name().partition("::")[2], call.input.shape[call.dim]
+        if self._number >= len(self._calls):
+            raise ClassCallError(self._where, f"calls `{name}` once more", f"has {len(self._calls)} such calls")
+        planned = self._calls[self._number]
+        self._number += 1
+        if planned is None:
+            return None
+        part = ClassPart(self._axis, planned.classes)
+        if planned.function != name or part.count != size:
+            expected = f"calls `{planned.function}` on a rank's {part.count} of {planned.classes}"
+            raise ClassCallError(self._where, f"calls `{name}` on {size} classes", expected)
+        return part, planned.partial_gradient
+
+
+class _Marked(Tensor):
+    """Stands for an operand, so that a call goes its way through all function modes, and then runs over the ranks."""
+
+    run: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in CLASS_FUNCTIONS:
+            return super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
+        keywords: dict[str, Any] = kwargs or {}
+        operands = (*args, *keywords.values())
+        return next(operand.run() for operand in operands if isinstance(operand, _Marked))
+
+
+def _marked(call: ClassCall, part: ClassPart, partial: bool) -> _Marked:
+    marked = call.input.detach().as_subclass(_Marked)
+    marked.run = lambda: run_split(call, part, partial)
+    return marked
+
+
+def run_split(call: ClassCall, part: ClassPart, partial: bool = False) -> Tensor:
+    """What a call makes of split classes, in the dtype of the stock function's result."""
+    with without_tensor_classes():
+        made = _run_split(call, part)
+        return classes.with_partial_gradient(made, part) if partial and made.requires_grad else made
+
+
+def _run_split(call: ClassCall, part: ClassPart) -> Tensor:
+    input = call.input if call.dtype is None else call.input.to(call.dtype)
+    dtype = _result_dtype(call.operation, input.dtype, input.device.type, _autocasts(input))
+    if call.operation in (CROSS_ENTROPY, NLL_LOSS):
+        loss = Loss(call.reduction, call.ignore_index, call.label_smoothing)
+        function = classes.nll_loss if call.operation is NLL_LOSS else classes.cross_entropy
+        assert call.target is not None
+        return function(input, call.target, call.weight, loss, part, call.dim).to(dtype)
+    if call.operation is LOG_SOFTMAX:
+        return classes.log_softmax(input.to(dtype), part, call.dim)
+    return classes.logsumexp(input, part, call.dim, call.keepdim).to(dtype)
+
+
+def _autocasts(input: Tensor) -> bool:
+    device = input.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+@lru_cache(maxsize=64)
+def _result_dtype(operation: object, dtype: torch.dtype, device: str, autocasts: bool) -> torch.dtype:
+    """The dtype of the stock function's result, by asking it."""
+    logits = torch.zeros(1, 1, dtype=dtype, device=device)
+    if operation is CROSS_ENTROPY:
+        return functional.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=device)).dtype
+    if operation is NLL_LOSS:
+        return functional.nll_loss(logits, torch.zeros(1, dtype=torch.int64, device=device)).dtype
+    return (torch.log_softmax(logits, 1) if operation is LOG_SOFTMAX else torch.logsumexp(logits, 1)).dtype
+
+
+__all__ = ["ClassBody", "ClassCallError", "OpenClassBodies", "run_split"]
