@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tpplan.training import follow
+
 if TYPE_CHECKING:
     from tpplan import loss
     from tpplan.api import (
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
         suggest_plan,
         verify,
     )
+    from tpplan.calls.alike import DifferentInputsError
     from tpplan.calls.errors import UnprovedCallError
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from tpplan.pretrained import from_pretrained
     from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.class_scope import ClassCallError
+    from tpplan.runtime.clipping import clip_grad_norm_
     from tpplan.runtime.faults import LostRankError
     from tpplan.runtime.lockstep import WatchError
     from tpplan.runtime.observe import ObserveError, observe
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.recent import RecomputeError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
+    from tpplan.training.sharding import TrainingError
 
     __version__: str
 
@@ -62,6 +67,7 @@ __all__ = [
     "CompileError",
     "DataParallelError",
     "Diagnostic",
+    "DifferentInputsError",
     "InitializationError",
     "InternalError",
     "KernelArgumentError",
@@ -81,6 +87,7 @@ __all__ = [
     "StateError",
     "TooLargeError",
     "TpplanError",
+    "TrainingError",
     "UnevenShardError",
     "UnprovedCallError",
     "UnshardedError",
@@ -88,6 +95,7 @@ __all__ = [
     "WatchError",
     "__version__",
     "check_plan",
+    "clip_grad_norm_",
     "compile_plan",
     "from_pretrained",
     "init_weights",
@@ -120,6 +128,8 @@ _ELSEWHERE = {
     "AloneError": "tpplan.runtime.standalone",
     "CheckpointError": "tpplan.checkpoint.files",
     "DataParallelError": "tpplan.runtime.averaging",
+    "clip_grad_norm_": "tpplan.runtime.clipping",
+    "DifferentInputsError": "tpplan.calls.alike",
     "InitializationError": "tpplan.initialize.findings",
     "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",
@@ -131,6 +141,7 @@ _ELSEWHERE = {
     "ReplayError": "tpplan.compiler.ir.script",
     "StateError": "tpplan.runtime.packed",
     "TooLargeError": "tpplan.parity.errors",
+    "TrainingError": "tpplan.training.sharding",
     "SecondDerivativeError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
     "UnprovedCallError": "tpplan.calls.errors",
@@ -142,6 +153,9 @@ _ELSEWHERE = {
     "RecomputeError": "tpplan.runtime.recent",
     "WatchError": "tpplan.runtime.lockstep",
 }
+
+
+follow()
 
 
 def __getattr__(name: str) -> object:

@@ -19,15 +19,19 @@ from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.initialize import init_weights
-from tpplan.inputs import example_call, with_labels
+from tpplan.inputs import with_labels
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lockstep import ranks_of
-from tpplan.runtime.lower import lower
+from tpplan.runtime.lower import lower, wrap_around
+from tpplan.runtime.numbers import take_whole_numbers
 from tpplan.runtime.replicas import follow_wrappers
+from tpplan.runtime.stepping import step_on_parts
+from tpplan.runtime.wrapped import bare
+from tpplan.served import Served, served
 from tpplan.suggest import search, write_plan
 
 __all__ = [
@@ -65,8 +69,9 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
-    arguments, keywords = example_call(model, tp, inputs)
-    return prove(Request(model, loaded, tp, arguments, keywords)).program
+    with bare(model) as stock:
+        inner = served(stock, loaded, tp, inputs)
+        return prove(Request(inner.model, inner.plan, tp, *inner.call)).program
 
 
 def suggest_plan(
@@ -96,10 +101,12 @@ def suggest_text(
     """As `suggest_plan`, as the text of a plan file, with comments."""
     if tp < 1:
         raise ValueError(f"tp must be at least 1, not {tp}")
-    arguments, keywords = example_call(model, tp, inputs)
-    if training and inputs is None:
-        keywords = with_labels(model, keywords)
-    return write_plan(search(model, tp, arguments, keywords, sequence_parallel), plan_name(model))
+    with bare(model) as stock:
+        inner = served(stock, None, tp, inputs)
+        arguments, keywords = inner.call
+        if training and inputs is None:
+            keywords = with_labels(inner.model, keywords)
+        return write_plan(search(inner.model, tp, arguments, keywords, sequence_parallel), plan_name(inner.model))
 
 
 def parallelize(
@@ -129,10 +136,19 @@ def parallelize(
         PlanError: the plan has mistakes.
         CompileError: plan, model and mesh don't fit together, on this or on another rank; the model is unchanged.
     """
+    with bare(model) as stock:
+        _parallelize(stock, plan, mesh, inputs, broadcast)
+    return model
+
+
+def _parallelize(
+    model: nn.Module, plan: Plan | PlanSource, mesh: DeviceMesh | None, inputs: Inputs, broadcast: bool
+) -> None:
+    """As `parallelize`, of a model in which nothing is compiled."""
     loaded: Plan | None = None
     compiled: Compiled | None = None
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
-    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    inner: Served | None = None
     try:
         loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     except Exception as raised:
@@ -144,21 +160,24 @@ def parallelize(
     group = over.get_group()
     if loaded is not None:
         try:
-            call = example_call(model, over.size(), inputs)
+            inner = served(model, loaded, over.size(), inputs)
             device = device_of_mesh(over)
-            compiled = prove(Request(model, loaded, over.size(), *call, device=device))
+            compiled = prove(Request(inner.model, inner.plan, over.size(), *inner.call, device=device))
         except Exception as raised:
             error = raised
     program = None if compiled is None else compiled.program
     draws = program is not None and any(module.random for module in program.modules)
     agree(group, None if compiled is None else compiled.digest, error, draws)
-    assert loaded is not None and compiled is not None and program is not None
+    assert loaded is not None and inner is not None and compiled is not None and program is not None
     axis = ranks_of(group)
-    guard = CallGuard(make_skeleton(model).model, loaded, compiled, *call, axis)
-    lower(model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
-    guard.watch(model)
+    guard = CallGuard(make_skeleton(inner.model).model, inner.plan, compiled, *inner.call, axis)
+    lower(inner.model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
+    guard.watch(inner.model)
+    if inner.name:
+        wrap_around(model, inner.name)
     follow_wrappers()
-    return model
+    step_on_parts()
+    take_whole_numbers()
 
 
 def plan_name(model: nn.Module) -> str:

@@ -43,6 +43,7 @@ _renamed = hasattr(dist, "all_gather_single")
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
 
 __all__ = [
+    "COMPILED_CALL",
     "COMPOSED",
     "HOOK_TABLES",
     "OFF",
@@ -60,20 +61,27 @@ __all__ = [
     "StateTensor",
     "TorchDispatchMode",
     "Unwatched",
+    "active_compiler",
     "after_backward",
     "all_gather_single",
     "backward_hooks",
     "buffer_versions",
+    "compiled_inside",
     "computed_weights",
     "copy_all",
     "copy_hook",
+    "count_as_compiled",
     "derive_class",
     "fake_mesh",
     "fake_process_group",
+    "foreach_norm",
     "function_node",
     "global_hooks",
+    "graph_break",
     "group_all_gather",
     "group_reduce_scatter",
+    "handle_operator",
+    "handler_of",
     "has_gradient_hooks",
     "hook_tables",
     "hooks_of",
@@ -87,6 +95,9 @@ __all__ = [
     "is_random",
     "is_reentrant_checkpoint",
     "is_registered_container",
+    "is_traced",
+    "lie_alike",
+    "like_distributed",
     "local_of",
     "made_dtensor",
     "make_gradient",
@@ -102,6 +113,7 @@ __all__ = [
     "placed_anew",
     "propagate",
     "random_state",
+    "read_anew",
     "rebuild_container",
     "refused_option",
     "register_sharding",
@@ -113,11 +125,18 @@ __all__ = [
     "schema_keywords",
     "schema_mutates",
     "schema_returns_view",
+    "set_compiler",
     "set_random_state",
+    "skip_frame",
     "state_tensor",
     "storage_key",
     "takes_device",
+    "traced_all_gather",
+    "traced_all_reduce",
+    "traced_all_to_all",
+    "traced_reduce_scatter",
     "transient_buffers",
+    "uncompiled",
     "without_dispatch_modes",
     "without_function_modes",
     "without_packing",
@@ -565,23 +584,55 @@ def new_distributed_tensor(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # pyright: ignore
 
 
+_DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+
+
+def lie_alike(one: DTensor, other: DTensor) -> bool:
+    """Whether a rank holds the same part of both."""
+    ours, theirs = one._spec, other._spec  # pyright: ignore
+    if ours is theirs:
+        return True
+    return ours.placements == theirs.placements and ours.shape == theirs.shape and ours.mesh == theirs.mesh
+
+
+def like_distributed(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor of `like`'s class and geometry around `local`, whose dtype it has; no autograd, no communication."""
+    if isinstance(like, OwnTensor):
+        return like.like(local)
+    if local.dtype == like.dtype:
+        return new_distributed_tensor(local, like)
+    return made_dtensor(DTensor, local, like.device_mesh, like.placements, like.shape)
+
+
 class _ArrivingGradient(DTensor):
     """A gradient on its way to its parameter.
 
     Where autograd puts it into `.grad` it detaches it, and has a DTensor like any other from then on. DTensor's own
-    dispatch takes twice as long for that.
+    dispatch takes twice as long for that, and several times as long where autograd adds it to what is in `.grad`.
     """
 
     @classmethod
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:
+        if func is _DETACH:
             return new_distributed_tensor(args[0]._local_tensor.detach(), args[0])
+        if func is _ADD_ and not kwargs and _accumulates(DTensor, *args):
+            return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return new_distributed_tensor(self._local_tensor, self).__reduce_ex__(protocol)  # pyright: ignore
+
+
+def _accumulates(kind: type[DTensor], gradient: Any, arrived: Any) -> bool:
+    """Add what arrived to a gradient of class `kind`, part by part, if the two lie alike."""
+    if type(gradient) is not kind or not isinstance(arrived, DTensor):
+        return False
+    if gradient._spec is not arrived._spec and gradient._spec != arrived._spec:  # pyright: ignore
+        return False
+    gradient._local_tensor.add_(arrived._local_tensor)  # pyright: ignore
+    return True
 
 
 def new_gradient(local: Tensor, like: DTensor) -> DTensor:
@@ -621,6 +672,23 @@ def state_tensor(tensor: DTensor) -> DTensor:
 
 def _plain(tensor: DTensor) -> DTensor:
     return new_distributed_tensor(local_of(tensor), tensor)
+
+
+def handle_operator(
+    operator: OpOverload, handler: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+) -> None:
+    """Let DTensor run `operator` by `handler`, as it has handlers of its own for some."""
+    DTensor._op_dispatcher._custom_op_handlers[operator] = handler  # pyright: ignore
+
+
+def handler_of(operator: OpOverload) -> Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]:
+    """What DTensor runs `operator` by."""
+    return DTensor._op_dispatcher._custom_op_handlers[operator]  # pyright: ignore
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:
+    """The norm of each of several tensors, computed in `dtype`."""
+    return cast("Any", torch)._foreach_norm(list(tensors), order, dtype=dtype) if tensors else ()
 
 
 def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -868,8 +936,10 @@ class OwnTensor(DTensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:
+        if func is _DETACH:
             return args[0].like(local_of(args[0]).detach())
+        if func is _ADD_ and not kwargs and _accumulates(cls, *args):
+            return args[0]
         return cls.dispatched(func, args, kwargs or {})
 
     @classmethod
@@ -1101,3 +1171,83 @@ def refused_option(wrapper: OwnReducer) -> str | None:
         "python_reducer": wrapper._use_python_reducer,
     }
     return next((name for name, chosen in options.items() if chosen), None)
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+_eval_frame: Any = cast("Any", torch._C)._dynamo.eval_frame
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute in which `Module.compile` notes what runs in place of a call."""
+
+is_traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo reads this code at the moment; where Python runs it, it is false."""
+
+active_compiler: Callable[[], object] = _eval_frame.get_eval_frame_callback
+"""What compiles the frames that this thread runs; None outside of `torch.compile`."""
+
+set_compiler: Callable[[object], object] = _eval_frame.set_eval_frame
+"""Let another compiler have the frames that this thread runs, or None; returns the one before."""
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Have Dynamo run the frames of `function` as they are; it still compiles those that they call."""
+    action = _eval_frame._FrameAction
+    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    _eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
+
+
+def count_as_compiled() -> None:
+    """Let a call with `fullgraph=True` pass that has run no compiled frame for a reason of ours."""
+    count: Callable[[int], int] | None = getattr(_eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if count is not None and count(-1) >= 0:  # somebody counts, and only a counter that is off can be set
+        count(1)
+
+
+def graph_break(reason: str) -> None:
+    """In code that Dynamo reads: run the call that leads here as it is."""
+    torch._dynamo.graph_break(msg=reason)  # pyright: ignore
+
+
+def traced_all_reduce(tensor: Tensor, group: str) -> Tensor:
+    """The sum over the ranks of a group, in code that Dynamo reads."""
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
+
+
+def traced_all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
+    """The ranks' tensors along the first dim, in code that Dynamo reads."""
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(tensor, size, group))
+
+
+def traced_reduce_scatter(tensor: Tensor, size: int, group: str) -> Tensor:
+    """This rank's part of the sum along the first dim, in code that Dynamo reads."""
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(tensor, "sum", size, group))
+
+
+def traced_all_to_all(tensor: Tensor, size: int, group: str) -> Tensor:
+    """The ranks' parts for this one along the first dim, which counts the ranks, in code that Dynamo reads."""
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_to_all_single(tensor, [1] * size, [1] * size, group))
+
+
+def uncompiled(model: Any) -> Any:
+    """The module inside of what `torch.compile(model)` returns, if it is that; else `model` itself."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # which takes a second to import
+    return model._orig_mod if frames is not None and isinstance(model, frames.OptimizedModule) else model
+
+
+def compiled_inside(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The modules inside of a model that `torch.compile` has returned, with their owner and their name there."""
+    return [
+        (owner, name, child)
+        for _, owner in named_modules(model)
+        for name, child in owner._modules.items()
+        if child is not None and uncompiled(child) is not child
+    ]
+
+
+def read_anew(compiled: Any) -> None:
+    """Let a module that `torch.compile` has returned see that its module has become another one."""
+    compiled._initialize()

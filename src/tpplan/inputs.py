@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.compiler.bind.wrapped import wrapped_models
 from tpplan.plan import CompileError, Diagnostic
 
 BATCH = 3  # odd, and seldom equal to another size
@@ -54,8 +55,9 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> dict[str, Any]:
-    config = getattr(model, "config", None)
-    accepted = inspect.signature(type(model).forward).parameters
+    served = _served(model)
+    config = getattr(served, "config", None)
+    accepted = inspect.signature(type(served).forward).parameters
     known = config is not None and hasattr(config, "to_dict")
     made: dict[str, Any] = _senses(model, config, accepted, batch) if known else {}
     if not made and (not known or "input_ids" not in accepted):
@@ -79,6 +81,16 @@ def _made_up(model: nn.Module, size: int, batch: int, sequence: int | None) -> d
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
         made["decoder_input_ids"] = torch.zeros(shape, dtype=torch.long, device="meta")
     return made
+
+
+def _served(model: nn.Module) -> nn.Module:
+    """The model that takes the arguments: `model`, or the one that it wraps, if it passes on whatever it gets."""
+    for inner in (model, *(wrapped for _, wrapped in wrapped_models(model))):
+        parameters = inspect.signature(type(inner).forward).parameters
+        passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        if not passes_on or "input_ids" in parameters or "pixel_values" in parameters:
+            return inner
+    return model
 
 
 def _senses(model: nn.Module, config: Any, accepted: Mapping[str, object], batch: int) -> dict[str, Any]:

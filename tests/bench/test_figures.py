@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tpplan.bench import compile_time, overhead
+from tpplan.bench import compile_time, loop, overhead
 from tpplan.bench.child import measure
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.page import render_page, write_page
@@ -23,6 +23,11 @@ from tpplan.compiler.check import local_run
 @pytest.fixture(scope="module")
 def overhead_result() -> dict[str, Any]:
     return _result("overhead", overhead.measure(rounds=2, calls=1, kind="plain"))
+
+
+@pytest.fixture(scope="module")
+def loop_result() -> dict[str, Any]:
+    return _result("loop", loop.measure(rounds=1, calls=1, kind="plain"))
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,19 @@ def test_overhead_has_a_row_for_each_form_and_way(overhead_result: dict[str, Any
     expected = [*((forward, form) for form in (*forms, overhead.GUARD)), *((backward, form) for form in forms)]
     assert [(row["way"], row["form"]) for row in overhead_result["rows"]] == expected
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in overhead_result["rows"])
+
+
+def test_the_loop_has_a_row_for_each_way_and_is_shown_and_judged(loop_result: dict[str, Any]) -> None:
+    forms = {overhead.UNSHARDED, overhead.TPPLAN, overhead.SEQUENCE}
+    rows = {(row["way"], row["form"]): row for row in loop_result["rows"]}
+    for way in (loop.FRESH, loop.ADDED, loop.CLIPPING, "AdamW step", "AdamW step, foreach", "AdamW step, fused"):
+        own = set() if way in (loop.FRESH, loop.ADDED) else {loop.OWN}
+        assert {form for held, form in rows if held == way} == forms | own
+    assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows.values())
+    console = Console(width=160, record=True)
+    show(loop_result, console)
+    assert all("met" in line or "missed" in line for line in verdicts(loop_result))
+    assert "AdamW step, foreach" in console.export_text()
 
 
 def test_compile_times_every_pass_and_puts_the_pipeline_back(compile_result: dict[str, Any]) -> None:

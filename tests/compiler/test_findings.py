@@ -77,6 +77,16 @@ ELSEWHERE = {
     "TP179": "runtime/test_lockstep.py",
     "TP165": "runtime/test_vocabulary_loss.py",
     "TP166": "parity/test_class_functions.py",
+    "TP180": "runtime/test_compile.py",
+    "TP181": "runtime/test_compile.py",
+    "TP182": "runtime/test_compile.py",
+    "TP183": "runtime/test_compile.py",
+    "TP184": "runtime/test_compile.py",
+    "TP190": "training/test_trainer.py",
+    "TP191": "training/test_trainer.py",
+    "TP192": "training/test_inputs.py",
+    "TP193": "training/test_states.py",
+    "TP160": "adapters/test_plans.py",
     "TP199": "cli/test_main.py",
 }
 

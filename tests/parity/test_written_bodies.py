@@ -390,7 +390,7 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.utils.parametrize.register_parametrization(nn.Embedding(10, WIDTH), "weight", nn.Tanh()), "refused"
     ),
     "with a maximal norm": (lambda: nn.Embedding(10, WIDTH, max_norm=1.0), "refused"),
-    "scaled": (lambda: Looked(lambda m, ids: functional.embedding(ids, m.weight) * math.sqrt(WIDTH)), "refused"),
+    "scaled": (lambda: Looked(lambda m, ids: functional.embedding(ids, m.weight) * math.sqrt(WIDTH)), "equal"),
     "normed": (lambda: Looked(lambda m, ids: m.norm(functional.embedding(ids, m.weight))), "refused"),
     "offset": (lambda: Looked(lambda m, ids: functional.embedding((ids + 2).clamp(max=9), m.weight)), "refused"),
     "max_norm in the call": (

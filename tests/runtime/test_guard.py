@@ -112,10 +112,17 @@ def broken_on_one(member: Member) -> tuple[str, float]:
     return text, float(model(x).abs().max())
 
 
-def a_thawed_parameter(member: Member) -> str:
-    model = build(Mlp, member, MLP, freeze="down.bias")
+def a_thawed_parameter(member: Member, rules: dict[str, Any]) -> tuple[str, float]:
+    model, x = build(Mlp, member, rules, freeze="down.bias"), torch.ones(SHAPE, dtype=torch.float64)
+    torch.manual_seed(0)
+    stock = Mlp().double()
+    model(x)
     model.get_parameter("down.bias").requires_grad_(True)
-    return error_of(model, torch.zeros(SHAPE, dtype=torch.float64))
+    alone = error_of(model.get_submodule("down"), torch.zeros(3, 12, stock.down.in_features, dtype=torch.float64))
+    for held in (model, stock):
+        held(x).square().sum().backward()
+    grads = [(p.grad, stock.get_parameter(name).grad) for name, p in model.named_parameters()]
+    return alone, max(float((ours.full_tensor() - wanted).abs().max()) for ours, wanted in grads)  # pyright: ignore
 
 
 class Block(nn.Module):
@@ -237,9 +244,10 @@ def test_a_call_that_one_rank_cannot_prove_is_refused_on_every_rank() -> None:
 
 
 @pytest.mark.processes
-def test_a_parameter_that_was_frozen_in_the_proof_may_not_be_trained() -> None:
-    for text in world(2).run(a_thawed_parameter):
-        assert text.startswith("TP117 unproved-call: `down.bias` requires grad, but was frozen")
+def test_a_parameter_that_was_frozen_in_the_proof_may_be_trained_by_calls_of_the_model() -> None:
+    for alone, error in world(2).run(a_thawed_parameter, MLP):
+        assert error < 1e-12
+        assert alone.startswith("TP117 unproved-call: `down.bias` requires grad, but was frozen")
 
 
 @pytest.mark.processes

@@ -13,6 +13,10 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from tpplan.bench import overhead
 
         return overhead.measure(**arguments)
+    if name == "loop":
+        from tpplan.bench import loop
+
+        return loop.measure(**arguments)
     if name == "compile":
         from tpplan.bench import compile_time
 

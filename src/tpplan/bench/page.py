@@ -34,6 +34,13 @@ Milliseconds are processor time of one thread; ratios to the unsharded model are
 has half of the arithmetic, which at these sizes is little. `parallelize_module` has the equivalent plan: colwise and
 rowwise linears, the embedding split by rows, the head's result replicated, local outputs.
 """,
+    "loop": """\
+## The loop around the model
+
+The same toy Llama: what a training loop does with gradients and parameters. Ratios are to the same on the unsharded
+model, with torch's `clip_grad_norm_` there and `tpplan.clip_grad_norm_` on the sharded one. Optimizers are torch's; on
+a sharded model they step on each rank's parts. What torch does on the same DTensors is shown beside it.
+""",
     "compile": """\
 ## Compile time
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "compile", "checkpoint", "loss")
+BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss")
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 
@@ -24,7 +24,7 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
     """The arguments of each measurement of a benchmark; `quick` only shows that it runs."""
     if name == "collectives":
         return [{"plans": ["llama", "llama-sequence"]}] if quick else [{}]
-    if name == "overhead":
+    if name in ("overhead", "loop"):
         rounds = {"rounds": 2, "calls": 1} if quick else {}
         return [{"kind": kind, **rounds} for kind in ("transformers", "plain")]
     if name == "checkpoint":

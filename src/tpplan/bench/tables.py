@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
+from tpplan.bench.loop import ADDED, FRESH, OWN
 from tpplan.bench.overhead import BACKWARD, FORWARD, SEQUENCE, TORCH, TPPLAN, UNSHARDED, WATCHED
 
 FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
@@ -37,9 +38,13 @@ class Table:
 def tables_of(result: dict[str, Any]) -> list[Table]:
     """The tables of a benchmark's result."""
     tables = {
-        "overhead": _overhead, "compile": _compile, "collectives": _collectives, "checkpoint": _checkpoint,
+        "overhead": _overhead,
+        "loop": _overhead,
+        "compile": _compile,
+        "collectives": _collectives,
+        "checkpoint": _checkpoint,
         "loss": _loss,
-    }  # fmt: skip
+    }
     return tables[result["benchmark"]](result)
 
 
@@ -61,6 +66,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     kind, rows = result["benchmark"], result["rows"]
     if kind == "overhead":
         return [verdict for model in _unique(rows, "model") for verdict in _overhead_verdicts(model, rows)]
+    if kind == "loop":
+        return [verdict for model in _unique(rows, "model") for verdict in _loop_verdicts(model, rows)]
     if kind == "compile":
         longest = max(row["layers"] for row in rows)
         return [
@@ -96,6 +103,24 @@ def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{model}, {way}: a watched call takes {watched:.1f} × a plain one (at most {WATCHED_TARGET}: "
             f"{_met(watched <= WATCHED_TARGET)})"
+        )
+    return lines
+
+
+def _loop_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    ratio = {(row["way"], row["form"]): row["ratio"] for row in rows if row["model"] == model}
+    lines: list[str] = []
+    for form, target in ((TPPLAN, BACKWARD_TARGET), (SEQUENCE, SEQUENCE_TARGETS[BACKWARD])):
+        ours, fresh = ratio[ADDED, form], ratio[FRESH, form]
+        lines.append(
+            f"{model}, {form}, {ADDED}: {ours:.2f} × the unsharded model, {fresh:.2f} × where gradients are set to "
+            f"None (at most {target}: {_met(ours <= target)})"
+        )
+    for way in (way for way, form in ratio if form == OWN):
+        own = ratio[way, OWN] / ratio[way, TPPLAN]
+        lines.append(
+            f"{model}, {way}: {ratio[way, TPPLAN]:.2f} × the unsharded model, {own:.1f} × less than torch's own on "
+            f"DTensors (at least 1: {_met(own >= 1)})"
         )
     return lines
 

@@ -20,6 +20,7 @@ from tpplan.calls.arguments import on_meta
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.hooks import Hooks
 from tpplan.calls.settings import Settings
+from tpplan.calls.tables import Tables
 from tpplan.compiler.ir.objects import fresh_object, without_checkpoint
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
@@ -29,7 +30,7 @@ from tpplan.runtime.writes import HOOKS, WRITES, Writes
 _Place = tuple[nn.Module, str]
 _HELP = (
     "after `parallelize`, so that what was proved isn't what would run\n  help: change the stock model before "
-    "`parallelize`: apply adapters first, and parallelize the adapted model"
+    "`parallelize`: apply adapters first, and parallelize the adapted model; `merge_adapter()` of peft merges in place"
 )
 
 
@@ -58,6 +59,7 @@ class Changes:
         self._tensors = {module: contents.tensors(module) for module in self._names}
         self._attributes = {module: contents.attributes(module) for module in self._names}
         self._hooks = Hooks(model, self._stock)
+        self._tables = Tables(self._names)
         self._settings = self._find_settings()
         self._broken: dict[_Place, str] = {}
         self.modes: frozenset[str] = frozenset()
@@ -76,6 +78,8 @@ class Changes:
             self._find_modes()
         if self._always:
             return self.compare() or changed
+        if not writes.forwards:  # inside of one, a functional call has other tensors in place
+            writes.noted.update(self._tables.differing())
         if writes.noted or self._broken:
             return self._look_at({*writes.noted, *self._broken}) or changed
         return changed
@@ -102,6 +106,8 @@ class Changes:
         changed = [self._look_at_one(*place) for place in places if place[0] in self._names]
         if any(changed):
             self._settings = self._find_settings()
+        if places and not self._broken:
+            self._tables = Tables(self._names)
         if self._broken:
             raise UnprovedCallError(f"TP130 changed-model: {min(self._broken.values())} {_HELP}")
         return any(changed)

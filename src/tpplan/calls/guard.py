@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tpplan.calls.alike import require_alike
 from tpplan.calls.arguments import Left, on_meta, sequence_dims, shows_odd_sequence, without_opaque
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.compared import facts_of
@@ -27,11 +29,11 @@ from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guarded import FirstCall, GuardedCall
-from tpplan.calls.key import CallKey, KeyReader
+from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
-from tpplan.compat import buffer_versions, own_parameters, without_dispatch_modes
+from tpplan.compat import buffer_versions, hooks_of, own_parameters, without_dispatch_modes
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
@@ -41,13 +43,18 @@ from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
-from tpplan.runtime.agreement import agree, any_rank
+from tpplan.runtime.agreement import agree, any_rank, gathered
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
 
 _NOTHING = Asked()
+_TP183 = (
+    "TP183 compiled-watched: a model is compiled whose calls are watched, by TPPLAN_DEBUG=1 or since a branch on a "
+    "tensor's value needs another program on either side; watched calls run without a compiler\n  help: unset "
+    "TPPLAN_DEBUG, or don't compile"
+)
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
 
@@ -85,12 +92,16 @@ class CallGuard:
         self._whole: Proof | None = None
         self._sequence_dims = sequence_dims(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
+        self._thawed = ""
         self._changes: Changes | None = None
         self._model: nn.Module | None = None
+        self._compared: set[Kind] = set()
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = False
         self._writes = compiled.keeps_writing
+        self._wrote = compiled.writes
         self._asked = compiled.asked
+        self._members = compiled.members
         self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
@@ -132,15 +143,19 @@ class CallGuard:
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
         if _passes_objects(call):
-            return proof.program, None if proof.has_met(key) else lambda _: FirstCall(self, decision)
+            if proof.has_met(key):
+                return proof.program, None
+            self._require_alike(call, key.kind)
+            return proof.program, lambda _: FirstCall(self, decision)
         if not self._paths.must_watch(key, proof):
             return proof.program, None
+        self._require_alike(call, key.kind)
         return proof.program, functools.partial(GuardedCall, self, call, decision)
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""
-        if self._frozen and torch.is_grad_enabled():
-            self._refuse_thawed()
+        if torch.is_grad_enabled():
+            self._follow_thawed()
         if self._changes is not None:
             if self._changes.look():
                 self._forget()
@@ -151,6 +166,7 @@ class CallGuard:
         key = self._key(call)
         proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
         if proof is None:
+            self._require_alike(call, key.kind)
             if self._changes is not None and self._changes.compare():
                 self._forget()
             proof, compiled = self._prove(call)
@@ -163,6 +179,12 @@ class CallGuard:
         program = self.main.program
         shapes = [tuple(t.shape) for _, t in tensors_of(call.arguments, call.keywords, self._names)]
         return facts_of(call, self._names, program), call.training, shapes == [r.shape for r in program.inputs]
+
+    def _require_alike(self, call: Call, kind: Kind) -> None:
+        """Raise if the ranks were called with different arguments; looked at once for each kind of call."""
+        if self._axis is not None and kind not in self._compared:
+            require_alike(call, self._names, call.parts, functools.partial(gathered, self._axis.group))
+            self._compared.add(kind)
 
     def _forget(self) -> None:
         self._changed = True
@@ -212,6 +234,15 @@ class CallGuard:
         """How often each buffer of the model was written to."""
         return [] if self._model is None else buffer_versions(self._model)
 
+    def leaves_nothing(self, decision: Decision) -> bool:
+        """See `Prover`."""
+        if self._model is None or self._wrote or any(map(hooks_of, self._model.modules())):
+            return False
+        if not self._paths.must_watch(decision.key, decision.proof):
+            return True
+        warnings.warn(_TP183, stacklevel=2)
+        return False
+
     def _prove_sides(self, call: Call, decision: Decision) -> None:
         """Prove the other side of each branch on data; calls of this kind are watched if one needs another program."""
         path = self._paths.of(decision.key.kind)
@@ -233,7 +264,16 @@ class CallGuard:
             path.sides[location] = side
 
     def alone(self) -> Program | None:
-        """The program for a module that is called by itself: the example's, with all sequences whole."""
+        """The program for a module that is called by itself: the example's, with all sequences whole.
+
+        Raises:
+            UnprovedCallError: the model was changed in a way that no proof can follow.
+        """
+        if self._changes is not None and self._changes.look():
+            self._forget()
+        if torch.is_grad_enabled():
+            self._follow_thawed()
+            self._refuse_thawed()
         return (self._with_whole_sequences() if self._sequence_dims else self.main).program
 
     def _key(self, call: Call) -> CallKey:
@@ -294,13 +334,16 @@ class CallGuard:
 
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training
-        request = Request(self._stock, base.plan, size, *example, training, True, parts, taken, self._device)
+        request = Request(
+            self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device
+        )
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
         program = compiled.program
         self._writes |= compiled.keeps_writing
+        self._wrote |= compiled.writes
         self._asked |= compiled.asked
         there = (*(() if first is None else (first,)), base, *self._proofs)
         known = next((p for p in there if p.plan is base.plan and covers(p.program, program)), None)
@@ -366,7 +409,9 @@ class CallGuard:
     def _compile_whole(self) -> Proof:
         main = self.main.program
         plan = self.main.plan.with_whole_sequences()
-        request = Request(self._stock, plan, main.size, *self._example, main.training, device=self._device)
+        request = Request(
+            self._stock, plan, main.size, *self._example, main.training, members=self._members, device=self._device
+        )
         try:
             program = self._compiled(lambda: compile_call(request)).program
         except CompileError as error:
@@ -386,14 +431,30 @@ class CallGuard:
                 f"share a cache\n  help: pad the sequence to a multiple of {program.size}, or pass no cache"
             )
 
+    def _follow_thawed(self) -> None:
+        """Have calls proved anew that are to give gradients to parameters which were frozen in their proofs.
+
+        The ranks thaw the same parameters, as they set the same flags; what is compiled for that is compared.
+        """
+        now = [(held, own_parameters(held[0]).get(held[1])) for held in self._frozen]
+        thawed = [held for held, parameter in now if parameter is not None and parameter.requires_grad]
+        for owner, leaf, name in thawed:
+            holder, _, stock_leaf = name.rpartition(".")
+            own_parameters(self._stock.get_submodule(holder))[stock_leaf].requires_grad_(True)  # pyright: ignore
+            self._frozen.remove((owner, leaf, name))
+        if thawed:
+            self._thawed = thawed[0][2]
+            self._whole = None
+            self._forget()
+
     def _refuse_thawed(self) -> None:
-        for owner, leaf, name in self._frozen:
-            if getattr(owner, leaf).requires_grad:
-                raise UnprovedCallError(
-                    f"TP117 unproved-call: `{name}` requires grad, but was frozen when the plan was compiled, so "
-                    "that no sum over the ranks was placed for it\n  help: let all parameters that may ever be trained "
-                    "require grad when `parallelize` is called; they can be frozen afterwards"
-                )
+        """TP117 for a module that is called by itself: its program has no sum for parameters that were thawed since."""
+        if self._thawed and not self._sequence_dims:
+            raise UnprovedCallError(
+                f"TP117 unproved-call: `{self._thawed}` requires grad, but was frozen when the plan was compiled, so "
+                "that no sum over the ranks was placed for calls of single modules\n  help: let all parameters that "
+                "may ever be trained require grad when `parallelize` is called; they can be frozen afterwards"
+            )
 
 
 def _passes_objects(call: Call) -> bool:

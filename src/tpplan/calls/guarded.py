@@ -48,6 +48,10 @@ class Prover(Protocol):
         """How often each buffer of the model was written to."""
         ...
 
+    def leaves_nothing(self, decision: Decision) -> bool:
+        """Whether a call that was accepted changes no attribute, calls no hook, and needn't be watched again."""
+        ...
+
 
 class FirstCall:
     """The first call of its kind and sizes, if it can't be watched, as it passes a cache."""
@@ -62,6 +66,10 @@ class FirstCall:
         result = forward()
         self._prover.accept(self._decision)
         return result
+
+    def repeat(self) -> bool:
+        """See `WatchedCall`."""
+        return False
 
 
 class GuardedCall:
@@ -79,11 +87,13 @@ class GuardedCall:
         self._call = call
         self._decision = decision
         self._replaced = replaced
+        self._versions: list[int] = []
+        self._generators: list[Callable[[], object]] = []
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """See `WatchedCall`."""
-        versions = self._prover.buffer_versions()
-        repeats = generators()
+        versions = self._versions = self._prover.buffer_versions()
+        repeats = self._generators = generators()
         watch, result, error = Watch(), None, None
         try:
             with watch:
@@ -104,6 +114,15 @@ class GuardedCall:
         if error is not None and settled is not AGAIN:
             raise error
         return settled
+
+    def repeat(self) -> bool:
+        """See `WatchedCall`."""
+        left = not self._repeats() or self._versions != self._prover.buffer_versions()
+        if self._prover.on_any_rank(left or not self._prover.leaves_nothing(self._decision)):
+            return False
+        for restore in self._generators:
+            restore()
+        return True
 
     def _departure(self, steps: Sequence[Step]) -> Departure | None:
         return self._prover.departure(self._decision, steps, self._replaced)

@@ -227,7 +227,8 @@ def _for_one_token(prompt: _Prompt, plan: Plan) -> Compiled:
     program = prompt.compiled.program
     if not program.sequence_lengths:
         return prompt.compiled
-    request = Request(prompt.model, plan.with_whole_sequences(), program.size, *prompt.call, training=False)
+    members = prompt.compiled.members
+    request = Request(prompt.model, plan.with_whole_sequences(), program.size, *prompt.call, False, members=members)
     compiled = compile_call(request)
     difference = placement_difference(program, compiled.program) or cache_difference(program, compiled.program)
     if difference:

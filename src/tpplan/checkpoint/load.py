@@ -30,6 +30,7 @@ from tpplan.plan import Diagnostic, Severity
 from tpplan.runtime.distribute import device_of_mesh
 from tpplan.runtime.pieces import Box, whole_box
 from tpplan.runtime.state import part_of, without_replicas
+from tpplan.runtime.wrapped import bare
 
 _THREADS = 4
 _AHEAD = 12  # tensors that the system is asked to read before their turn
@@ -123,7 +124,8 @@ def load_weights(
     Raises:
         CheckpointError: TP121, with everything that is wrong, the same on all ranks.
     """
-    loaded = load(without_replicas(model), source, rename=rename, strict=strict, progress=progress)
+    with bare(without_replicas(model)) as stock:
+        loaded = load(stock, source, rename=rename, strict=strict, progress=progress)
     for held in loaded.warnings:
         warnings.warn(held.text, stacklevel=2)
     return model

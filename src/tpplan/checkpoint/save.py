@@ -20,6 +20,7 @@ from tpplan.checkpoint.ranks import Ranks
 from tpplan.checkpoint.stream import stream
 from tpplan.checkpoint.writer import FileWriter, write_file
 from tpplan.runtime.state import without_replicas
+from tpplan.runtime.wrapped import bare
 
 FILE_BYTES = 5 * 1024**3
 
@@ -45,14 +46,15 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes
         CheckpointError: TP121, on every rank, if the model has no numbers yet, the ranks' models differ, or the folder
             can't be written. What was there before is unchanged.
     """
-    model, ranks = without_replicas(model), Ranks(folder)
-    saving = _planned(model, Path(folder), file_bytes, ranks)
-    try:
-        nan = _write(saving, model)
-    except CheckpointError:
-        if ranks.rank == 0:
-            _undo(saving.stage.folder)
-        raise
+    ranks = Ranks(folder)
+    with bare(without_replicas(model)) as stock:
+        saving = _planned(stock, Path(folder), file_bytes, ranks)
+        try:
+            nan = _write(saving, stock)
+        except CheckpointError:
+            if ranks.rank == 0:
+                _undo(saving.stage.folder)
+            raise
     if ranks.rank == 0:
         try:
             finish(saving.stage)

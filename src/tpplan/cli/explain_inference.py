@@ -21,15 +21,15 @@ _BATCH, _SEQUENCE = 1, 4096
 def show_inference(arguments: argparse.Namespace, plan: Plan) -> int:
     """Print the costs of inference as text or JSON; findings that keep the plan from compiling are raised."""
     from tpplan.calls.inference import inference
-    from tpplan.inputs import example_call
     from tpplan.report.diagnostics import wants_color
     from tpplan.report.inference import inference_json, render_inference
     from tpplan.report.quantities import encodable
+    from tpplan.served import served
 
     model, inputs = model_and_inputs(arguments, sized=False)
     sizes = {} if inputs is not None else _sizes(arguments, model)
-    call = example_call(model, ranks_of(arguments), inputs, **sizes)
-    view = inference(model, plan, ranks_of(arguments), *call)
+    inner = served(model, plan, ranks_of(arguments), inputs, **sizes)
+    view = inference(inner.model, inner.plan, ranks_of(arguments), *inner.call)
     if arguments.format == "json":
         print(inference_json(view))
     else:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.compat import named_modules
-from tpplan.compiler.bind.bind import Binding, bind, bind_parameters, once
+from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.packing import pack
+from tpplan.compiler.bind.wrappers import Members, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.emit import emit
@@ -53,6 +54,7 @@ class Compiled:
         writes: whether the call changes attributes or globals.
         keeps_writing: whether each call after it does so, too.
         asked: what the call's bodies ask for beside sizes, dtypes and numbers.
+        members: what became of rules on modules that wrap layers.
     """
 
     program: Program
@@ -63,6 +65,7 @@ class Compiled:
     writes: bool = False
     keeps_writing: bool = False
     asked: Asked = field(default_factory=Asked)
+    members: Members = field(default_factory=dict[str, Style])
 
     @property
     def digest(self) -> str:
@@ -85,8 +88,9 @@ def compile_call(request: Request) -> Compiled:
             return compiled
         with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
             again = replace(
-                request, model=later, training=trace.training, partly=True, taken=trace.taken, device=trace.device
-            )
+                request, model=later, training=trace.training, partly=True, taken=trace.taken, device=trace.device,
+                members=compiled.members,
+            )  # fmt: skip
             other, *_ = _compile(again)
         refuse_difference(compiled.program, other.program)
         return replace(compiled, later=other.streams)
@@ -94,12 +98,16 @@ def compile_call(request: Request) -> Compiled:
 
 def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump = Dump.from_environment()
-    binding, findings = bind(request.model, request.plan, request.size)
+    binding, findings = bind_rules(request.model, request.plan)
     dump.binding(binding)
+    if any(d.severity is Severity.ERROR for d in findings):
+        findings = once([*findings, *binding.wrappers.values()])
     _refuse(findings)
     trace, state = _capture(request, findings)
     dump.trace(trace)
     flow = DataFlow(trace)
+    binding, unwrapped, members = unwrap(request.model, flow, binding, request.members)
+    findings = [*findings, *unwrapped]
     unpacked = pack(request.model, flow, binding, request.size, request.partly)
     binding, inexact = justify(request.model, flow, unpacked.binding)
     findings = [*findings, *unpacked.findings, *inexact]
@@ -118,7 +126,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
-        keeps_writing=state.sequel.writes, asked=trace.asked,
+        keeps_writing=state.sequel.writes, asked=trace.asked, members=members,
     )  # fmt: skip
     return compiled, trace, state
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.trace import Location, Path
 from tpplan.plan import Plan
@@ -32,6 +33,7 @@ class Request:
         partly: whether the call may leave out modules that the plan shards, as another call was proved with them.
         parts: layouts of the call's tensors of which a rank gets its part only; the example has them whole.
         taken: the branches on data to take on their true side; None for those without which modules stay uncalled.
+        members: what the first call has made of rules on wrappers; None if this is the first.
         device: where the model will run; None for where its parameters are.
     """
 
@@ -44,6 +46,7 @@ class Request:
     partly: bool = False
     parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     taken: frozenset[Location] | None = None
+    members: Members | None = None
     device: torch.device | None = None
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tpplan.checkpoint.agreed import Ranks, Report, Words
-from tpplan.compat import local_of
+from tpplan.compat import local_of, uncompiled
 from tpplan.initialize.construction import Construction
 from tpplan.initialize.findings import APART, UNKNOWN, InitializationError, finding
 from tpplan.initialize.recipe import construction_of
@@ -57,7 +57,8 @@ def init_weights(
         InitializationError: TP143 to TP145: which modules can't be initialised as the stock model's, and why; or the
             ranks would not initialise alike. The same on all ranks, and no model has changed.
     """
-    ranks = Ranks(model, words=_WORDS)
+    bare = uncompiled(model)
+    ranks = Ranks(bare, words=_WORDS)
     own = device_of_mesh(ranks.meshes[0]) if ranks.meshes else torch.device("cpu")
     stock: Construction | None = None
     targets: list[Target] = []
@@ -65,8 +66,8 @@ def init_weights(
     error: Exception | None = None  # whatever a rank fails with, the others must not wait for it
     with _python_randomness():
         try:
-            stock = construction_of(model, build, own if device is None else torch.device(device))
-            targets = targets_of(model, own)
+            stock = construction_of(bare, build, own if device is None else torch.device(device))
+            targets = targets_of(bare, own)
             findings = misfits(targets, stock)
             if missing:
                 targets = [target for target in targets if local_of(target.tensor).is_meta]

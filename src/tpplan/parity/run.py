@@ -12,7 +12,6 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.surroundings import Surroundings
-from tpplan.inputs import example_call
 from tpplan.parity.budget import choose_dtype, refuse_too_large
 from tpplan.parity.call import Call, call_with_numbers
 from tpplan.parity.compare import Setting, compare
@@ -24,6 +23,7 @@ from tpplan.parity.reference import Reference, run_reference
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
 from tpplan.plan import Plan, PlanSource, load_plan
+from tpplan.served import served
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 Progress = Callable[[str], None]
@@ -68,7 +68,8 @@ def verify(
         VerifyError: the verification couldn't be carried out.
     """
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    arguments, keywords = example_call(model, tp, inputs)
+    inner = served(model, loaded, tp, inputs)
+    model, loaded, arguments, keywords = inner.model, inner.plan, inner.arguments, inner.keywords
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")
     program = compile_call(Request(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))).program
     return verify_program(

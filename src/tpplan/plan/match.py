@@ -102,6 +102,12 @@ def match_rules(
     )
 
 
+def matching_rules(rules: Iterable[Rule], names: Sequence[str]) -> list[Rule]:
+    """Those of the rules that match any of these names, of modules and parameters alike."""
+    index = _NameIndex(names)
+    return [rule for rule in rules if index.find(rule.pattern)]
+
+
 def _closer(found: dict[str, Specificity], more: dict[str, Specificity]) -> None:
     """Add `more` to `found`, the closer of two matches of a name counting."""
     for name, specificity in more.items():

@@ -9,7 +9,7 @@ A segment is what stands between two dots. `*` matches any one segment, and insi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Final, NamedTuple
@@ -112,6 +112,13 @@ class Pattern:
         """The specificity of the closest alternative that matches `name`; None if none does."""
         found = [alternative.specificity for alternative in self.alternatives if alternative.matches(name)]
         return max(found, default=None)
+
+    def within(self, base: str) -> Pattern | None:
+        """The pattern for names that start from the module `base`; None if it may mean others."""
+        start = f"{base}."
+        if not all(a.text.startswith((start, "**.")) for a in self.alternatives):
+            return None
+        return replace(self, alternatives=tuple(a._replace(text=a.text.removeprefix(start)) for a in self.alternatives))
 
     def __str__(self) -> str:
         """The pattern as it was written."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.plan.emit import plan_to_dict, plan_to_yaml
-from tpplan.plan.match import Matched, match_rules
+from tpplan.plan.match import Matched, match_rules, matching_rules
 from tpplan.plan.rules import KernelRule, Rule
 from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, KernelChoice, KernelKind, Pin, Style
 
@@ -34,6 +34,31 @@ class Plan:
     def match(self, module_names: Iterable[str], parameter_names: Iterable[str] = ()) -> Matched:
         """Bind the rules to modules, and those that match none to parameters; the most specific one wins on each."""
         return match_rules(self.rules, self.kernels, module_names, parameter_names)
+
+    def base_among(self, bases: Iterable[str], module_names: Sequence[str], parameter_names: Sequence[str]) -> str:
+        """The module from which most of the rules match, of the root, "", and `bases`; the root in a tie."""
+        best, most = "", self._matching("", (*module_names, *parameter_names))
+        for base in bases if most < len(self.rules) else ():
+            count = self._matching(f"{base}.", (*module_names, *parameter_names))
+            if count > most:
+                best, most = base, count
+        return best
+
+    def _matching(self, start: str, names: Iterable[str]) -> int:
+        """How many of the rules match anything, if names start there."""
+        return len(matching_rules(self.rules, [n.removeprefix(start) for n in names if n.startswith(start)]))
+
+    def within(self, base: str) -> Plan | None:
+        """The plan for the module `base` alone; None if it may mean others."""
+        rules = [(rule, rule.pattern.within(base)) for rule in self.rules]
+        kernels = [(rule, None if rule.pattern is None else rule.pattern.within(base)) for rule in self.kernels]
+        if any(p is None for _, p in rules) or any(p is None and rule.pattern is not None for rule, p in kernels):
+            return None
+        return replace(
+            self,
+            rules=tuple(replace(rule, pattern=p) for rule, p in rules if p is not None),
+            kernels=tuple(replace(rule, pattern=p) for rule, p in kernels),
+        )
 
     def kernel_choice(self, kind: KernelKind | str, module_name: str = "") -> KernelChoice:
         """The choice for `kind` in a module: that of the nearest module around it that a pattern names.

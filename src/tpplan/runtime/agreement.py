@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,16 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     with naming_ranks("the ranks' comparison of a call"), without_dispatch_modes():
         dist.all_gather_object(flags, flag, group=group)
     return any(flags)
+
+
+def gathered(group: dist.ProcessGroup | None, held: Any) -> list[Any]:
+    """What the ranks of `group` hold, by rank; of this one alone where no messages are sent."""
+    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
+        return [held]
+    found: list[Any] = [None] * group.size()
+    with without_dispatch_modes():
+        dist.all_gather_object(found, held, group=group)
+    return found
 
 
 def _mismatch(message: str, note: str) -> CompileError:

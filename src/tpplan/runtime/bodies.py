@@ -24,6 +24,7 @@ from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
+from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_class
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
 from tpplan.runtime.randomness import SplitRandomness
@@ -74,12 +75,13 @@ def prepare(
     """
     placements = {name: held for held in (*program.parameters, *program.buffers) for name in held.names}
     buffers = {name for placement in program.buffers for name in placement.names}
-    handed_out = HandedOut(axis)
+    context = CallContext()
+    handed_out = HandedOut(axis, context)
     readers = _readers(modules, program, handed_out)
-    context = handed_out.context
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     random = _randomness(program, axis, device)
     uses, twice = active_uses(program, device), program.takes_gradients
+    steps = _Steps(axis, context, twice)
     found: list[Prepared] = []
     class_bodies = OpenClassBodies()
     specs = _with_kernels(program, uses, modules)
@@ -98,14 +100,8 @@ def prepare(
         runtime = ModuleRuntime(
             label=_label(spec, placements, use),
             axis=axis,
-            entries=tuple(
-                s
-                for r in spec.entries
-                for s in _entries(module, r, _step(r, _at(axis, spec, r, True), False, context, twice))
-            ),
-            exits=tuple(
-                s for r in spec.exits for s in _exits(r, _step(r, _at(axis, spec, r, False), fresh, context, twice))
-            ),
+            entries=tuple(s for r in spec.entries for s in _entries(module, r, steps(r, place=_place(spec, r, True)))),
+            exits=tuple(s for r in spec.exits for s in _exits(r, steps(r, fresh, _place(spec, r, False)))),
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
             split_classes=_split_classes(program.boundaries.get(spec.name, ())),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
@@ -121,7 +117,7 @@ def prepare(
             transposed=spec.transposed,
             walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_replaced(spec, modules, stock, placements, axis, context, twice)
+            body=_replaced(spec, modules, stock, placements, axis, context, steps)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
             weight=own.get("weight"),
@@ -157,12 +153,12 @@ def _replaced(
     placements: dict[str, ParameterPlacement],
     axis: Communicator,
     context: CallContext,
-    twice: bool,
+    steps: _Steps,
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
     module = modules[spec.name]
     if spec.split_norm is not None:
-        statistics = _step(spec.inner[-1], axis, False, context, twice)
+        statistics = steps(spec.inner[-1])
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)
     if spec.recorded is None:
         return None
@@ -287,15 +283,29 @@ def _split_classes(held: Sequence[Boundary]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(s[-1] for h, s in results if h.is_sharded and h.is_plain and h.dim == len(s) - 1))
 
 
-def _step(reshard: Reshard, axis: Communicator, fresh: bool, context: CallContext, twice: bool) -> Move:
-    ways = (reshard.forward, reshard.backward)
-    return make_reshard(reshard.source, reshard.target, *ways, axis, fresh, context, reshard.shape, twice)
+class _Steps:
+    """The reshards of a program, one for all places that do the same: graphs of equal layers are then one."""
+
+    def __init__(self, axis: Communicator, context: CallContext, twice: bool) -> None:
+        self._axis = axis
+        self._context = context
+        self._twice = twice
+        self._made: dict[tuple[object, ...], Move] = {}
+
+    def __call__(self, reshard: Reshard, fresh: bool = False, place: str = "") -> Move:
+        place = place if isinstance(self._axis, LockstepCommunicator) else ""
+        axis = placed(self._axis, place) if place else self._axis
+        ways = (reshard.source, reshard.target, reshard.forward, reshard.backward)
+        key = (*ways, fresh, reshard.shape, place)
+        if key not in self._made:
+            self._made[key] = make_reshard(*ways, axis, fresh, self._context, reshard.shape, self._twice)
+        return self._made[key]
 
 
-def _at(axis: Communicator, spec: ModuleProgram, reshard: Reshard, inward: bool) -> Communicator:
-    """The ranks, for a reshard at a module's boundary."""
+def _place(spec: ModuleProgram, reshard: Reshard, inward: bool) -> str:
+    """A place at a module's boundary."""
     what = f"the argument `{_shown(reshard)}`" if inward else "the result"
-    return placed(axis, f"{what} of `{spec.name or 'the model'}`")
+    return f"{what} of `{spec.name or 'the model'}`"
 
 
 def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpplan.compat import group_all_gather, group_reduce_scatter
+from tpplan.compat import (
+    group_all_gather,
+    group_reduce_scatter,
+    is_traced,
+    traced_all_gather,
+    traced_all_reduce,
+    traced_all_to_all,
+    traced_reduce_scatter,
+)
 from tpplan.runtime.faults import lost_rank
 
 
@@ -47,6 +55,8 @@ class Communicator(Protocol):
 class ProcessGroupCommunicator:
     """The ranks of a process group.
 
+    In a graph that torch.compile makes the collectives are torch's functional ones, which its backends know.
+
     Attributes:
         group: the group.
         place: which module's boundary it serves, for errors.
@@ -61,6 +71,7 @@ class ProcessGroupCommunicator:
         self.group = group
         self.size = group.size()
         self.rank = group.rank()
+        self._name: str = group.group_name
         # The group's own methods: the public functions take longer in Python than a small collective on the wire.
         self._gather, self._scatter = group_all_gather(group), group_reduce_scatter(group)
         self._summed = dist.AllreduceOptions()
@@ -77,6 +88,8 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
+        if is_traced():
+            return _like(traced_all_reduce(_real(tensor), self._name), tensor)
         tensor = tensor.contiguous()
         try:
             _wait(self.group.allreduce([_real(tensor)], self._summed))
@@ -87,6 +100,9 @@ class ProcessGroupCommunicator:
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
         tensor = tensor.contiguous()
+        if is_traced():
+            gathered = _like(traced_all_gather(_real(tensor), self.size, self._name), tensor)
+            return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         try:
             _wait(self._gather(_real(gathered), _real(tensor)))
@@ -99,6 +115,8 @@ class ProcessGroupCommunicator:
         if dim != 0:
             tensor = torch.cat(tensor.chunk(self.size, dim))
         tensor = tensor.contiguous()
+        if is_traced():
+            return _like(traced_reduce_scatter(_real(tensor), self.size, self._name), tensor)
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         try:
             _wait(self._scatter(_real(scattered), _real(tensor)))
@@ -109,6 +127,9 @@ class ProcessGroupCommunicator:
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
         """See `Communicator`."""
         sent = torch.stack(tensor.chunk(self.size, split_dim))
+        if is_traced():
+            received = _like(traced_all_to_all(_real(sent), self.size, self._name), sent)
+            return torch.cat(received.unbind(), concatenate_dim)
         received = torch.empty_like(sent)
         try:
             dist.all_to_all_single(received, sent, group=self.group)
@@ -145,6 +166,11 @@ def placed(axis: Communicator, place: str) -> Communicator:
 def _real(tensor: Tensor) -> Tensor:
     """The numbers of a complex tensor, which not every backend knows, as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _like(numbers: Tensor, sent: Tensor) -> Tensor:
+    """What came of the real numbers of a tensor, of its dtype."""
+    return torch.view_as_complex(numbers) if sent.is_complex() else numbers
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import COMPOSED, own_buffers, own_modules, own_parameters
+from tpplan.compat import COMPILED_CALL, COMPOSED, own_buffers, own_modules, own_parameters
 from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.packed import PackedShard
 from tpplan.runtime.writes import CHECKS, WRITES
 
 MISSING = object()
-NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | COMPOSED | {CHECKS, WRITES, MARK, "forward"}
+NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | COMPOSED | {CHECKS, WRITES, MARK, COMPILED_CALL, "forward"}
 
 TensorForm = tuple[tuple[int, ...], object]
 """The shape of a parameter or buffer, and of a DTensor what the axis of tensor parallelism does to it."""

@@ -25,9 +25,19 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.lockstep import LockstepCommunicator
-from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedModule, replaces_body, stock_class, swapped_class
+from tpplan.runtime.modules import (
+    RUNTIME,
+    ModuleRuntime,
+    ShardedModule,
+    become,
+    carrying_class,
+    replaces_body,
+    stock_class,
+    swapped_class,
+)
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.placements import check_modules, follow
+from tpplan.runtime.pretrained import wrapper_class
 from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.state import give_wholes, take_parts
 from tpplan.runtime.watched import WatchedCall
@@ -171,7 +181,8 @@ def _module_changes(
     variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
     changes.append(_Change(lambda: variants.put_in(prepared), variants.take_out))
     if writes is not None:
-        changes += [_watch(module, writes) for module in modules.values()]
+        swapped = {held.module for held in prepared}
+        changes += [_watch(module, writes, not swapped.isdisjoint(module.modules())) for module in modules.values()]
     if isinstance(axis, LockstepCommunicator):
         changes.append(_Change(functools.partial(check_modules, modules, axis, stock_class), _nothing))
         changes.append(_Change(variants.follow, _nothing))
@@ -182,15 +193,36 @@ def _nothing() -> None:
     """A change that is undone with the modules' classes."""
 
 
-def _watch(module: nn.Module, writes: Writes) -> _Change:
-    """Let a module tell what is written to it; one whose class can't be derived from is left alone."""
+def wrap_around(model: nn.Module, name: str) -> None:
+    """Let the modules around a sharded one save whole tensors, where they can save themselves.
+
+    Args:
+        model: what wraps the sharded model, perhaps by way of others.
+        name: the sharded model's name in it.
+    """
+    path, inner = name.split("."), stock_class(model.get_submodule(name))
+    for depth in range(len(path)):
+        holder = model.get_submodule(".".join(path[:depth]))
+        replacement = wrapper_class(type(holder), tuple(path[depth:]), inner)
+        if replacement is not None:
+            holder.__class__ = replacement
+
+
+def _watch(module: nn.Module, writes: Writes, carries: bool) -> _Change:
+    """Let a module tell what is written to it; one whose class can't be derived from is left alone.
+
+    Args:
+        module: the module.
+        writes: what to tell.
+        carries: whether sharded modules are inside.
+    """
     swapped: list[type[nn.Module]] = []
 
     def apply() -> None:
         stock = type(module)
         if not issubclass(stock, Watched):
             try:
-                module.__class__ = watched_class(stock)
+                become(module, carrying_class(stock) if carries else watched_class(stock))
             except TypeError:
                 return
             swapped.append(stock)
@@ -199,7 +231,7 @@ def _watch(module: nn.Module, writes: Writes) -> _Change:
     def undo() -> None:
         module.__dict__.pop(WRITES, None)
         if swapped:
-            module.__class__ = swapped[0]
+            become(module, swapped[0])
 
     return _Change(apply, undo)
 
@@ -208,10 +240,10 @@ def _swap_class(module: nn.Module, replacement: type[nn.Module]) -> _Change:
     stock = type(module)
 
     def apply() -> None:
-        module.__class__ = replacement
+        become(module, replacement)
 
     def undo() -> None:
-        module.__class__ = stock
+        become(module, stock)
         module.__dict__.pop(RUNTIME, None)
 
     return _Change(apply, undo)
@@ -299,7 +331,7 @@ class Variants:
                 held.module.__dict__[RUNTIME] = idle
         for held in found:
             if not isinstance(held.module, ShardedModule):
-                held.module.__class__ = swapped_class(type(held.module), held.style, False, held.tensors)
+                become(held.module, swapped_class(type(held.module), held.style, False, held.tensors))
         self.put_in(found)
         self._current = program
         self.follow()
@@ -353,4 +385,4 @@ def _take_whole_states(module: nn.Module) -> _Change:
     return _Change(apply, undo)
 
 
-__all__ = ["Distributor", "Guard", "lower"]
+__all__ = ["Distributor", "Guard", "lower", "wrap_around"]

@@ -11,19 +11,29 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import FunctionType
-from typing import Any, TypeVar
+from types import FunctionType, MethodType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import own_buffers, own_parameters, runs_backward, without_function_modes
+from tpplan.compat import (
+    active_compiler,
+    is_traced,
+    own_buffers,
+    own_parameters,
+    runs_backward,
+    set_compiler,
+    skip_frame,
+    without_function_modes,
+)
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
 from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.compiled import ENTRY, leave_uncompiled, run_compiled, runtime_of, trace_call, trace_root
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
@@ -33,7 +43,7 @@ from tpplan.runtime.pretrained import saving_methods
 from tpplan.runtime.reshard import CallContext, Move
 from tpplan.runtime.standalone import starts_alone
 from tpplan.runtime.watched import AGAIN, WatchedCall
-from tpplan.runtime.writes import WRITES, Watched, Writes
+from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
 
 Reader = Callable[[Tensor], Tensor]
 RUNTIME = MARK
@@ -152,7 +162,7 @@ def _once_each(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return tuple(replace(step, step=once(step.step)) for step in steps)
 
 
-def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object = None) -> Any:
     """A module that is called outside of the root's forward: by itself, or once more by an activation checkpoint."""
     handed_out: HandedOut = module.__dict__[RUNTIME].handed_out
     if runs_backward():
@@ -166,14 +176,57 @@ def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     try:
         if alone:
             args, kwargs = whole_arguments(args, kwargs)
-        forward = _forward_of(module)
-        if runtime.alone is None or not alone:
-            return forward(module, *args, **kwargs)
-        args, kwargs = runtime.alone.enter(args, kwargs)
-        return runtime.alone.leave(forward(module, *args, **kwargs))
+        adapted = runtime.alone if alone else None
+        if adapted is not None:
+            args, kwargs = adapted.enter(args, kwargs)
+        if compiler is None:
+            result = _forward_of(module)(module, *args, **kwargs)
+        else:
+            result = run_compiled(module, compiler, args, kwargs)
+        return result if adapted is None else adapted.leave(result)
     finally:
         runtime.handed_out.within = False
         runtime.handed_out.note(alone)
+
+
+def call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that begins a compiled region."""
+    compiler = set_compiler(None)
+    try:
+        if isinstance(module, ShardedRoot):
+            return module.call_guarded(args, kwargs, compiler)
+        handed_out = runtime_of(module).handed_out
+        if handed_out.shards is not None or not starts_alone(handed_out):
+            return run_compiled(module, compiler, args, kwargs)
+        if RUNTIME in module.__dict__:
+            return call_alone(module, args, kwargs, compiler)
+        if handed_out.alone is not None:
+            handed_out.alone()
+        handed_out = runtime_of(module).handed_out
+        handed_out.apart = True  # the sharded modules inside are called by themselves, each
+        try:
+            return run_compiled(module, compiler, *whole_arguments(args, kwargs))
+        finally:
+            handed_out.apart = False
+    finally:
+        set_compiler(compiler)
+
+
+@functools.cache
+def carrying_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """A class like `stock`, for modules with sharded ones inside, which may be compiled with these."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not is_traced() and active_compiler() is not None:
+            return call_compiled(self, args, kwargs)
+        return stock.forward(self, *args, **kwargs)
+
+    def on_shards(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return stock.forward(self, *args, **kwargs)
+
+    skip_frame(forward)
+    members = {"forward": _as_called(forward, stock.forward), "_on_shards": on_shards}
+    return _with_entry(watched_class(stock, members), forward)
 
 
 class ShardedModule(Watched):
@@ -181,6 +234,10 @@ class ShardedModule(Watched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock forward on local tensors."""
+        if is_traced():
+            return trace_call(self, args, kwargs)
+        if active_compiler() is not None:
+            return call_compiled(self, args, kwargs)
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, args, kwargs)
@@ -207,6 +264,17 @@ class ShardedModule(Watched):
                 owner.__dict__.pop(name, None)
             for owner, name, held in lent:
                 owner.__dict__[name] = held
+        return runtime.leave(result) if runtime.exits else result
+
+    def _on_shards(self, *args: Any, **kwargs: Any) -> Any:
+        """As `forward`, where the tensors to read are in place: in a compiled region."""
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.entries:
+            args, kwargs = runtime.enter(args, kwargs)
+        if runtime.body is None:
+            result = super().forward(*args, **kwargs)
+        else:
+            result = runtime.body(super().forward, args, kwargs)
         return runtime.leave(result) if runtime.exits else result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -245,22 +313,38 @@ class ShardedRoot(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on local tensors."""
+        if is_traced():
+            trace_root()
+        if active_compiler() is not None:
+            return call_compiled(self, args, kwargs)
+        return self.call_guarded(args, kwargs, None)
+
+    def call_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
+        """A call that is held against what was proved; its body by `compiler` if there is one."""
         args, kwargs = whole_arguments(args, kwargs)
         for _ in range(_ATTEMPTS):
             runtime: ModuleRuntime = self.__dict__[RUNTIME]
             watch = None if runtime.guard is None else runtime.guard(self.training, args, kwargs)
             if watch is None:
-                return self._run(args, kwargs)
-            self.__dict__[RUNTIME].handed_out.watched = True
+                return self._run(args, kwargs, compiler)
+            handed_out: HandedOut = self.__dict__[RUNTIME].handed_out
+            handed_out.watched, handed_out.uncompiled = True, False
             try:
-                result = watch.run(lambda: self._run(args, kwargs))
+                result = watch.run(lambda: self._run(args, kwargs, compiler))
             finally:
-                self.__dict__[RUNTIME].handed_out.watched = False
-            if result is not AGAIN:
+                handed_out.watched = False
+            if result is not AGAIN and not (handed_out.uncompiled and watch.repeat()):
                 return result
         raise InternalError(f"a call still needed another program after {_ATTEMPTS} attempts")
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _get_name(self) -> str:
+        """The stock class's name, by which transformers' Trainer tells what a model is."""
+        return stock_class(self).__name__
+
+    def __repr__(self) -> str:
+        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
@@ -272,7 +356,10 @@ class ShardedRoot(ShardedModule):
         if writes is not None:
             writes.forwards += 1
         try:
-            result = super().forward(*args, **kwargs)
+            if compiler is None or leave_uncompiled(self):
+                result = super().forward(*args, **kwargs)
+            else:
+                result = run_compiled(self, compiler, args, kwargs)
             if serves() and runtime.alone is not None and not torch.is_grad_enabled():
                 result = runtime.alone.leave(result)  # `generate` and the like choose among all classes
             return result
@@ -287,9 +374,13 @@ class ShardedLinear(ShardedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """X (…, in) to y (…, out / size)."""
+        if is_traced():
+            return trace_call(self, (input,), {})
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super().forward(input)
+        if active_compiler() is not None:
+            return call_compiled(self, (input,), {})
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
         if runtime.entries:
@@ -306,9 +397,13 @@ class ReducedLinear(ShardedModule):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """X (…, in / size) to y (…, out)."""
+        if is_traced():
+            return trace_call(self, args, kwargs)
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super().forward(*args, **kwargs)
+        if active_compiler() is not None:
+            return call_compiled(self, args, kwargs)
         (input,) = (*args, *kwargs.values())  # whatever its name is
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
@@ -317,6 +412,19 @@ class ReducedLinear(ShardedModule):
         own: dict[str, Any] = self._parameters
         assert runtime.weight is not None
         weight, bias = runtime.weight(own["weight"]), None if runtime.bias is None else runtime.bias(own["bias"])
+        return self._product(runtime, input, weight, bias)
+
+    def _on_shards(self, *args: Any, **kwargs: Any) -> Any:
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.walked:
+            return super()._on_shards(*args, **kwargs)
+        (input,) = (*args, *kwargs.values())
+        if runtime.entries:
+            input = runtime.entries[0].step(input)
+        bias = None if runtime.bias is None else self.__dict__["bias"]
+        return self._product(runtime, input, self.__dict__["weight"], bias)
+
+    def _product(self, runtime: ModuleRuntime, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         result = input @ weight if runtime.transposed else functional.linear(input, weight)
         if runtime.exits:
             result = runtime.exits[0].step(result)
@@ -328,13 +436,26 @@ class VocabularyEmbedding(ShardedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids (…) to rows (…, hidden)."""
+        if is_traced():
+            return trace_call(self, (input,), {})
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.walked:
             return super().forward(input)
+        if active_compiler() is not None:
+            return call_compiled(self, (input,), {})
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, (input,), {})
         assert runtime.weight is not None
-        table = runtime.weight(self._parameters["weight"])  # pyright: ignore[reportArgumentType]
+        return self._looked_up(runtime, input, runtime.weight(self._parameters["weight"]))  # pyright: ignore
+
+    def _on_shards(self, *args: Any, **kwargs: Any) -> Any:
+        runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.walked:
+            return super()._on_shards(*args, **kwargs)
+        (input,) = (*args, *kwargs.values())
+        return self._looked_up(runtime, input, self.__dict__["weight"])
+
+    def _looked_up(self, runtime: ModuleRuntime, input: Tensor, table: Tensor) -> Tensor:
         rows, (first_row, all_rows) = table.shape[0], runtime.table
         local = input - first_row
         index = local.clamp(0, max(rows - 1, 0))
@@ -451,7 +572,36 @@ def swapped_class(
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": _as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
     read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
-    return type(name, (base, stock), methods | own | read)
+    return _with_entry(type(name, (base, stock), methods | own | read), base.forward)
+
+
+def _with_entry(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """`kind`, with an entry for torch.compile if a base class has wrapped its `forward`, as transformers' layers do."""
+    made: Any = kind.forward
+    if made.__code__ is not cast("Any", forward).__code__:
+        setattr(kind, ENTRY, _as_called(_enter, made))
+    return kind
+
+
+def _enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not is_traced() and active_compiler() is not None:
+        return call_compiled(self, args, kwargs)
+    return type(self).forward(self, *args, **kwargs)
+
+
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Make `module` one of class `kind`.
+
+    What compiles a module has to come before all that is wrapped around a class's `forward`, which may look for itself
+    in the class: so it is an attribute of the module.
+    """
+    own: Any = module.__dict__.get("forward")
+    if getattr(own, "__func__", None) is getattr(type(module), ENTRY, own):
+        module.__dict__.pop("forward", None)
+    module.__class__ = kind
+    entry = getattr(kind, ENTRY, None)
+    if entry is not None and "forward" not in module.__dict__:
+        module.__dict__["forward"] = MethodType(entry, module)
 
 
 def _as_called(forward: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -467,3 +617,9 @@ def _is_outside(module: nn.Module) -> bool:
     """Whether no forward of this root is under way."""
     runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
     return runtime is not None and runtime.handed_out.shards is None
+
+
+for _function in (call_compiled, _enter, ShardedModule.forward, ShardedRoot.forward):
+    skip_frame(_function)
+for _function in (ShardedLinear.forward, ReducedLinear.forward, VocabularyEmbedding.forward):
+    skip_frame(_function)

@@ -176,13 +176,19 @@ def _owned(tensor: Tensor) -> Tensor:
     """A plain DTensor of the elements of which each rank is the first holder, in some order."""
     if not isinstance(tensor, PackedTensor):
         return tensor
-    local = local_of(tensor)
-    boxes = tensor.part.owned
-    if len(boxes) != len(tensor.part.boxes):
-        local = torch.cat([box.of_part(local).reshape(-1) for box in boxes] or [local.new_zeros(1)])
+    local = owned_elements(tensor)
     if not local.numel():
         local = local.new_zeros(1)  # norms of nothing raise, on this rank alone
     return _in_shards(tensor, local)
+
+
+def owned_elements(tensor: PackedTensor) -> Tensor:
+    """The local elements of which this rank is the first holder, in some order."""
+    local = local_of(tensor)
+    boxes = tensor.part.owned
+    if len(boxes) == len(tensor.part.boxes):
+        return local
+    return torch.cat([box.of_part(local).reshape(-1) for box in boxes] or [local.new_zeros(0)])
 
 
 def _in_shards(tensor: PackedTensor, local: Tensor) -> Tensor:
@@ -194,7 +200,14 @@ def _in_shards(tensor: PackedTensor, local: Tensor) -> Tensor:
 def _rescaled(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gradients divided by a scale, in place; whether one isn't finite is asked of all ranks."""
     shards = [_in_shards(t, local_of(t)) if isinstance(t, PackedTensor) else t for t in args[0]]
-    return operator(shards, *args[1:], **kwargs)
+    return operator(split_first(shards), *args[1:], **kwargs)
+
+
+def split_first(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """In an order in which DTensor asks all ranks whether one isn't finite: it looks at the first one's placements."""
+    return sorted(
+        gradients, key=lambda held: isinstance(held, DTensor) and all(p.is_replicate() for p in held.placements)
+    )
 
 
 def _on_the_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,4 +243,4 @@ def _mapped(held: Any, change: Callable[[Any], Any]) -> Any:
 
 _WHOLE = "take the whole with `full_tensor()`, change that, and load it with `load_state_dict`"
 
-__all__ = ["run"]
+__all__ = ["owned_elements", "run", "split_first"]

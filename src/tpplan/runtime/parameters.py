@@ -144,12 +144,17 @@ def _shared(layout: Layout, size: int, rank: int) -> tuple[int, int, tuple[tuple
     return layout.dim or 0, edge, tuple(found)
 
 
+Place = tuple[dict[str, Any], str, Callable[[Tensor], Tensor], dict[str, Any]]
+"""Where a compiled region wants a tensor: an instance's `__dict__`, the name, how to read it, the table that has it."""
+
+
 class HandedOut:
     """The local tensors that were handed out in the forward under way, by identity of their parameter.
 
     Attributes:
         axis: the ranks.
         summing: the same, for gradients.
+        context: what reshards know of the call under way.
         shards: the tensors; None while no forward of the root is under way.
         context: what reshards know of the call under way.
         calls: the calls that ended, of which activation checkpoints may recompute a part.
@@ -158,20 +163,30 @@ class HandedOut:
         ended: called when a forward of the root has ended, where the ranks compare what they do.
         within: whether a call of either kind is under way.
         watched: whether the path of the forward under way is held against the proved one.
+        placed: whether the tensors of a compiled region are in place.
+        apart: whether that is of a module without a program, outside of any forward of the root.
+        entered: the outermost module of the innermost region.
+        regions: what regions read, by their outermost module, once that is worked out.
+        uncompiled: whether a region was to be compiled in a forward that is watched, and wasn't.
     """
 
-    def __init__(self, axis: Communicator) -> None:
-        """Serve the ranks of `axis`."""
+    def __init__(self, axis: Communicator, context: CallContext | None = None) -> None:
+        """Serve the ranks of `axis`; `context` is what reshards know of the call under way."""
         self.axis = axis
         self.summing = of_backward(placed(axis, "the gradients of replicated parameters"))
+        self.context = CallContext() if context is None else context
         self.shards: dict[int, Tensor] | None = None
-        self.context = CallContext()
         self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
         self.again: Callable[[Ran], None] | None = None
         self.ended: Callable[[], None] | None = None
         self.within = False
         self.watched = False
+        self.placed = False
+        self.uncompiled = False
+        self.apart = False
+        self.entered: nn.Module | None = None
+        self.regions: dict[nn.Module, tuple[Place, ...]] = {}
 
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""

@@ -75,6 +75,10 @@ class ReplicatedRandomness:
         self._shared = shared
         self._split: list[torch.Tensor | None] = []
 
+    def is_aside(self) -> bool:
+        """Whether another stream is drawn from around it."""
+        return bool(self._shared)
+
     def __enter__(self) -> None:
         """Bring the replicated stream back, if it was put aside."""
         if not self._shared:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import has_dispatch_modes, native_apply, without_keeping_modes
+from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_keeping_modes
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator, of_backward
@@ -55,11 +55,11 @@ class ReshardStep:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
-        if has_dispatch_modes():
+        if not is_traced() and has_dispatch_modes():
             with without_keeping_modes():  # collectives write to tensors that operations have returned
                 return self._moved(tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return _apply_reshard(tensor, self)
+            return _TracedReshard.apply(tensor, self) if is_traced() else _apply_reshard(tensor, self)  # pyright: ignore
         return self.forward(tensor)
 
     def _moved(self, tensor: Tensor) -> Tensor:
@@ -100,6 +100,19 @@ class _Reshard(torch.autograd.Function):
 _apply_reshard = native_apply(_Reshard)
 
 
+class _TracedReshard(torch.autograd.Function):
+    """As `_Reshard`, where Dynamo reads it: forward and backward in one graph, of one call."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, step: ReshardStep) -> Tensor:
+        ctx.step = step
+        return tensor.view_as(tensor) if step.forward is _identity else step.forward(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.step.backward(gradients[0]), None
+
+
 @dataclass(frozen=True, slots=True)
 class SumInPlace:
     """The sum over the ranks, written over a tensor that nobody else holds, nor any autograd node.
@@ -111,13 +124,27 @@ class SumInPlace:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """`tensor` itself, with other numbers; another one where a mode (a selective checkpoint's) may keep it."""
-        if has_dispatch_modes():
+        if is_traced():
+            return _TracedSum.apply(tensor, self.axis)  # pyright: ignore
+        if not is_traced() and has_dispatch_modes():
             return ReshardStep(lambda tensor: self.axis.all_reduce(tensor.clone()), _identity)(tensor)
         written = tensor.detach()
         summed = self.axis.all_reduce(written)
         if summed is not written:
             written.copy_(summed)
         return tensor
+
+
+class _TracedSum(torch.autograd.Function):
+    """The sum over the ranks in a graph, whose backend decides what is written in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Communicator) -> Tensor:
+        return axis.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 @dataclass(slots=True)
@@ -130,8 +157,21 @@ class CallContext:
 
     batch: int | None = None
 
+    def latest(self) -> int | None:
+        """The batch size to go by; in a graph, that of the region under way."""
+        return _traced.batch if is_traced() else self.batch
+
     def __deepcopy__(self, memo: object) -> CallContext:
         return self  # the reshards of a copied model are functions, which still look here
+
+
+_traced = CallContext()
+"""What Dynamo reads in place of a model's own: a number in a module is one to it that never changes."""
+
+
+def trace_with(context: CallContext | None) -> None:
+    """Let graphs that are made or run from now on go by the batch size of `context`."""
+    _traced.batch = None if context is None else context.batch
 
 
 def make_reshard(
@@ -170,17 +210,18 @@ def _flattened(move: Move, context: CallContext) -> Move:
     """`move` along the sequence of a (batch · sequence, hidden) tensor, whose shards are interleaved by batch."""
 
     def moved(tensor: Tensor) -> Tensor:
-        if context.batch is None:
+        batch = context.latest()
+        if batch is None:
             raise UnevenShardError(
                 "TP118 uneven-sequence: a module whose sequence is flattened with the batch was called by itself\n"
                 "  help: call the whole model, whose inputs show the batch size"
             )
-        if tensor.shape[0] % context.batch:
+        if tensor.shape[0] % batch:
             raise UnevenShardError(
                 f"TP118 uneven-sequence: {tensor.shape[0]} rows aren't a whole number of sequences for a batch of "
-                f"{context.batch}\n  help: call the model with its batch as the first dim of its first tensor"
+                f"{batch}\n  help: call the model with its batch as the first dim of its first tensor"
             )
-        return move(tensor.reshape(context.batch, -1, *tensor.shape[1:])).flatten(0, 1)
+        return move(tensor.reshape(batch, -1, *tensor.shape[1:])).flatten(0, 1)
 
     return moved
 

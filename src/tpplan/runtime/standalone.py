@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import native_apply
+from tpplan.compat import is_traced, native_apply
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, reshard_between
 from tpplan.compiler.ir.program import Boundary
 from tpplan.plan import TpplanError
@@ -75,7 +75,7 @@ _apply_share: Callable[[Tensor, int], Tensor] = native_apply(_Share)
 
 
 def _share(size: int) -> Move:
-    return lambda tensor: _apply_share(tensor, size)
+    return lambda tensor: _Share.apply(tensor, size) if is_traced() else _apply_share(tensor, size)  # pyright: ignore
 
 
 def alone_moves(

@@ -40,13 +40,22 @@ def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
         if isinstance(parameter, DTensor) and isinstance(held, Tensor) and held.shape == parameter.shape:
             whole = _whole(PackedTensor.adopted(held), parameter)
             if whole is not None:
-                part = part_of(parameter).of(whole.detach())
-                if metadata.get("assign_to_params_buffers"):  # a part that keeps no whole alive
-                    part = part.clone(memory_format=torch.contiguous_format)
-                kind = PackedTensor if isinstance(parameter, PackedTensor) else DTensor
-                state[prefix + leaf] = made_dtensor(
-                    kind, part, parameter.device_mesh, parameter.placements, parameter.shape
-                )
+                state[prefix + leaf] = part_like(whole, parameter, bool(metadata.get("assign_to_params_buffers")))
+
+
+def part_like(whole: Tensor, parameter: DTensor, copy: bool = True) -> DTensor:
+    """What this rank holds of `whole`, where it holds what it does of `parameter`, which has the same shape.
+
+    Args:
+        whole: a plain tensor.
+        parameter: says who holds what.
+        copy: whether the part must keep nothing of the whole alive.
+    """
+    part = part_of(parameter).of(whole.detach())
+    if copy:
+        part = part.clone(memory_format=torch.contiguous_format)
+    kind = PackedTensor if isinstance(parameter, PackedTensor) else DTensor
+    return made_dtensor(kind, part, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
 def _whole(held: Tensor, parameter: DTensor) -> Tensor | None:
@@ -76,4 +85,4 @@ def without_replicas(model: nn.Module) -> nn.Module:
     return model
 
 
-__all__ = ["give_wholes", "part_of", "take_parts", "without_replicas"]
+__all__ = ["give_wholes", "part_like", "part_of", "take_parts", "without_replicas"]

@@ -17,6 +17,13 @@ class WatchedCall(Protocol):
         """
         ...
 
+    def repeat(self) -> bool:
+        """Whether the call can be run once more, as if it hadn't been: what was to be compiled ran as it is.
+
+        Random numbers are put back for that.
+        """
+        ...
+
 
 class _Again:
     """The type of `AGAIN`."""

@@ -13,7 +13,7 @@ import copy
 import copyreg
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,13 +183,20 @@ def _note(module: nn.Module, name: str) -> None:
         writes.note(module, name)
 
 
-@functools.cache
-def watched_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """A class like `stock`, of its name, whose modules tell what is written to them."""
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def watched_class(stock: type[nn.Module], members: Mapping[str, Any] | None = None) -> type[nn.Module]:
+    """A class like `stock`, of its name, whose modules tell what is written to them; with `members` as well."""
+    if members is None and stock in _classes:
+        return _classes[stock]
     own: dict[str, Any] = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     if all(getattr(stock, name, None) is getattr(object, name, None) for name in _PROTOCOL):
         own |= {"__deepcopy__": _copied, "__reduce_ex__": functools.partialmethod(_as_stock, stock)}
-    return type(stock.__name__, (Watched, stock), own)
+    made = type(stock.__name__, (Watched, stock), own | dict(members or {}))
+    if members is None:
+        _classes[stock] = made
+    return made
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -21,6 +21,7 @@ from tpplan.compiler.ir.region import Instance, OperationNode
 from tpplan.compiler.ir.trace import Frame, quoted
 from tpplan.compiler.queries import (
     CREATION_OPERATORS,
+    ELEMENTWISE_OPERATORS,
     VIEW_OPERATORS,
     Outcome,
     Product,
@@ -34,6 +35,7 @@ from tpplan.suggest.subject import Column, Subject
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
+_CARRIED = VIEW_OPERATORS | {"aten._to_copy.default", "aten.clone.default", "aten.alias.default"}
 _RESHAPES = VIEW_OPERATORS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
 
 
@@ -105,6 +107,7 @@ class _Walk:
         self.norms: dict[int, bool] = {}
         self.shared: dict[int, Names] = {}  # of single heads that every rank holds
         self.normed: set[int] = set()  # split values that come out of a norm
+        self.reduced: dict[int, Names] = {}  # of whole values that rows make: the rows, and the columns before them
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
@@ -158,7 +161,7 @@ class _Walk:
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
-        for held in (self.layouts, self.sources, self.shared):
+        for held in (self.layouts, self.sources, self.shared, self.reduced):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
         for marked in (self.dynamic, self.poisoned, self.unsure, self.normed):
@@ -207,6 +210,7 @@ class _Walk:
             return True
         if held is not None and held.dim == given_dim:
             self._row(name, held, self.sources[given])
+            self.reduced[made] = self.sources[given] | {name}
             return True
         if held is not None:
             return False
@@ -276,10 +280,11 @@ class _Walk:
             self.unsure.update(outputs)
         if not any(i in self.layouts for i in inputs):
             self._of_shared(instance, node)
+            self._of_reduced(node, inputs, outputs)
             return
         answer = self._ask(instance, node, {})
         if isinstance(answer, Refusal) and self.lenient:
-            answer = self._beside_slices(instance, node) or answer
+            answer = self._beside_slices(instance, node) or self._beside_branch(instance, node, sources) or answer
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
             reason = answer.reason if isinstance(answer, Refusal) else "sums over the split features"
             if not unsure:
@@ -353,6 +358,30 @@ class _Walk:
                 if dim == held.dim:
                     source = min(self.sources[instance.values[split[0][0]]])
                     self.found.beside[name] = (source, tuple(pack.size for pack in held.packs))
+        return answer
+
+    def _of_reduced(self, node: OperationNode, inputs: list[int], outputs: list[int]) -> None:
+        """Note what rows make through what is done with it entry by entry."""
+        rows = [self.reduced[i] for i in inputs if i in self.reduced]
+        if rows and len(outputs) == 1 and (node.name in ELEMENTWISE_OPERATORS or node.name in _CARRIED):
+            self.reduced[outputs[0]] = _NONE.union(*rows)
+
+    def _beside_branch(self, instance: Instance, node: OperationNode, sources: Names) -> Outcome | None:
+        """The outcome if a whole value beside split features were split like these, as its last layer can do.
+
+        The layers of that branch are a pair of column and row, such as those of an adapter. Without its column the row
+        is a column, too. So the column stays whole, if all of the branch weighs less than what it stands beside.
+        """
+        held = next((self.layouts[instance.values[i]] for i in node.inputs if instance.values[i] in self.layouts), None)
+        whole = [i for i in node.inputs if instance.values[i] in self.reduced]
+        branch = _NONE.union(*(self.reduced[instance.values[i]] for i in whole))
+        if not branch or held is None or sum(map(self._weight, branch)) >= sum(map(self._weight, sources)):
+            return None
+        answer = self._ask(instance, node, dict.fromkeys(whole, held))
+        if isinstance(answer, Refusal):
+            return None
+        for column in branch & self.found.columns:
+            self.found.refused.setdefault(column, "it is part of a smaller branch beside a layer that is split")
         return answer
 
     def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:

@@ -8,15 +8,15 @@ out: `Binding`: a style and a rule for modules, a layout for every parameter; an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
-from tpplan.compiler.bind.misfits import misfit
+from tpplan.compiler.bind.misfits import may_wrap, misfit
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
-from tpplan.plan import Diagnostic, Plan, Rule, Style
+from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Bound:
         is_parameter: whether it is a parameter or a buffer.
         walked: whether its own code runs on shards, although its style has a body of the runtime's: the two aren't the
             same by the trace.
+        wrapper: the module whose rule this is, if that holds this one and others; see `wrappers`.
     """
 
     name: str
@@ -39,6 +40,17 @@ class Bound:
     packs: tuple[Pack, ...] = ()
     is_parameter: bool = False
     walked: bool = False
+    wrapper: str = ""
+
+    @property
+    def input(self) -> Pin | None:
+        """What the rule demands of the input of this module."""
+        return None if self.wrapper else self.rule.input
+
+    @property
+    def output(self) -> Pin | None:
+        """What the rule demands of the result of this module."""
+        return None if self.wrapper else self.rule.output
 
     def layout_of(self, leaf: str) -> Layout | None:
         """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
@@ -64,11 +76,13 @@ class Binding:
         modules: by qualified name, of modules and of parameters; without a rule, or with style `none`, they're absent.
         parameters: the layout of every parameter and buffer, by each of its names.
         owners: the rule that sharded one of these, by each of its names.
+        wrappers: modules with a rule for layers that are none, but may wrap one; with what is wrong unless they do.
     """
 
     modules: dict[str, Bound]
     parameters: dict[str, Layout]
     owners: dict[str, Bound]
+    wrappers: dict[str, Diagnostic] = field(default_factory=dict[str, Diagnostic])
 
     def first_inside(self, module: str) -> Bound | None:
         """The first rule on `module` or on a module in it."""
@@ -79,12 +93,19 @@ class Binding:
 
 
 def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnostic]]:
-    """Match the plan's rules to `model` for an axis of `size` ranks."""
+    """Match the plan's rules to `model` for an axis of `size` ranks; what is no layer counts as a mistake."""
+    binding, findings = bind_rules(model, plan)
+    return binding, once([*findings, *binding.wrappers.values()])
+
+
+def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]:
+    """Match the plan's rules to `model`; the trace will tell whether modules that are no layers wrap one."""
     modules = dict(named_modules(model, remove_duplicate=False))
     parameters = [name for name, _ in stored_tensors(model)]
     matched = plan.match((name for name in modules if name), parameters)
     diagnostics = list(matched.diagnostics)
     bound: dict[str, Bound] = {}
+    wrappers: dict[str, Diagnostic] = {}
     for name, rule in matched.rules.items():
         if rule.style is Style.NONE:
             continue
@@ -97,10 +118,12 @@ def bind(model: nn.Module, plan: Plan, size: int) -> tuple[Binding, list[Diagnos
         problem = misfit(modules[name], name, rule)
         if problem is None:
             bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]))
+        elif problem.code == "TP101" and may_wrap(modules[name]):
+            bound[name], wrappers[name] = Bound(name, rule.style, rule), problem
         else:
             diagnostics.append(problem)
     binding, conflicts = bind_parameters(model, bound)
-    return binding, once(diagnostics + conflicts)
+    return replace(binding, wrappers=wrappers), once(diagnostics + conflicts)
 
 
 def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

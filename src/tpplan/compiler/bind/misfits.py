@@ -12,12 +12,13 @@ from typing import cast
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tpplan.compat import computed_weights, named_modules
+from tpplan.compat import computed_weights, named_modules, own_parameters
 from tpplan.compiler.bind.linear import is_grouped_convolution, linear_form
 from tpplan.compiler.bind.tables import is_table
 from tpplan.plan import Diagnostic, Pin, Rule, Style
 from tpplan.plan.wording import with_article
 
+_LAYERS = ("Linear", "Embedding")  # names of torch's own, which other classes have as well
 _REMOVED_BY = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
 
 
@@ -106,8 +107,19 @@ def _input_of_other_features(name: str, rule: Rule) -> Diagnostic | None:
     )
 
 
+def may_wrap(module: nn.Module) -> bool:
+    """Whether a module that is no layer holds layers, or matrices, of which one may do its work."""
+    if isinstance(module, nn.Embedding) or linear_form(module) is not None:
+        return False
+    if any(held is not None and held.dim() == 2 for held in own_parameters(module).values()):
+        return True
+    return any(isinstance(inner, nn.Embedding) or linear_form(inner) is not None for inner in module.modules())
+
+
 def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
-    kind = with_article(type(module).__name__)
+    own = type(module)
+    foreign = own.__name__ in _LAYERS and not own.__module__.startswith("torch.")
+    kind = with_article(f"{own.__module__}.{own.__name__}" if foreign else own.__name__)
     return Diagnostic(
         code="TP101",
         message=f"{what}, but `{name}` is {kind}",
@@ -131,4 +143,4 @@ def _suggest_style(module: nn.Module) -> str:
     return "a module of this kind can be `sequence` or `replicate`"
 
 
-__all__ = ["misfit"]
+__all__ = ["may_wrap", "misfit"]

@@ -31,6 +31,8 @@ def named_attributes(
     found: dict[str, tuple[LocalAttribute, ...]] = {}
     missing: dict[tuple[int, str], list[Diagnostic]] = {}
     for name, bound in binding.modules.items():
+        if bound.wrapper:
+            continue  # the wrapper's own rule names its attributes
         counts = {} if bound.is_parameter or not bound.rule.local else dict(integer_attributes(modules[name]))
         held: list[LocalAttribute] = []
         for attribute in bound.rule.local:

@@ -115,10 +115,23 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
         if held.style is not modules[name].style:
             single.append(_single_head(held, size))
         modules[name] = held
+    for name, bound in modules.items():
+        if bound.wrapper and not bound.is_parameter and name not in frames:
+            modules[name] = _like_others(bound, [modules[n] for n in uses])
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
     features = frozenset(n for b in modules.values() for n in _made(b))
     return Packed(binding, once(findings), heads, features, once(single))
+
+
+def _like_others(bound: Bound, used: Sequence[Bound]) -> Bound:
+    """A layer in a wrapper that the call leaves out, placed like one that it calls there."""
+    for other in used:
+        if other.wrapper == bound.wrapper and isinstance(other.form, LinearForm):
+            return replace(bound, packs=other.packs)
+        if other.wrapper == bound.wrapper and other.style is Style.REPLICATE:  # a single head
+            return replace(bound, style=Style.REPLICATE, form=None)
+    return bound
 
 
 def _made(bound: Bound) -> list[int]:
@@ -137,7 +150,8 @@ def _with_parameters(
     for name, bound in binding.modules.items():
         read = [f"{name}.{leaf}" for leaf in ("weight", "bias") if f"{name}.{leaf}" in values]
         convolves = bound.form is None and bound.style is Style.COLWISE and not bound.is_parameter
-        if read and (convolves or (bound.form is not None and name not in frames)):
+        unread = bound.form is not None and name not in frames and not bound.wrapper
+        if read and (convolves or unread):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
         else:
             modules[name] = bound

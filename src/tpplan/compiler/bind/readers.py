@@ -25,6 +25,7 @@ _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.defa
 _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
 _ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+_CARRIED = VIEWS | {"aten.mul.Tensor", "aten._to_copy.default", "aten.alias.default", "aten.clone.default"}
 _COMPLEX = "aten.view_as_complex.default"
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
@@ -299,14 +300,36 @@ class Readers:
         return before[:-1] == after[:-1] and after[-1] == self.trace.values[value].shape[-1]
 
     def _beside(self, at: _Dim, operation: Operation) -> bool:
-        """Whether the other operands are parameters or buffers, or alike for all entries of the dim, as a mean is."""
+        """Whether the other operands go along with the dim.
+
+        These are parameters and buffers, what is alike for all entries of the dim, as a mean is, and other products
+        that are added to the one that it comes from.
+        """
         rank = len(self.trace.values[at.value].shape)
         for i in operation.inputs:
             shape = self.trace.values[i].shape
             dim = at.dim - rank + len(shape)
-            if i != at.value and dim >= 0 and shape[dim] != 1 and self.parameter_behind(i) is None:
+            if i == at.value or dim < 0 or shape[dim] == 1 or self.parameter_behind(i) is not None:
+                continue
+            if operation.name not in _ADDITIONS or not (self._is_product(i) and self._is_product(at.value)):
                 return False
         return True
+
+    def _is_product(self, value: int) -> bool:
+        """Whether a value is a product, or a sum of products, but for factors that change no shape."""
+        for _ in range(_DEEPEST):
+            value = self._flow.source.get(value, value)
+            made = self._flow.made.get(value)
+            if made is None:
+                continue
+            if made.name in _PRODUCTS:
+                return True
+            if made.name in _ADDITIONS:
+                return all(map(self._is_product, made.inputs))
+            if made.name not in _CARRIED or len(made.inputs) != 1:
+                return False
+            value = made.inputs[0]
+        return False
 
     def parameter_behind(self, value: int) -> int | None:
         """The parameter or buffer that `value` is, or was picked from, such as a bias for each token's expert."""

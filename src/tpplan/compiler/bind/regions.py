@@ -86,8 +86,9 @@ class _Builder:
         )
         backwards = tuple([_backward_key(held, local) for held in frame.backwards])
         values = [self._local_value(identifier) for identifier in local.numbers]
-        entry_pin, exit_pin = _entry_pin(bound), bound.rule.output if bound is not None else None
+        entry_pin, exit_pin = _entry_pin(bound), bound.output if bound is not None else None
         style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
+        style = None if style is Style.NONE else style
         reduced = bool(exits) and bound is not None and style in (Style.ROWWISE, Style.VOCAB) and not bound.walked
         fixed = frame.module in self.fixed
         key = (
@@ -141,8 +142,8 @@ def _entry_pin(bound: Bound | None) -> Pin | None:
     """What the plan demands of the first argument."""
     if bound is None:
         return None
-    if bound.rule.input is not None:
-        return bound.rule.input
+    if bound.input is not None:
+        return bound.input
     return {
         Style.COLWISE: Pin.REPLICATE,
         Style.ROWWISE: Pin.SHARD,

@@ -39,7 +39,7 @@ from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedResh
 from tpplan.compiler.rewrite.replay import recorded_body
 from tpplan.compiler.trace.choices import called_with_found
 from tpplan.compiler.trace.draws import random_draws
-from tpplan.plan import Diagnostic, Plan
+from tpplan.plan import Diagnostic, Plan, Style
 
 
 def emit(
@@ -209,7 +209,7 @@ def _modules(
             ModuleProgram(
                 name=name,
                 kind=type(module).__name__,
-                style=str(bound.style) if bound is not None else None,
+                style=str(bound.style) if bound is not None and bound.style is not Style.NONE else None,
                 origin=bound.rule.origin if bound is not None else "inferred",
                 calls=len(calls),
                 entries=entries,

@@ -13,7 +13,7 @@ import gc
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
@@ -268,7 +268,7 @@ def _record(
         for value in (*backward.inputs, *backward.outputs, *backward.saved)
         if value is not None
     }
-    hidden = dict(_hidden(state, called))
+    hidden = dict(_hidden(state, _passed_on(skeleton.model, called)))
     return Trace(
         _without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)),
         root,
@@ -332,7 +332,13 @@ def _refuse_swallowed(recorder: Recorder, outer: OpenFrame) -> NoReturn:
     raise BodyError(root, Frame(frame.module, frame.call, (), (), tuple(frame.body))) from error
 
 
-def _hidden(state: Capture, names: Sequence[str]) -> Iterator[tuple[int, str]]:
+def _passed_on(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """The names by which a call may pass arguments: the root's, and with `**kwargs` those of the modules inside."""
+    kinds = {type(module) for module in model.modules()} if takes_keywords(type(model).forward) else ()
+    return {*names, *(name for kind in kinds for name in argument_names(kind.forward))}
+
+
+def _hidden(state: Capture, names: Collection[str]) -> Iterator[tuple[int, str]]:
     """Values in objects among the results; one that goes by an argument's name, a cache, is for a later call."""
     for path, held in leaves(state.results["", 0]):
         if isinstance(held, Tensor) or is_plain(held) or path[:1] in {(name,) for name in names}:
@@ -420,6 +426,15 @@ def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(name for name, parameter in signature.parameters.items() if parameter.kind in kinds)[1:]
+
+
+def takes_keywords(forward: Callable[..., Any]) -> bool:
+    """Whether a `forward` takes any keyword, which it may pass on."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 class _Crosser:

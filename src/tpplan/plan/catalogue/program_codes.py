@@ -343,7 +343,7 @@ model = peft.get_peft_model(model, adapter)
 """,
         good="""
 model = peft.get_peft_model(model, adapter)
-model = tpplan.parallelize(model, plan_for_the_adapted_model)
+model = tpplan.parallelize(model, plan)
 """,
     ),
     Entry(
@@ -509,6 +509,26 @@ torch.manual_seed(rank)
 """,
     ),
     Entry(
+        code="TP160",
+        name="unreached-model",
+        severity=Severity.ERROR,
+        summary="The plan is for a model inside of the one that was passed, which doesn't pass its calls on.",
+        explanation="""
+A model may only wrap the one that a plan was written for, as peft's `PeftModel` does. The names in the plan are then
+read inside of it, the inner model is what is sharded, and the wrapper runs around it on whole tensors. For that, an
+example call of the wrapper is followed to the inner model. Either it didn't get there, or the wrapper passes a cache of
+keys and values that it makes itself (prefix tuning), of which each rank would need its part.
+""",
+        bad="""
+model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8))
+tpplan.parallelize(model, "plans/llama.yaml")
+""",
+        good="""
+model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+tpplan.parallelize(model, "plans/llama.yaml")
+""",
+    ),
+    Entry(
         code="TP170",
         name="data-parallel-ranks",
         severity=Severity.ERROR,
@@ -582,6 +602,177 @@ y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=True), use_
 """,
         good="""
 y = checkpoint(model.block, checkpoint(model.block, x, use_reentrant=False), use_reentrant=False)
+""",
+    ),
+    Entry(
+        code="TP180",
+        name="compiled-around",
+        severity=Severity.ERROR,
+        summary="A function around a sharded model is to be one graph.",
+        explanation="""
+At the start of each call tpplan holds the call against what was proved, and reads the parameters such that their
+gradients arrive in the right layout. Neither can be part of a graph. `torch.compile` of the model, or of a module
+inside, has one graph of everything else. A function that calls the model has a graph before and one after it, so that
+`fullgraph=True` doesn't hold for it.
+""",
+        bad="""
+@torch.compile(fullgraph=True)
+def step(ids):
+    return model(ids).logits.sum()
+""",
+        good="""
+model.compile(fullgraph=True)
+
+def step(ids):
+    return model(ids).logits.sum()
+""",
+    ),
+    Entry(
+        code="TP181",
+        name="compiled-random",
+        severity=Severity.ERROR,
+        summary="A body whose random numbers differ between ranks is to be part of a graph.",
+        explanation="""
+Dropout on split activations draws other numbers on each rank, for which a generator is seeded and put back. That
+can't be part of a graph: without `fullgraph=True` the graph ends before such a module and goes on after it. In
+evaluation, or with a dropout probability of 0, nothing is drawn.
+""",
+        bad="""
+model.train()                                 # attention_dropout is 0.1
+model.compile(fullgraph=True)
+""",
+        good="""
+model.train()
+model.compile()
+""",
+    ),
+    Entry(
+        code="TP182",
+        name="compiled-around-fsdp",
+        severity=Severity.ERROR,
+        summary="FSDP gathers parameters inside of what is compiled.",
+        explanation="""
+FSDP gathers the parameters of a module just before it runs. A compiled body reads all of its parameters at its start,
+when FSDP has gathered those of its own module only. So compile the modules that `fully_shard` was called on, each by
+itself.
+""",
+        bad="""
+for layer in model.layers:
+    fully_shard(layer, mesh=mesh["dp"])
+model.compile()
+""",
+        good="""
+for layer in model.layers:
+    layer.compile()
+    fully_shard(layer, mesh=mesh["dp"])
+""",
+    ),
+    Entry(
+        code="TP183",
+        name="compiled-watched",
+        severity=Severity.WARNING,
+        summary="Calls of a compiled model run without the compiler, since their path is watched.",
+        explanation="""
+The path that a call takes through the model's code is watched at the first call of its kind and sizes. Under
+`TPPLAN_DEBUG=1`, and where a branch on a tensor's value needs another program on either side, every call is. Python
+has to run for that, so nothing is compiled; results are right.
+""",
+        bad="""
+TPPLAN_DEBUG=1 torchrun --nproc-per-node=2 train.py    # which calls model.compile()
+""",
+        good="""
+torchrun --nproc-per-node=2 train.py
+""",
+    ),
+    Entry(
+        code="TP184",
+        name="compiled-record",
+        severity=Severity.ERROR,
+        summary="A body that runs from its record is to be part of a graph.",
+        explanation="""
+A body whose sizes can't be made local runs from a record of its operations (TP124), by a loop in Python that isn't
+compiled. Without `fullgraph=True` the graph ends before such a module and goes on after it.
+""",
+        bad="""
+model.compile(fullgraph=True)
+""",
+        good="""
+model.compile()
+""",
+    ),
+    Entry(
+        code="TP190",
+        name="loop-unaware",
+        severity=Severity.ERROR,
+        summary="A training loop takes ranks that share a model for ranks with a model each.",
+        explanation="""
+accelerate gives each rank batches of its own and averages their gradients, unless it is told by `tp_size` that ranks
+share a model. It must see all processes, and ranks that share a model must be numbered one after the other. The Trainer
+of transformers is told by the model. `Accelerator.prepare` and the Trainer say so before a batch is drawn.
+""",
+        bad="""
+accelerator = Accelerator()
+model = accelerator.prepare(tpplan.parallelize(model, plan))
+""",
+        good="""
+accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+model = accelerator.prepare(tpplan.parallelize(model, plan))
+""",
+    ),
+    Entry(
+        code="TP191",
+        name="loop-option",
+        severity=Severity.ERROR,
+        summary="A training loop was asked for something that a sharded model can't have.",
+        explanation="""
+An option of accelerate or of transformers' TrainingArguments would shard the model again (`fsdp`, DeepSpeed), or give
+ranks that share a model different batches, or replicas of it the same ones, or step by an optimizer that can't take
+DTensors. The message names the option, and what to use in its place. Gradients are averaged over replicas without any
+option; FSDP may be put around the model before.
+""",
+        bad="""
+Trainer(tpplan.parallelize(model, plan, mesh["tp"]), TrainingArguments(fsdp="full_shard"))
+""",
+        good="""
+model = tpplan.parallelize(model, plan, mesh["tp"])
+Trainer(fully_shard(model, mesh=mesh["dp"]), TrainingArguments())
+""",
+    ),
+    Entry(
+        code="TP192",
+        name="different-inputs",
+        severity=Severity.ERROR,
+        summary="Ranks that share a model were called with different arguments.",
+        explanation="""
+Each rank computes its part of one result, so all ranks of the axis must be called with the same tensors and flags, in
+the same mode. Before the first call of each kind the ranks compare digests of what they were called with; the message
+names the first argument that differs. Usual causes: a DistributedSampler over all processes rather than over the
+data-parallel axis, an unseeded shuffle, masks drawn from a generator that is seeded by rank. Later calls of the same
+kind aren't compared, unless `TPPLAN_DEBUG=1` is set.
+""",
+        bad="""
+sampler = DistributedSampler(data)                                    # a part for each process
+""",
+        good="""
+dp = mesh["dp"]
+sampler = DistributedSampler(data, dp.size(), dp.get_local_rank())    # a part for each replica
+""",
+    ),
+    Entry(
+        code="TP193",
+        name="optimizer-state",
+        severity=Severity.ERROR,
+        summary="An optimizer's state doesn't fit the sharded model's parameters.",
+        explanation="""
+Under accelerate and transformers' Trainer an optimizer's state is saved and loaded whole, as the unsharded model's, and
+each rank takes its part. A tensor in it has another shape than the parameter: the state is that of another model, or
+was saved by each rank for its part.
+""",
+        bad="""
+torch.save(optimizer.optimizer.state_dict(), f"rank{rank}.pt")
+""",
+        good="""
+accelerator.save_state("folder")
 """,
     ),
     Entry(

@@ -1,0 +1,157 @@
+"""Served: the model that a plan means, inside of one that wraps it, and the call that reaches it.
+
+in:  a model, a plan, an example call
+out: the model whose modules the plan names, and what it is called with
+
+    PeftModel(LoraModel(LlamaForCausalLM)), plans/llama.yaml   ->   the LlamaForCausalLM, with its adapters
+
+What wraps it stays as it is, and runs around it on whole tensors: so a wrapper's `generate`, `save_pretrained` and the
+like do what they do with the unsharded model. A plan whose names start from the wrapper is a plan for the wrapper.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.bind.bind import stored_tensors
+from tpplan.compiler.bind.wrapped import wrapped_models
+from tpplan.compiler.ir.objects import is_opaque
+from tpplan.compiler.ir.pytree import with_tensors
+from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.trace.capture import argument_names, takes_keywords
+from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.inputs import Call, example_call
+from tpplan.plan import CompileError, Diagnostic, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model that a plan means.
+
+    Attributes:
+        name: its name in the model that wraps it; "" for that one itself.
+        model: the model.
+        plan: the plan, with names that start from there.
+        arguments, keywords: an example call of it.
+    """
+
+    name: str
+    model: nn.Module
+    plan: Plan
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @property
+    def call(self) -> Call:
+        """The example call."""
+        return self.arguments, self.keywords
+
+
+def served(model: nn.Module, plan: Plan | None, size: int, inputs: object = None, **sizes: Any) -> Served:
+    """The model that `plan` means: `model`, or one that it only wraps; without a plan, the innermost that gets calls.
+
+    Raises:
+        CompileError: TP111, if there are no inputs; TP160, if a call of the wrapper doesn't reach the wrapped model.
+    """
+    arguments, keywords = example_call(model, size, inputs, **sizes)
+    name, own = _meant(model, Plan() if plan is None else plan)
+    if not name:
+        return Served("", model, own, arguments, keywords)
+    return Served(name, model.get_submodule(name), own, *_inner_call(model, name, arguments, keywords))
+
+
+def _meant(model: nn.Module, plan: Plan) -> tuple[str, Plan]:
+    """The name of the model that a plan means, and the plan as one for that."""
+    wrapped = list(wrapped_models(model))
+    if not wrapped:
+        return "", plan
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in stored_tensors(model)]
+    name = plan.base_among([name for name, _ in wrapped], modules, parameters)
+    if name:
+        return name, plan
+    outer, own = model, plan
+    for inner_name, inner in wrapped:  # those that pass on whatever they get
+        within = plan.within(inner_name)
+        if within is None or not takes_keywords(type(outer).forward):
+            break
+        name, own, outer = inner_name, within, inner
+    return name, own
+
+
+class _ReachedError(BaseException):
+    """The wrapped model is called."""
+
+    def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = (arguments, keywords)
+
+
+def _inner_call(model: nn.Module, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
+    """What a wrapped model is called with when the wrapper is called so; tensors that are passed on are the same."""
+    skeleton, names = make_skeleton(model).model, argument_names(type(model).forward)
+    originals: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def shown(path: Path, tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        originals[id(made)] = (made, tensor)
+        return made
+
+    def passed(path: Path, tensor: Tensor) -> Tensor:
+        if id(tensor) in originals:
+            return originals[id(tensor)][1]
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    example = with_tensors(arguments, keywords, names, shown)
+    inner = skeleton.get_submodule(name)
+    inner.register_forward_pre_hook(_reached, with_kwargs=True)
+    try:
+        skeleton(*example[0], **example[1])
+    except _ReachedError as reached:
+        _refuse_caches(model, name, reached.call)
+        return with_tensors(*reached.call, argument_names(type(inner).forward), passed)
+    except Exception as error:  # whatever the wrapper raises
+        raise CompileError([_unreached(model, name, f": {type(error).__name__}: {error}")]) from error
+    raise CompileError([_unreached(model, name, "")])
+
+
+def _reached(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> NoReturn:
+    raise _ReachedError(arguments, dict(keywords))
+
+
+def _refuse_caches(model: nn.Module, name: str, call: Call) -> None:
+    """TP160 for keys and values that a wrapper makes itself, of which each rank would need those of its heads."""
+    cache = next((held for held in (*call[0], *call[1].values()) if is_opaque(held)), None)
+    if cache is None:
+        return
+    message = f"`{type(model).__name__}` passes a `{type(cache).__name__}` with tensors of its own to `{name}`"
+    raise CompileError(
+        [
+            Diagnostic(
+                code="TP160",
+                message=f"{message}: each rank would need the part of its heads, and no proof can see into it",
+                help="use adapters inside of the layers (LoRA), or a learnt prompt (prompt tuning), not a prefix",
+                subject=name,
+            )
+        ]
+    )
+
+
+def _unreached(model: nn.Module, name: str, why: str) -> Diagnostic:
+    kind = type(model).__name__
+    accepted = ", ".join(f"`{a}`" for a in list(inspect.signature(type(model).forward).parameters)[1:])
+    return Diagnostic(
+        code="TP160",
+        message=f"the plan is for `{name}`, which `{kind}` wraps, but the example call doesn't reach it{why}",
+        help=f"pass `inputs=` as for a call of `{kind}`, which takes {accepted}; or parallelize `model.{name}` itself",
+        subject=name,
+    )
+
+
+__all__ = ["Served", "served"]

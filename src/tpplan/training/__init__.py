@@ -1,0 +1,10 @@
+"""Training loops of others: what accelerate's `Accelerator` and transformers' `Trainer` must know of sharded models.
+
+Importing this loads neither of them, nor torch; see `follow`.
+"""
+
+from __future__ import annotations
+
+from tpplan.training.follow import follow
+
+__all__ = ["follow"]

@@ -1,0 +1,109 @@
+"""Transformers' `Trainer`, adapted to sharded models.
+
+    Trainer(model=sharded, args=TrainingArguments(…), …).train()
+
+Its Accelerator is told how many ranks share the model. All ranks come to where the first one saves, since what it
+saves is gathered from them; the files are those of an unsharded run. The rest is a matter of `accelerator.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from tpplan.runtime.pretrained import whole_state_of
+from tpplan.training.follow import wrap
+from tpplan.training.sharding import Sharding, blind, refusal, sharding_of
+
+_Stock = Callable[..., Any]
+
+
+def adapt(module: ModuleType) -> None:
+    """Adapt the module `transformers.trainer`."""
+    for name, around in _METHODS.items():
+        wrap(module.Trainer, name, around)
+
+
+def _build_accelerator_args(stock: _Stock, self: Any, **kwargs: Any) -> dict[str, Any]:
+    found: dict[str, Any] = stock(self, **kwargs)
+    sharding = sharding_of(self.model)
+    if sharding is None:
+        return found
+    _refuse_arguments(self.args, sharding)
+    if found.get("parallelism_config") is None:
+        from accelerate import ParallelismConfig
+
+        found["parallelism_config"] = ParallelismConfig(tp_size=sharding.size, dp_shard_size=sharding.replicas)
+    data = found.get("dataloader_config")
+    if data is not None and data.dispatch_batches is None and sharding.replicas > 1:
+        data.dispatch_batches = False  # it would give all replicas the same
+    return found
+
+
+def _refuse_arguments(arguments: Any, sharding: Sharding) -> None:
+    if arguments.world_size != sharding.world:
+        raise blind(arguments.world_size, sharding)
+    if arguments.fsdp:
+        raise refusal(
+            "`fsdp` of TrainingArguments would shard a model that is sharded already, over a mesh of its own",
+            'leave it out: gradients are averaged over replicas anyway; or call fully_shard(model, mesh=mesh["dp"]) '
+            "before",
+        )
+    if arguments.deepspeed:
+        raise refusal("DeepSpeed can't take a model that is sharded already", "leave `deepspeed` out")
+    if arguments.train_sampling_strategy == "batch_rebalance":
+        raise refusal(
+            "`train_sampling_strategy='batch_rebalance'` gives each rank batches of its own, also ranks that share a "
+            "model",
+            "use another one, such as 'group_by_length'",
+        )
+
+
+def _get_num_items_in_batch(stock: _Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The number of this replica's, where numbers aren't summed over all ranks: it is divided as if they were."""
+    number = stock(self, *args, **kwargs)
+    if self.args.average_tokens_across_devices or not isinstance(number, Tensor):
+        return number
+    sharding = sharding_of(self.model)
+    return number if sharding is None else number * sharding.size
+
+
+def _save(stock: _Stock, self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    """On all ranks, of which one writes."""
+    if sharding_of(self.model) is None:
+        stock(self, output_dir, state_dict)
+        return
+    if state_dict is None and not hasattr(self.model, "save_pretrained"):
+        state_dict = whole_state_of(self.model, keep=self.args.should_save)
+    before = self.is_distributed_loading_by_transformers
+    self.is_distributed_loading_by_transformers = True  # by which it sends all ranks to save_pretrained
+    try:
+        stock(self, output_dir, state_dict)
+    finally:
+        self.is_distributed_loading_by_transformers = before
+
+
+def _save_optimizer_and_scheduler(stock: _Stock, self: Any, output_dir: str) -> None:
+    """With a state that all ranks have gathered before the first one writes it."""
+    if sharding_of(self.model) is None:
+        stock(self, output_dir)
+        return
+    state = self.optimizer.state_dict()
+    self.optimizer.state_dict = lambda: state
+    try:
+        stock(self, output_dir)
+    finally:
+        del self.optimizer.state_dict
+
+
+_METHODS = {
+    "_build_accelerator_args": _build_accelerator_args,
+    "_get_num_items_in_batch": _get_num_items_in_batch,
+    "_save": _save,
+    "_save_optimizer_and_scheduler": _save_optimizer_and_scheduler,
+}
+
+__all__ = ["adapt"]
