@@ -48,8 +48,12 @@ if TYPE_CHECKING:
     from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.class_scope import ClassCallError
     from tpplan.runtime.clipping import clip_grad_norm_
-    from tpplan.runtime.draws import RandomnessError
+    from tpplan.runtime.faults import LostRankError
+    from tpplan.runtime.lockstep import WatchError
+    from tpplan.runtime.observe import ObserveError, observe
     from tpplan.runtime.packed import StateError
+    from tpplan.runtime.randomness import RandomnessError
+    from tpplan.runtime.recent import RecomputeError
     from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
     from tpplan.training.sharding import TrainingError
@@ -68,6 +72,8 @@ __all__ = [
     "InternalError",
     "KernelArgumentError",
     "LossError",
+    "LostRankError",
+    "ObserveError",
     "Plan",
     "PlanError",
     "Program",
@@ -75,6 +81,7 @@ __all__ = [
     "RankError",
     "RankTimeoutError",
     "RanksDisagreeError",
+    "RecomputeError",
     "ReplayError",
     "SecondDerivativeError",
     "StateError",
@@ -85,6 +92,7 @@ __all__ = [
     "UnprovedCallError",
     "UnshardedError",
     "VerifyError",
+    "WatchError",
     "__version__",
     "check_plan",
     "clip_grad_norm_",
@@ -94,6 +102,7 @@ __all__ = [
     "load_plan",
     "load_weights",
     "loss",
+    "observe",
     "parallelize",
     "save_weights",
     "suggest_plan",
@@ -125,7 +134,7 @@ _ELSEWHERE = {
     "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",
     "LossError": "tpplan.loss",
-    "RandomnessError": "tpplan.runtime.draws",
+    "RandomnessError": "tpplan.runtime.randomness",
     "RankError": "tpplan.parity.errors",
     "RankTimeoutError": "tpplan.parity.errors",
     "RanksDisagreeError": "tpplan.parity.errors",
@@ -138,6 +147,11 @@ _ELSEWHERE = {
     "UnprovedCallError": "tpplan.calls.errors",
     "UnshardedError": "tpplan.parity.errors",
     "VerifyError": "tpplan.parity.errors",
+    "LostRankError": "tpplan.runtime.faults",
+    "ObserveError": "tpplan.runtime.observe",
+    "observe": "tpplan.runtime.observe",
+    "RecomputeError": "tpplan.runtime.recent",
+    "WatchError": "tpplan.runtime.lockstep",
 }
 
 

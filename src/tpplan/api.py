@@ -24,8 +24,8 @@ from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
 from tpplan.runtime.agreement import agree
-from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
+from tpplan.runtime.lockstep import ranks_of
 from tpplan.runtime.lower import lower, wrap_around
 from tpplan.runtime.numbers import take_whole_numbers
 from tpplan.runtime.replicas import follow_wrappers
@@ -169,7 +169,7 @@ def _parallelize(
     draws = program is not None and any(module.random for module in program.modules)
     agree(group, None if compiled is None else compiled.digest, error, draws)
     assert loaded is not None and inner is not None and compiled is not None and program is not None
-    axis = ProcessGroupCommunicator(group)
+    axis = ranks_of(group)
     guard = CallGuard(make_skeleton(inner.model).model, inner.plan, compiled, *inner.call, axis)
     lower(inner.model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     guard.watch(inner.model)

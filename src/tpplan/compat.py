@@ -13,8 +13,9 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -814,6 +815,23 @@ def innermost_mode() -> TorchDispatchMode | None:
     return _python_dispatch._get_current_dispatch_mode()
 
 
+has_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+"""How many dispatch modes see operations."""
+
+
+def without_keeping_modes() -> AbstractContextManager[Any]:
+    """A block that no mode sees which keeps what operations return, as a selective activation checkpoint's do."""
+    from torch.utils import _python_dispatch
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    kinds = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    if not any(isinstance(mode, kinds) for mode in _python_dispatch._get_current_dispatch_mode_stack()):
+        return nullcontext()
+    if isinstance(_python_dispatch._get_current_dispatch_mode(), kinds):
+        return cast("AbstractContextManager[Any]", _python_dispatch._pop_mode_temporarily())
+    return without_dispatch_modes()
+
+
 def is_random(operator: OpOverload) -> bool:
     """Whether it makes a tensor, and may draw random numbers to do so."""
     returned = [argument.type.kind() for argument in operator._schema.returns]
@@ -833,6 +851,31 @@ def schema_keywords(operator: OpOverload) -> frozenset[str]:
 def runs_backward() -> bool:
     """Whether this thread is in a backward: what runs there is an activation checkpoint's forward, once more."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportUnknownMemberType]
+
+
+def running_backward() -> int:
+    """The number of the backward that this thread runs; -1 outside of one."""
+    return torch._C._current_graph_task_id()  # pyright: ignore
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group may take."""
+    from torch.distributed import distributed_c10d
+
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    options: Any = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None) or distributed_c10d.default_pg_timeout
+
+
+def next_node_number() -> int:
+    """The number of the next node of a graph that this thread makes."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
+def running_node_number() -> int | None:
+    """The number of the node whose backward this thread runs; None outside of one."""
+    node = torch._C._current_autograd_node()  # pyright: ignore
+    return None if node is None else node._sequence_nr()  # pyright: ignore
 
 
 def takes_device(operator: OpOverload) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tpplan.calls.alike import require_alike
 from tpplan.calls.arguments import Left, on_meta, sequence_dims, shows_odd_sequence, without_opaque
 from tpplan.calls.changes import Changes, modes_of
+from tpplan.calls.compared import facts_of
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
@@ -44,6 +45,7 @@ from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank, gathered
 from tpplan.runtime.communicator import ProcessGroupCommunicator
+from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
 
@@ -102,6 +104,7 @@ class CallGuard:
         self._members = compiled.members
         self._left = Left(program, rank if axis is None else axis.rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
+        self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
         self._paths = Paths(rank if axis is None else axis.rank, always)
         kind = self._key(Call(program.training, tuple(arguments), dict(keywords), {})).kind
         self._proofs.cover(kind, self.main)
@@ -158,6 +161,8 @@ class CallGuard:
                 self._forget()
             self._modes = self._changes.modes
         call = Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
+        if self._lockstep is not None:
+            self._lockstep.begin(*self._facts(call))
         key = self._key(call)
         proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
         if proof is None:
@@ -168,6 +173,12 @@ class CallGuard:
             self._proofs.cover(key.kind, proof)
             self._paths.note(key.kind, proof, compiled)
         return call, Decision(proof, key)
+
+    def _facts(self, call: Call) -> tuple[list[tuple[str, str]], bool, bool]:
+        """What of a call must be the same on all ranks; its mode; whether it has the example's sizes."""
+        program = self.main.program
+        shapes = [tuple(t.shape) for _, t in tensors_of(call.arguments, call.keywords, self._names)]
+        return facts_of(call, self._names, program), call.training, shapes == [r.shape for r in program.inputs]
 
     def _require_alike(self, call: Call, kind: Kind) -> None:
         """Raise if the ranks were called with different arguments; looked at once for each kind of call."""
@@ -373,6 +384,8 @@ class CallGuard:
         """A program that all ranks have compiled alike; every rank raises if one of them can't."""
         error: Exception | None = None
         compiled: Compiled | None = None
+        if self._lockstep is not None:
+            self._lockstep.meet("the proof of a call of a new kind")
         try:
             with torch.inference_mode(False), without_dispatch_modes():
                 compiled = compile_it()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from tpplan.compat import fake_mesh, named_modules, native_apply
+from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
@@ -219,8 +219,9 @@ def _stand_in(skeleton: nn.Module, stream: Stream) -> frozenset[str]:
 
     def wrapped(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            key = (name, calls[name])
-            calls[name] += 1
+            again = runs_backward() and calls[name] == 1  # an activation checkpoint's, which must do the same
+            key = (name, 0 if again else calls[name])
+            calls[name] += not again
             like = likes.get(key)
             if like is not None and like in results:
                 return _connected(results[like], args, kwargs)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tpplan.compat import without_dispatch_modes
 from tpplan.plan import CompileError, Diagnostic
+from tpplan.runtime.faults import naming_ranks
 
 
 def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None, draws: bool = False) -> None:
@@ -34,7 +35,10 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None,
         return
     held: list[tuple[str | None, str, int]] = [(None, "", 0)] * group.size()
     text = "" if error is None else str(error) or type(error).__name__
-    with without_dispatch_modes():  # a call may be watched or counted, of which this is no part
+    with (
+        naming_ranks("the ranks' comparison of their programs"),
+        without_dispatch_modes(),
+    ):  # a call may be watched or counted, of which this is no part
         dist.all_gather_object(held, (digest, text, torch.initial_seed()), group=group)
     if error is not None:
         raise error
@@ -61,7 +65,7 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
         return flag
     flags = [False] * group.size()
-    with without_dispatch_modes():
+    with naming_ranks("the ranks' comparison of a call"), without_dispatch_modes():
         dist.all_gather_object(flags, flag, group=group)
     return any(flags)
 

@@ -21,9 +21,10 @@ from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
-from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
+from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_class
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
 from tpplan.runtime.randomness import SplitRandomness
@@ -47,6 +48,12 @@ class Prepared:
     style: str | None
     runtime: ModuleRuntime
     attributes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The module's own tensors that its body reads, by their names there."""
+        reads = (*self.runtime.reads, *self.runtime.parts)
+        return tuple(sorted({name for owner, name, _ in reads if owner is self.module}))
 
 
 def prepare(
@@ -93,8 +100,8 @@ def prepare(
         runtime = ModuleRuntime(
             label=_label(spec, placements, use),
             axis=axis,
-            entries=tuple(s for r in spec.entries for s in _entries(module, r, steps(r))),
-            exits=tuple(s for r in spec.exits for s in _exits(r, steps(r, fresh))),
+            entries=tuple(s for r in spec.entries for s in _entries(module, r, steps(r, place=_place(spec, r, True)))),
+            exits=tuple(s for r in spec.exits for s in _exits(r, steps(r, fresh, _place(spec, r, False)))),
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
             split_classes=_split_classes(program.boundaries.get(spec.name, ())),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
@@ -285,12 +292,20 @@ class _Steps:
         self._twice = twice
         self._made: dict[tuple[object, ...], Move] = {}
 
-    def __call__(self, reshard: Reshard, fresh: bool = False) -> Move:
+    def __call__(self, reshard: Reshard, fresh: bool = False, place: str = "") -> Move:
+        place = place if isinstance(self._axis, LockstepCommunicator) else ""
+        axis = placed(self._axis, place) if place else self._axis
         ways = (reshard.source, reshard.target, reshard.forward, reshard.backward)
-        key = (*ways, fresh, reshard.shape)
+        key = (*ways, fresh, reshard.shape, place)
         if key not in self._made:
-            self._made[key] = make_reshard(*ways, self._axis, fresh, self._context, reshard.shape, self._twice)
+            self._made[key] = make_reshard(*ways, axis, fresh, self._context, reshard.shape, self._twice)
         return self._made[key]
+
+
+def _place(spec: ModuleProgram, reshard: Reshard, inward: bool) -> str:
+    """A place at a module's boundary."""
+    what = f"the argument `{_shown(reshard)}`" if inward else "the result"
+    return f"{what} of `{spec.name or 'the model'}`"
 
 
 def _label(spec: ModuleProgram, placements: dict[str, ParameterPlacement], use: KernelUse | None) -> str:

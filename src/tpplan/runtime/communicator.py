@@ -5,7 +5,8 @@ Other implementations stand in for it elsewhere: shapes only (the compiler's che
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+from typing import NoReturn, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from tpplan.compat import (
     traced_all_to_all,
     traced_reduce_scatter,
 )
+from tpplan.runtime.faults import lost_rank
 
 
 class Communicator(Protocol):
@@ -54,7 +56,15 @@ class ProcessGroupCommunicator:
     """The ranks of a process group.
 
     In a graph that torch.compile makes the collectives are torch's functional ones, which its backends know.
+
+    Attributes:
+        group: the group.
+        place: which module's boundary it serves, for errors.
+        adjoint: whether it serves a backward.
     """
+
+    place = ""
+    adjoint = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks of `group`, in its order."""
@@ -70,12 +80,21 @@ class ProcessGroupCommunicator:
     def __deepcopy__(self, memo: object) -> ProcessGroupCommunicator:
         return self  # a copy of a model runs on the same ranks
 
+    def at(self, place: str) -> Self:
+        """The same ranks, for what belongs to `place`."""
+        made = copy.copy(self)
+        made.place = place
+        return made
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
         if is_traced():
             return _like(traced_all_reduce(_real(tensor), self._name), tensor)
         tensor = tensor.contiguous()
-        _wait(self.group.allreduce([_real(tensor)], self._summed))
+        try:
+            _wait(self.group.allreduce([_real(tensor)], self._summed))
+        except RuntimeError as error:
+            self._raise("all-reduce", tensor, error)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -85,7 +104,10 @@ class ProcessGroupCommunicator:
             gathered = _like(traced_all_gather(_real(tensor), self.size, self._name), tensor)
             return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
         gathered = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        _wait(self._gather(_real(gathered), _real(tensor)))
+        try:
+            _wait(self._gather(_real(gathered), _real(tensor)))
+        except RuntimeError as error:
+            self._raise("all-gather", tensor, error)
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -96,7 +118,10 @@ class ProcessGroupCommunicator:
         if is_traced():
             return _like(traced_reduce_scatter(_real(tensor), self.size, self._name), tensor)
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        _wait(self._scatter(_real(scattered), _real(tensor)))
+        try:
+            _wait(self._scatter(_real(scattered), _real(tensor)))
+        except RuntimeError as error:
+            self._raise("reduce-scatter", tensor, error)
         return scattered
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
@@ -106,8 +131,36 @@ class ProcessGroupCommunicator:
             received = _like(traced_all_to_all(_real(sent), self.size, self._name), sent)
             return torch.cat(received.unbind(), concatenate_dim)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        try:
+            dist.all_to_all_single(received, sent, group=self.group)
+        except RuntimeError as error:
+            self._raise("all-to-all", tensor, error)
         return torch.cat(received.unbind(), concatenate_dim)
+
+    def _raise(self, name: str, tensor: Tensor, error: RuntimeError) -> NoReturn:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        raise lost_rank(described(name, tensor, self.place), error) from error
+
+
+def described(name: str, tensor: Tensor, place: str) -> str:
+    """A collective in words."""
+    text = f"the {name} of a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+    return f"{text} at {place}" if place else text
+
+
+def of_backward(axis: Communicator) -> Communicator:
+    """`axis`, for the backward of what belongs to its place."""
+    if not isinstance(axis, ProcessGroupCommunicator):
+        return axis
+    made = axis.at(axis.place)
+    made.adjoint = True
+    return made
+
+
+def placed(axis: Communicator, place: str) -> Communicator:
+    """`axis`, for what belongs to `place`, if it is one of real ranks."""
+    return axis.at(place) if isinstance(axis, ProcessGroupCommunicator) else axis
 
 
 def _real(tensor: Tensor) -> Tensor:

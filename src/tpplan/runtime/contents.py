@@ -14,10 +14,10 @@ from tpplan.compat import COMPILED_CALL, COMPOSED, own_buffers, own_modules, own
 from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.packed import PackedShard
-from tpplan.runtime.writes import WRITES
+from tpplan.runtime.writes import CHECKS, WRITES
 
 MISSING = object()
-NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | COMPOSED | {WRITES, MARK, COMPILED_CALL, "forward"}
+NOT_ATTRIBUTES = frozenset(vars(nn.Module())) | COMPOSED | {CHECKS, WRITES, MARK, COMPILED_CALL, "forward"}
 
 TensorForm = tuple[tuple[int, ...], object]
 """The shape of a parameter or buffer, and of a DTensor what the axis of tensor parallelism does to it."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.faults import naming_ranks
 from tpplan.runtime.packed import packed_tensor
 from tpplan.runtime.pieces import Part, narrowed, part
 
@@ -84,7 +85,8 @@ class MeshDistributor:
         if self._source is None:
             return whole.to(self.device)
         sent = whole.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        dist.broadcast(sent, group=self._source, group_src=0)
+        with naming_ranks("the broadcast of the first rank's parameters"):
+            dist.broadcast(sent, group=self._source, group_src=0)
         return sent
 
     def place_buffer(self, buffer: Tensor) -> Tensor:

@@ -15,17 +15,10 @@ from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from torch.utils import checkpoint
-
 from tpplan.compat import OpOverload, RecordingMode, innermost_mode
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.trace.draws import is_draw
-from tpplan.plan import TpplanError
-from tpplan.runtime.randomness import ReplicatedRandomness, SplitRandomness
-
-
-class RandomnessError(TpplanError):
-    """It can't be said which of a body's random numbers are for sharded values."""
+from tpplan.runtime.randomness import RandomnessError, ReplicatedRandomness, SplitRandomness, is_checkpointed
 
 
 class Randomness(Protocol):
@@ -173,7 +166,7 @@ class MixedStreams:
             raise self._differs("more often")
         kind = self.draws[counter.count]
         counter.count += 1
-        if kind == "split" and _is_checkpointed(counter.frame):
+        if kind == "split" and is_checkpointed(counter.frame):
             raise RandomnessError(
                 f"TP119 randomness-mixed: the body of {quoted(self.name)} draws random numbers for sharded and for "
                 "replicated values, and checkpoints a part of itself, which would draw different numbers when it is "
@@ -220,16 +213,6 @@ class _Counter(RecordingMode):
         if innermost_mode() is self:
             self._is_on = False
             self.__exit__(None, None, None)
-
-
-def _is_checkpointed(outermost: FrameType | None) -> bool:
-    """Whether an activation checkpoint has been set since the body began, in `outermost`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame is not outermost:
-        if frame.f_code.co_filename == checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 __all__ = ["CallersStream", "MixedStreams", "OneStream", "OpenBodies", "Randomness", "RandomnessError"]

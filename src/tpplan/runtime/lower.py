@@ -10,6 +10,7 @@ needn't fit into memory at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.modules import (
     RUNTIME,
     ModuleRuntime,
@@ -34,10 +36,12 @@ from tpplan.runtime.modules import (
     swapped_class,
 )
 from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.placements import check_modules, follow
 from tpplan.runtime.pretrained import wrapper_class
+from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.state import give_wholes, take_parts
 from tpplan.runtime.watched import WatchedCall
-from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
+from tpplan.runtime.writes import WRITES, Outside, Watched, Writes, watched_class
 
 
 class Guard(Protocol):
@@ -171,7 +175,7 @@ def _module_changes(
     prepared = prepare(modules, program, axis, distributor.device, stock)
     changes: list[_Change] = []
     for held in prepared:
-        replacement = swapped_class(type(held.module), held.style, held.module is modules[""])
+        replacement = swapped_class(type(held.module), held.style, held.module is modules[""], held.tensors)
         changes.append(_swap_class(held.module, replacement))
     writes = None if guard is None else Writes()
     variants = Variants(modules, stock, axis, distributor.device, guard, program, prepared, writes)
@@ -179,7 +183,14 @@ def _module_changes(
     if writes is not None:
         swapped = {held.module for held in prepared}
         changes += [_watch(module, writes, not swapped.isdisjoint(module.modules())) for module in modules.values()]
+    if isinstance(axis, LockstepCommunicator):
+        changes.append(_Change(functools.partial(check_modules, modules, axis, stock_class), _nothing))
+        changes.append(_Change(variants.follow, _nothing))
     return changes + [_take_whole_states(module) for module in modules.values() if own_parameters(module)]
+
+
+def _nothing() -> None:
+    """A change that is undone with the modules' classes."""
 
 
 def wrap_around(model: nn.Module, name: str) -> None:
@@ -266,6 +277,8 @@ class Variants:
         self._current = program
         self._held = [(program, prepared)]
         self._stock: list[tuple[nn.Module, str, Any]] = []
+        self._calls = RecentCalls()
+        self._writes.outside = self.outside
 
     def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> WatchedCall | None:
         """Put the program in place that a call of the root runs by, and watch the call if it has to be.
@@ -289,6 +302,22 @@ class Variants:
         if program is not None and program is not self._current:
             self._change_to(program)
 
+    def outside(self, module: nn.Module) -> Outside:
+        """How values lie around a module, in the call that is under way or differentiated."""
+        name = next(name for name, held in self._modules.items() if held is module)
+        in_place = next(held[0].runtime.handed_out for known, held in self._held if known is self._current)
+        ran = self._calls.running()
+        handed_out = in_place if ran is None else ran.handed_out
+        program = next(known for known, held in self._held if held[0].runtime.handed_out is handed_out)
+        return Outside(name, program, handed_out)
+
+    def again(self, ran: Ran) -> None:
+        """Put the program in place that a call ran by, of which a part is recomputed in a backward."""
+        for program, prepared in self._held:
+            if prepared and prepared[0].runtime.handed_out is ran.handed_out and program is not self._current:
+                self._change_to(program)
+                return
+
     def _change_to(self, program: Program) -> None:
         found = next((prepared for known, prepared in self._held if known is program), None)
         if found is None:
@@ -302,9 +331,19 @@ class Variants:
                 held.module.__dict__[RUNTIME] = idle
         for held in found:
             if not isinstance(held.module, ShardedModule):
-                become(held.module, swapped_class(type(held.module), held.style, False))
+                become(held.module, swapped_class(type(held.module), held.style, False, held.tensors))
         self.put_in(found)
         self._current = program
+        self.follow()
+
+    def follow(self) -> None:
+        """Where the ranks compare what they do: compare by the program in place."""
+        if not isinstance(self._axis, LockstepCommunicator):
+            return
+        program = self._current
+        handed_out = next(prepared[0].runtime.handed_out for known, prepared in self._held if known is program)
+        handed_out.ended = functools.partial(self._axis.end, program)
+        follow(self._modules, program, lambda: handed_out.shards is not None)
 
     def put_in(self, prepared: tuple[Prepared, ...]) -> None:
         """Give modules what they need at run time, and set their attributes."""
@@ -312,6 +351,8 @@ class Variants:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self
                 held.runtime.handed_out.alone = None if self._guard is None else self.alone
+                held.runtime.handed_out.again = self.again
+                held.runtime.handed_out.calls = self._calls
             held.module.__dict__[RUNTIME] = held.runtime
             for attribute, value in held.attributes:
                 name, local = replaced_attribute(held.module, attribute, value)

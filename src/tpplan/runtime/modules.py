@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import active_compiler, is_traced, set_compiler, skip_frame, without_function_modes
+from tpplan.compat import (
+    active_compiler,
+    is_traced,
+    own_buffers,
+    own_parameters,
+    runs_backward,
+    set_compiler,
+    skip_frame,
+    without_function_modes,
+)
 from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
@@ -154,20 +163,30 @@ def _once_each(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object = None) -> Any:
-    """A module that is called by itself, outside of the root's forward: on whole tensors, to whole ones."""
+    """A module that is called outside of the root's forward: by itself, or once more by an activation checkpoint."""
+    handed_out: HandedOut = module.__dict__[RUNTIME].handed_out
+    if runs_backward():
+        alone = handed_out.recall()
+    else:
+        alone = True
+        if handed_out.alone is not None:
+            handed_out.alone()
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
-    if runtime.handed_out.alone is not None:
-        runtime.handed_out.alone()
-        runtime = module.__dict__[RUNTIME]
     runtime.handed_out.within = True
     try:
-        args, kwargs = whole_arguments(args, kwargs)
-        if runtime.alone is not None:
-            args, kwargs = runtime.alone.enter(args, kwargs)
-        result = module.forward(*args, **kwargs) if compiler is None else run_compiled(module, compiler, args, kwargs)
-        return result if runtime.alone is None else runtime.alone.leave(result)
+        if alone:
+            args, kwargs = whole_arguments(args, kwargs)
+        adapted = runtime.alone if alone else None
+        if adapted is not None:
+            args, kwargs = adapted.enter(args, kwargs)
+        if compiler is None:
+            result = _forward_of(module)(module, *args, **kwargs)
+        else:
+            result = run_compiled(module, compiler, args, kwargs)
+        return result if adapted is None else adapted.leave(result)
     finally:
         runtime.handed_out.within = False
+        runtime.handed_out.note(alone)
 
 
 def call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -469,6 +488,14 @@ class VocabularyEmbedding(ShardedModule):
             del own["weight"]
 
 
+_BASES = (ShardedRoot, ShardedLinear, ReducedLinear, VocabularyEmbedding, ShardedModule)
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The forward of ours that is under way, without what is wrapped around it, as transformers' checkpoints are."""
+    return next(kind for kind in type(module).__mro__ if kind in _BASES).forward
+
+
 def replaces_body(module: nn.Module) -> bool:
     """Whether a module runs a body of tpplan's in place of its own, and of all inside."""
     runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
@@ -493,9 +520,45 @@ _PREFIX: dict[str | None, str] = {
 }
 
 
+class _OwnTensor:
+    """A tensor of a module, as it is to everyone outside of the module's forward.
+
+    An activation checkpoint of a part of a body reads it in a backward, where the local one isn't in the instance's
+    `__dict__`, which comes first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module]) -> Any:
+        tables: tuple[dict[str, Any], ...] = ()
+        if module is not None:
+            tables = (own_parameters(module), own_buffers(module))
+        table: dict[str, Any] | None = next((held for held in tables if self._name in held), None)
+        if module is None or table is None:
+            raise AttributeError(f"'{kind.__name__}' object has no attribute '{self._name}'")
+        runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
+        if runtime is not None and runs_backward() and torch.is_grad_enabled() and runtime.handed_out.shards is None:
+            runtime.handed_out.recall()
+            latest: ModuleRuntime = module.__dict__[RUNTIME]
+            for owner, name, read in (*latest.reads, *latest.parts):
+                if owner is module and name == self._name:
+                    return read(table[name])
+        return table[self._name]
+
+
 @functools.cache
-def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type[nn.Module]:
-    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination."""
+def swapped_class(
+    stock: type[nn.Module], style: str | None, root: bool, tensors: tuple[str, ...] = ()
+) -> type[nn.Module]:
+    """The class to swap `stock` for, such as `ColwiseLinear` for `Linear`; one class for each combination.
+
+    Args:
+        stock: the class that the user wrote.
+        style: the plan's style of the module.
+        root: whether the module is the model itself.
+        tensors: the module's own, which its body reads.
+    """
     base: type[ShardedModule] = ShardedModule
     if root:
         base = ShardedRoot
@@ -508,7 +571,8 @@ def swapped_class(stock: type[nn.Module], style: str | None, root: bool) -> type
     name = f"{_PREFIX[style]}{stock.__name__}"
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": _as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
-    return _with_entry(type(name, (base, stock), methods | own), base.forward)
+    read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
+    return _with_entry(type(name, (base, stock), methods | own | read), base.forward)
 
 
 def _with_entry(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:

@@ -36,6 +36,7 @@ from tpplan.compat import (
 from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.plan import Diagnostic, PlanError
 from tpplan.runtime import pieces
+from tpplan.runtime.faults import naming_ranks
 from tpplan.runtime.pieces import Box, Part
 
 
@@ -184,7 +185,8 @@ class PackedTensor(OwnTensor):
         """The whole, in the model's order; a collective."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Whole.apply(self)  # pyright: ignore
-        return gathered(local_of(self), self.packing, self.device_mesh)
+        with naming_ranks("`full_tensor()` of a packed parameter, its gradient or its state"):
+            return gathered(local_of(self), self.packing, self.device_mesh)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any

@@ -9,6 +9,7 @@ backward, by a single node that hands out all their local tensors at the start o
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat import local_of, native_apply, new_gradient
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.averaging import DataParallelError
-from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.communicator import Communicator, of_backward, placed
 from tpplan.runtime.packed import PackedTensor
+from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.reshard import CallContext, SecondDerivativeError
 from tpplan.runtime.segments import taken
 
@@ -151,10 +153,15 @@ class HandedOut:
 
     Attributes:
         axis: the ranks.
-        context: what reshards know of the call under way; None where they needn't.
+        summing: the same, for gradients.
+        context: what reshards know of the call under way.
         shards: the tensors; None while no forward of the root is under way.
+        context: what reshards know of the call under way.
+        calls: the calls that ended, of which activation checkpoints may recompute a part.
         alone: called before a module runs by itself, outside of any forward of the root.
-        within: whether such a call is under way.
+        again: called before a module runs once more in a backward, with the call's entry in `calls`.
+        ended: called when a forward of the root has ended, where the ranks compare what they do.
+        within: whether a call of either kind is under way.
         watched: whether the path of the forward under way is held against the proved one.
         placed: whether the tensors of a compiled region are in place.
         apart: whether that is of a module without a program, outside of any forward of the root.
@@ -166,9 +173,13 @@ class HandedOut:
     def __init__(self, axis: Communicator, context: CallContext | None = None) -> None:
         """Serve the ranks of `axis`; `context` is what reshards know of the call under way."""
         self.axis = axis
-        self.context = context
+        self.summing = of_backward(placed(axis, "the gradients of replicated parameters"))
+        self.context = CallContext() if context is None else context
         self.shards: dict[int, Tensor] | None = None
+        self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
+        self.again: Callable[[Ran], None] | None = None
+        self.ended: Callable[[], None] | None = None
         self.within = False
         self.watched = False
         self.placed = False
@@ -181,7 +192,7 @@ class HandedOut:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
         self.shards = {}
         if summed and torch.is_grad_enabled():
-            self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.axis))
+            self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
 
     def add(self, parameters: Sequence[Tensor], read: Callable[..., tuple[Tensor, ...]]) -> None:
         """Hand out `parameters`, read by one node."""
@@ -192,6 +203,24 @@ class HandedOut:
     def close(self) -> None:
         """End a forward; the autograd graph keeps what it needs."""
         self.shards = None
+        self.note(False)
+        if self.ended is not None and sys.exc_info()[0] is None:
+            self.ended()
+
+    def note(self, alone: bool) -> None:
+        """Remember how a call ran that has ended, of which a part may be recomputed."""
+        if not torch.compiler.is_compiling():
+            self.calls.note(Ran(self, self.context.batch, alone))
+
+    def recall(self) -> bool:
+        """Put in place what the call ran by of which a part is recomputed; whether that was a module by itself."""
+        ran = self.calls.running()
+        if ran is None:  # the call under way, or one inside of what is recomputed
+            return False
+        if self.again is not None:
+            self.again(ran)
+        ran.handed_out.context.batch = ran.batch
+        return ran.alone
 
 
 def _uncut(parameter: Tensor) -> Tensor:
@@ -224,7 +253,7 @@ class SummedReader:
         found = None if shards is None else shards.get(id(parameter))
         if found is not None or not isinstance(parameter, DTensor):  # a functional call has its own in its place
             return parameter if found is None else found
-        return _apply_summed_shards(self._handed_out.axis, _uncut(parameter))[0]
+        return _apply_summed_shards(self._handed_out.summing, _uncut(parameter))[0]
 
 
 class PartReader:

@@ -8,14 +8,21 @@ checkpointing restores the default generators) draws the same numbers again.
 
 from __future__ import annotations
 
-from types import TracebackType
+import inspect
+from types import FrameType, TracebackType
 
 import torch
+from torch.utils import checkpoint
 
 from tpplan.compat import random_state, set_random_state
+from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
 
 _RANK_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: far apart for neighbouring ranks
+
+
+class RandomnessError(TpplanError):
+    """It can't be said which of a body's random numbers are for sharded values."""
 
 
 class SplitRandomness:
@@ -26,9 +33,14 @@ class SplitRandomness:
         self._axis = axis
         self._device = device
         self._shared: list[torch.Tensor] = []
+        self._frames: list[FrameType | None] = []
 
     def __enter__(self) -> None:
         """Seed the generator for this rank."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name == "__enter__":  # of what this context is a part of
+            frame = frame.f_back
+        self._frames.append(frame)
         if self._device.type == "meta":  # no numbers are drawn
             self._shared.append(_state_of(self._device))
             return
@@ -45,18 +57,20 @@ class SplitRandomness:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Put the replicated stream back."""
+        self._frames.pop()
         _restore(self._device, self._shared.pop())
 
     def replicated(self) -> ReplicatedRandomness:
         """A context for modules that draw for replicated values, wherever they are called."""
-        return ReplicatedRandomness(self._device, self._shared)
+        return ReplicatedRandomness(self._device, self._shared, self._frames)
 
 
 class ReplicatedRandomness:
     """A context in which the generator draws the replicated stream's numbers, also inside of a split one."""
 
-    def __init__(self, device: torch.device, shared: list[torch.Tensor]) -> None:
-        """Take turns with the split contexts that put the replicated stream aside in `shared`."""
+    def __init__(self, device: torch.device, shared: list[torch.Tensor], frames: list[FrameType | None]) -> None:
+        """Take turns with the split contexts that put the replicated stream aside in `shared`, begun in `frames`."""
+        self._frames = frames
         self._device = device
         self._shared = shared
         self._split: list[torch.Tensor | None] = []
@@ -70,6 +84,12 @@ class ReplicatedRandomness:
         if not self._shared:
             self._split.append(None)
             return
+        if is_checkpointed(self._frames[0]):
+            raise RandomnessError(
+                "TP119 randomness-mixed: a body draws random numbers for sharded values, and checkpoints a part of "
+                "itself in which a module draws for replicated values, which would draw different numbers when it is "
+                "recomputed\n  help: put the activation checkpoint around the whole module"
+            )
         self._split.append(_state_of(self._device))
         _restore(self._device, self._shared[0])
 
@@ -81,6 +101,16 @@ class ReplicatedRandomness:
         if split is not None:
             self._shared[0] = _state_of(self._device)
             _restore(self._device, split)
+
+
+def is_checkpointed(outermost: FrameType | None) -> bool:
+    """Whether an activation checkpoint has been set since the body began, in `outermost`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame is not outermost:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _state_of(device: torch.device) -> torch.Tensor:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import is_traced, native_apply
+from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_keeping_modes
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
-from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.communicator import Communicator, of_backward
 from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
@@ -55,9 +55,16 @@ class ReshardStep:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
+        if not is_traced() and has_dispatch_modes():
+            with without_keeping_modes():  # collectives write to tensors that operations have returned
+                return self._moved(tensor)
         if torch.is_grad_enabled() and tensor.requires_grad:
             return _TracedReshard.apply(tensor, self) if is_traced() else _apply_reshard(tensor, self)  # pyright: ignore
         return self.forward(tensor)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        differentiable = torch.is_grad_enabled() and tensor.requires_grad
+        return _apply_reshard(tensor, self) if differentiable else self.forward(tensor)
 
     def adjoint(self, gradient: Tensor) -> Tensor:
         """The gradient in the old layout; differentiable if the backward under way is to be differentiated."""
@@ -116,9 +123,11 @@ class SumInPlace:
     axis: Communicator
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """`tensor` itself, with other numbers."""
+        """`tensor` itself, with other numbers; another one where a mode (a selective checkpoint's) may keep it."""
         if is_traced():
             return _TracedSum.apply(tensor, self.axis)  # pyright: ignore
+        if not is_traced() and has_dispatch_modes():
+            return ReshardStep(lambda tensor: self.axis.all_reduce(tensor.clone()), _identity)(tensor)
         written = tensor.detach()
         summed = self.axis.all_reduce(written)
         if summed is not written:
@@ -191,7 +200,7 @@ def make_reshard(
     if fresh and not twice and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
         return SumInPlace(axis)
     before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
-    there, back = _move(forward, before, after, axis), _move(backward, after, before, axis)
+    there, back = _move(forward, before, after, axis), _move(backward, after, before, of_backward(axis))
     if source.interleave == 1 and target.interleave == 1:
         return ReshardStep(there, back, twice=twice)
     return ReshardStep(_flattened(there, context), _flattened(back, context), context, twice)

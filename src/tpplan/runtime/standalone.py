@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import is_traced, native_apply, runs_backward
+from tpplan.compat import is_traced, native_apply
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, reshard_between
 from tpplan.compiler.ir.program import Boundary
 from tpplan.plan import TpplanError
@@ -28,11 +28,8 @@ class AloneError(TpplanError):
 
 
 def starts_alone(handed_out: HandedOut) -> bool:
-    """Whether a call of a module is one by itself, and not inside of another such call.
-
-    In a backward it is an activation checkpoint, which computes again what was computed by the program in place.
-    """
-    return not handed_out.within and not runs_backward()
+    """Whether a call of a module, outside of any forward of the root, isn't inside of another such call."""
+    return not handed_out.within
 
 
 def _move(module: str, boundary: Boundary, axis: Communicator, context: CallContext) -> Move:

@@ -15,7 +15,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,9 +25,28 @@ from tpplan.compat import is_localized, is_localizer, is_of_fsdp, local_of, own_
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.replicas import look_at_composition
 
+if TYPE_CHECKING:
+    from tpplan.compiler.ir.program import Program
+    from tpplan.runtime.parameters import HandedOut
+
 WRITES = "_tpplan_writes"
 HOOKS = "its hooks"
+CHECKS = "_tpplan_checks"
 _PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
+
+
+class Outside(NamedTuple):
+    """How values lie around a module, in the call that is under way or differentiated.
+
+    Attributes:
+        name: the module's.
+        program: what that call runs by.
+        handed_out: what bodies read in it, which knows the ranks.
+    """
+
+    name: str
+    program: Program
+    handed_out: HandedOut
 
 
 class Writes:
@@ -37,6 +56,7 @@ class Writes:
         noted: modules with the names that were set in them outside of forwards.
         modes: whether a module's `training` was.
         inside: the same of forwards: what a body writes is a matter of its proof.
+        outside: how values lie around a module, for those who look at them.
         local: the attributes that hold what this rank counts, with that.
         cut: the parameters that FSDP cuts further, by module and name.
         dropped: the parameter that was deleted last, with its module and name.
@@ -51,6 +71,7 @@ class Writes:
         self.cut: set[tuple[nn.Module, str]] = set()
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
         self.forwards = 0
+        self.outside: Callable[[nn.Module], Outside] | None = None
         self._paused = False
 
     def note(self, module: nn.Module, name: str) -> None:
@@ -195,4 +216,4 @@ def _as_stock(module: nn.Module, stock: type[nn.Module], protocol: Any) -> tuple
     )
 
 
-__all__ = ["HOOKS", "WRITES", "Watched", "Writes", "watched_class"]
+__all__ = ["CHECKS", "HOOKS", "WRITES", "Watched", "Writes", "watched_class"]

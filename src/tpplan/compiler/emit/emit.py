@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -75,6 +75,7 @@ def emit(
         takes_gradients=trace.takes_gradients,
         diagnostics=diagnostics,
         boundaries=_boundaries(trace, assignment),
+        varied=_varied(trace, assignment),
         device=str(trace.device),
     )
 
@@ -82,9 +83,22 @@ def emit(
 def _boundaries(trace: Trace, assignment: Assignment) -> dict[str, tuple[Boundary, ...]]:
     """What isn't whole outside of the modules, or has no gradient in the proof, by their first calls."""
     found: dict[str, tuple[Boundary, ...]] = {}
+    for module, held in _outside(trace, assignment):
+        found.setdefault(module, held)
+    return {module: held for module, held in found.items() if held}
+
+
+def _varied(trace: Trace, assignment: Assignment) -> frozenset[str]:
+    """The modules that are called several times with values that lie differently."""
+    seen: dict[str, set[tuple[Boundary, ...]]] = defaultdict(set)
+    for module, held in _outside(trace, assignment):
+        seen[module].add(tuple(replace(boundary, shape=(), differentiable=True) for boundary in held))
+    return frozenset(module for module, every in seen.items() if len(every) > 1)
+
+
+def _outside(trace: Trace, assignment: Assignment) -> Iterator[tuple[str, tuple[Boundary, ...]]]:
+    """By call, what isn't whole outside of a module, or has no gradient in the proof."""
     for frame in trace.root.walk():
-        if frame.module in found:
-            continue
         held: list[Boundary] = []
         for inward, crossings in ((True, frame.entries), (False, frame.exits)):
             for crossing in crossings:
@@ -94,8 +108,7 @@ def _boundaries(trace: Trace, assignment: Assignment) -> dict[str, tuple[Boundar
                     held.append(
                         Boundary(inward, crossing.path, crossing.aliases, layout, value.shape, value.differentiable)
                     )
-        found[frame.module] = tuple(held)
-    return {module: held for module, held in found.items() if held}
+        yield frame.module, tuple(held)
 
 
 def _inputs(trace: Trace) -> list[InputRecord]:

@@ -361,6 +361,7 @@ class Program:
         takes_gradients: whether the forward takes gradients itself: collectives of the backward then run there too.
         diagnostics: warnings and notes; not part of the digest.
         boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
+        varied: modules of which these differ between calls; nor is this.
         device: where the model runs, as its bodies were told; nor is this.
     """
 
@@ -382,6 +383,7 @@ class Program:
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(
         default_factory=dict[str, tuple[Boundary, ...]], compare=False
     )
+    varied: frozenset[str] = field(default=frozenset(), compare=False)
     device: str = field(default="cpu", compare=False)
     version: int = PROGRAM_VERSION
 
@@ -462,8 +464,8 @@ class Program:
     # -- data -----------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data; `from_dict` reads it back (diagnostics, boundaries and device apart)."""
-        plain = asdict(replace(self, diagnostics=(), boundaries={}))
-        del plain["diagnostics"], plain["boundaries"], plain["device"]
+        plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset()))
+        del plain["diagnostics"], plain["boundaries"], plain["varied"], plain["device"]
         for name in ("picked", "left", "buffers", "takes_gradients"):
             if not plain[name]:
                 del plain[name]

@@ -138,7 +138,7 @@ class _Writer:
         Its forward runs without gradients, so that functions inside of it don't show until it runs again.
         """
         recorder = self.recorder
-        before = len(recorder.functions) + len(recorder.hooks)
+        known, hooks = set(recorder.functions), len(recorder.hooks)
         inputs: list[Any] = list(node.inputs)
         for place, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
             inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)
@@ -150,8 +150,11 @@ class _Writer:
                         recorder.value_of(item)
         except Exception as error:  # whatever it raises when it runs again
             return f"what it calls can't run again: {_first_line(error)}"
-        hides = len(recorder.functions) + len(recorder.hooks) > before
-        return "it hides functions or hooks that take part in the backward" if hides else ""
+        inner: list[Any] = [noted.node for key, noted in recorder.functions.items() if key not in known]
+        if len(recorder.hooks) > hooks or not all(map(is_reentrant_checkpoint, inner)):
+            return "it hides functions or hooks that take part in the backward"
+        reasons: list[str] = [self._hidden(node) for node in inner]
+        return next(filter(None, reasons), "")
 
     def hook(self, noted: NotedHook) -> ForeignBackward:
         outputs = tuple(value for value in noted.outputs if value is not None)

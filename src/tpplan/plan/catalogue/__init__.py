@@ -10,8 +10,11 @@ from tpplan.plan.catalogue.layout_codes import LAYOUT_CODES
 from tpplan.plan.catalogue.loss_codes import LOSS_CODES
 from tpplan.plan.catalogue.program_codes import PROGRAM_CODES
 from tpplan.plan.catalogue.rule_codes import RULE_CODES
+from tpplan.plan.catalogue.running_codes import RUNNING_CODES
 
-_ENTRIES = sorted((*FILE_CODES, *RULE_CODES, *LAYOUT_CODES, *LOSS_CODES, *PROGRAM_CODES), key=lambda entry: entry.code)
+_ENTRIES = sorted(
+    (*FILE_CODES, *RULE_CODES, *LAYOUT_CODES, *LOSS_CODES, *PROGRAM_CODES, *RUNNING_CODES), key=lambda entry: entry.code
+)
 
 CATALOGUE: Final[dict[str, Entry]] = {entry.code: entry for entry in _ENTRIES}
 
