@@ -71,7 +71,7 @@ def _by_element(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     operands = [held for held in (*args, *kwargs.values()) if isinstance(held, Tensor)]
     written = _written(operator, args, kwargs)
     owner = next(held for held in (*written, *operands) if isinstance(held, PackedTensor))
-    shape = torch.broadcast_shapes(*(held.shape for held in operands))
+    shape: Any = cast("Any", torch).broadcast_shapes(*(held.shape for held in operands))
     filled = operator.name().startswith("aten::copy_")
     if filled and not isinstance(args[0], DTensor):  # a stock model loads a sharded one's state
         return operator(args[0], args[1].full_tensor(), *args[2:], **kwargs)
