@@ -14,7 +14,7 @@ WORKERS ?= 2
 
 BIN     = $(abspath $(VENV))/bin
 PIP     = $(BIN)/python -m pip --quiet --disable-pip-version-check
-SOURCES = src tests
+SOURCES = src tests docs/tutorials
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tpplan.bench import compile_time, loop, overhead
+from tpplan.bench import compile_time, loop, overhead, training_ranks
 from tpplan.bench.child import measure
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.page import render_page, write_page
@@ -127,6 +127,20 @@ def test_a_benchmark_runs_in_processes_of_its_own() -> None:
     result = run("compile", quick=True)
     assert [row["plan"] for row in result["rows"]] == ["llama", "llama-sequence"]
     assert result["environment"]["versions"]["torch"]
+
+
+@pytest.mark.slow
+def test_training_steps_are_held_against_a_floor_written_by_hand() -> None:
+    result = run("training", quick=True)
+    by = {(row["model"], row["way"], row["form"]): row for row in result["rows"]}
+    for model in ("transformers", "plain"):
+        for way in (training_ranks.FORWARD, training_ranks.BACKWARD, training_ranks.STEP):
+            floor, ours, theirs = (
+                by[model, way, form] for form in (training_ranks.FLOOR, overhead.TPPLAN, overhead.TORCH)
+            )
+            assert (ours["collectives"], ours["mib"]) == (floor["collectives"], floor["mib"])
+            assert theirs["collectives"] > ours["collectives"] and theirs["mib"] > ours["mib"]
+    assert len(verdicts(result)) == 6 and all(tables_of(result))
 
 
 @pytest.mark.slow

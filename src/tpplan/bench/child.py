@@ -30,6 +30,10 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from tpplan.bench import loss
 
         return loss.measure(**arguments)
+    if name == "training":
+        from tpplan.bench import training
+
+        return training.measure(**arguments)
     from tpplan.bench import collectives
     from tpplan.compat import fake_process_group
 

@@ -14,7 +14,7 @@ _HEAD = """\
 
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
 measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints
-and of the loss are of gloo processes.
+of the loss and of training steps are of gloo processes.
 """
 _ABOUT = {
     "collectives": """\
@@ -70,6 +70,18 @@ A forward and backward of a Llama in bfloat16 (hidden size 256, one layer, vocab
 processes of one machine, each with one thread. The loss of transformers is taken in float32, by labels; or of hidden
 states and the head, by `tpplan.loss.linear_cross_entropy`. The peak is what a rank alone holds (`Private_Dirty`), over
 what it held before the step, sampled every 2 ms.
+""",
+    "training": """\
+## Training steps
+
+A Llama (hidden size 512, intermediate size 1536, 4 layers, 8 heads, vocabulary 4096; 4 sequences of 128 tokens,
+float32) on two gloo processes, each with one thread, in all its forms at once: wall time of the slower rank, and
+processor time of its process, medians over interleaved rounds. The floor is Megatron's way written by hand
+(`tpplan/bench/megatron.py`): the linears of the same stock model are exchanged for some that hold plain tensors of a
+rank's part, with nothing around them; ratios to it are taken within a round. `parallelize_module` has the equivalent
+plan, transformers its own (`tp_plan="auto"`). The loss is torch's, of whole logits in all forms; the optimizer is AdamW
+with `foreach`. Collectives and MiB are what a rank hands to them in a step. All forms are first held against the
+unsharded model.
 """,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss")
+BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training")
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 
@@ -27,6 +27,9 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
     if name in ("overhead", "loop"):
         rounds = {"rounds": 2, "calls": 1} if quick else {}
         return [{"kind": kind, **rounds} for kind in ("transformers", "plain")]
+    if name == "training":
+        few = {"rounds": 2, "tiny": True} if quick else {}
+        return [{"kind": kind, **few} for kind in ("transformers", "plain")]
     if name == "checkpoint":
         tiny = {"layers": 1, "hidden": 256, "rounds": 1, "file_bytes": 1 << 23}
         return [{"ranks": 2, **tiny}] if quick else [{"ranks": 2}, {"ranks": 4}]

@@ -11,11 +11,12 @@ from rich.table import Table as RichTable
 
 from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
 from tpplan.bench.loop import ADDED, FRESH, OWN
-from tpplan.bench.overhead import BACKWARD, FORWARD, SEQUENCE, TORCH, TPPLAN, UNSHARDED, WATCHED
+from tpplan.bench.overhead import BACKWARD, FORWARD, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED, WATCHED
 
 FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
 SEQUENCE_TARGETS = {FORWARD: 1.3, BACKWARD: 1.5}
 WATCHED_TARGET = 3.0
+FLOOR_TARGET = 1.05
 READ_TARGET, TIME_TARGET = 1.02, 1.3
 MEMORY_TARGET, SAVE_TARGET = 100, 300  # MiB
 
@@ -44,6 +45,7 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
         "collectives": _collectives,
         "checkpoint": _checkpoint,
         "loss": _loss,
+        "training": _training,
     }
     return tables[result["benchmark"]](result)
 
@@ -81,6 +83,13 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         return [verdict for row in rows for verdict in _checkpoint_verdicts(row)]
     if kind == "loss":
         return []
+    if kind == "training":
+        return [
+            f"{MODELS[row['model']]}, {row['way']}: {row['ratio']:.2f} × what is written by hand (at most "
+            f"{FLOOR_TARGET}: {_met(row['ratio'] <= FLOOR_TARGET)}), {row['processor_ratio']:.2f} × of processor time"
+            for row in rows
+            if row["form"] == TPPLAN
+        ]
     checked = [row["agrees"] for row in rows if row["agrees"] is not None]
     return [f"predicted and counted agree for {sum(checked)} of {len(checked)} plans"]
 
@@ -226,6 +235,32 @@ def _loss(result: dict[str, Any]) -> list[Table]:
     )
     columns = ("", "tokens", "all logits in float32, MiB", "peak of a step, MiB", "s")
     return [Table(f"A step with a loss, {result['rows'][0]['ranks']} ranks", columns, rows)]
+
+
+def _training(result: dict[str, Any]) -> list[Table]:
+    columns = ("", "ms", "ratio", "quartiles", "processor ms", "ratio", "quartiles", "collectives", "MiB")
+    tables: list[Table] = []
+    for model in _unique(result["rows"], "model"):
+        rows = tuple(
+            (
+                f"{row['form']}, {row['way']}",
+                *(
+                    cell
+                    for of in ("", "processor_")
+                    for cell in (
+                        f"{row[f'{of}milliseconds']:.1f}",
+                        f"{row[f'{of}ratio']:.2f}",
+                        f"{row[f'{of}low']:.2f} to {row[f'{of}high']:.2f}",
+                    )
+                ),
+                str(row["collectives"]),
+                f"{row['mib']:.1f}",
+            )
+            for row in result["rows"]
+            if row["model"] == model
+        )
+        tables.append(Table(f"{MODELS[model]}, {result['ranks']} processes", columns, rows))
+    return tables
 
 
 def _counts(count: dict[str, dict[str, int]]) -> str:

@@ -1,0 +1,70 @@
+"""Training steps on real processes: unsharded, by tpplan, by torch and transformers, and written by hand."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.multiprocessing.spawn import spawn  # pyright: ignore[reportUnknownVariableType]
+
+from tpplan.bench.subjects import ToySizes
+from tpplan.bench.training_ranks import FLOOR, rank_main
+
+SIZES = ToySizes(hidden=512, intermediate=1536, layers=4, heads=8, vocabulary=4096, batch=4, sequence=128)
+TINY = ToySizes()
+
+
+def measure(kind: str = "transformers", ranks: int = 2, rounds: int = 15, tiny: bool = False) -> dict[str, Any]:
+    """Time one Llama in all its forms.
+
+    Args:
+        kind: whose Llama; see `toy_llama`.
+        ranks: gloo processes on this machine, each with one thread.
+        rounds: how often each form has its turn.
+        tiny: whether to take a toy, which only shows that it runs.
+
+    Returns:
+        Plain data: the sizes, and a row for each way of running and each form. Times are those of the slowest rank in
+        milliseconds, by the clock and of its processor, medians over rounds; ratios to the floor are taken within a
+        round.
+    """
+    sizes = TINY if tiny else SIZES
+    with tempfile.TemporaryDirectory(prefix="tpplan-bench-") as folder:
+        spawn(rank_main, (ranks, folder, kind, asdict(sizes), rounds), ranks)  # pyright: ignore[reportUnknownArgumentType]
+        told = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    rows: list[dict[str, Any]] = []
+    for way, forms in told[0]["seconds"].items():
+        clock, processor = (
+            {form: [max(t["seconds"][way][form][i][which] for t in told) for i in range(rounds)] for form in forms}
+            for which in range(2)
+        )
+        rows += [
+            {
+                "model": kind,
+                "way": way,
+                "form": form,
+                **_timing(taken, clock[FLOOR]),
+                **{f"processor_{key}": value for key, value in _timing(processor[form], processor[FLOOR]).items()},
+                **told[0]["sent"][way][form],
+            }
+            for form, taken in clock.items()
+        ]
+    return {"sizes": asdict(sizes), "ranks": ranks, "rounds": rounds, "rows": rows}
+
+
+def _timing(taken: list[float], floor: list[float]) -> dict[str, float]:
+    ratios = [ours / least for ours, least in zip(taken, floor, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {
+        "milliseconds": round(statistics.median(taken) * 1e3, 2),
+        "ratio": round(middle, 3),
+        "low": round(low, 3),
+        "high": round(high, 3),
+    }
+
+
+__all__ = ["measure"]
