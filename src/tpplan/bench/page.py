@@ -13,7 +13,7 @@ _HEAD = """\
 # Benchmarks
 
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
-measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints
+measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints,
 of the loss and of training steps are of gloo processes.
 """
 _ABOUT = {
