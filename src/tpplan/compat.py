@@ -662,7 +662,8 @@ class StateTensor(DTensor):
         return state_tensor(copy.deepcopy(_plain(self), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
+        plain: Any = _plain(self)
+        return plain.__reduce_ex__(protocol)
 
 
 def state_tensor(tensor: DTensor) -> DTensor:

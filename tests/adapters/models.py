@@ -12,7 +12,7 @@ from torch.nn import functional
 
 IDS = torch.arange(48).reshape(3, 16) % 61
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
+_SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
 
 
 def llama(**fields: Any) -> nn.Module:
@@ -27,7 +27,13 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1}
+    still: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64, n_positions=64, **still)
     return GPT2LMHeadModel(config).double()
 
@@ -44,7 +50,7 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    still: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForMaskedLM(BertConfig(**_SIZES, vocab_size=64, max_position_embeddings=64, **still)).double()
 
 

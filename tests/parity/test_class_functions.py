@@ -64,7 +64,7 @@ def summed(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def weighed(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, labels, model.weight, label_smoothing=0.2)
+    return functional.cross_entropy(logits, labels, model.weight, label_smoothing=0.2)  # pyright: ignore
 
 
 def criterion(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def with_z(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def written_out(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.nll_loss(logits.log_softmax(-1), labels, model.weight, reduction="sum")
+    return functional.nll_loss(logits.log_softmax(-1), labels, model.weight, reduction="sum")  # pyright: ignore
 
 
 def in_float32(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def all_ignored(model: Head, logits: Tensor, labels: Tensor) -> Tensor:
 
 def beside_others(model: Head, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """One of the calls is of whole classes."""
-    other = functional.cross_entropy(model.weight[None].repeat(ROWS, 1), labels)
+    other = functional.cross_entropy(model.weight[None].repeat(ROWS, 1), labels)  # pyright: ignore
     return functional.cross_entropy(logits, labels) + other, logits
 
 
@@ -130,7 +130,7 @@ def test_only_calls_of_the_body_itself_are_counted() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return functional.log_softmax(x, -1)
 
-    model = Head(lambda model, logits, labels: functional.cross_entropy(logits, labels) + model.inner(model.weight)[0])
+    model = Head(lambda model, logits, labels: functional.cross_entropy(logits, labels) + model.inner(model.weight)[0])  # pyright: ignore
     model.inner = Inner()
     example = (torch.randn(ROWS, WIDTH), torch.randint(0, CLASSES, (ROWS,)))
     program = tpplan.compile_plan(model, load_plan(PLAN), tp=2, inputs=example)
@@ -193,7 +193,7 @@ class ScaledTable(nn.Embedding):
         self.register_buffer("scale", torch.tensor(width**0.5), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * self.scale.to(self.weight.dtype)
+        return super().forward(ids) * self.scale.to(self.weight.dtype)  # pyright: ignore
 
 
 class Tied(nn.Module):
@@ -212,7 +212,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(("classes", "tp"), [(12, 2), (5, 4)])
 def test_a_table_that_scales_its_rows_is_split_with_its_head(classes: int, tp: int) -> None:
     model = Tied(ScaledTable(classes, WIDTH, padding_idx=1))
-    plan = load_plan({"version": 1, "modules": {"table": "vocab", **PLAN["modules"]}})
+    plan = load_plan({"version": 1, "modules": {"table": "vocab", **PLAN["modules"]}})  # pyright: ignore
     example = (torch.arange(ROWS) % classes, torch.arange(ROWS) % classes)
     program = tpplan.compile_plan(model, plan, tp=tp, inputs=example)
     report = verify_program(model, program, (example, {}))

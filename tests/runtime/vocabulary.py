@@ -77,8 +77,8 @@ def with_z(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
 def gradient_error(stock: nn.Module, model: nn.Module) -> float:
     """The largest difference of a gradient, relative to the largest entry of all."""
     wanted = {name: p.grad for name, p in stock.named_parameters()}
-    scale = max(float(grad.abs().max()) for grad in wanted.values()) or 1.0
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    scale = max(float(grad.abs().max()) for grad in wanted.values()) or 1.0  # pyright: ignore
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # pyright: ignore
     assert found.keys() == wanted.keys()
     return max(float((found[name] - wanted[name]).abs().max()) / scale for name in wanted)
 
@@ -92,7 +92,7 @@ def by_labels(member: Member, kind: str, rules: dict[str, Any], calls: list[dict
         own = call.pop("loss", None)
         for held in (stock, model):
             held.zero_grad()
-            held.loss_function = with_z if own == "z" else type(stock).loss_function.fget(held)
+            held.loss_function = with_z if own == "z" else type(stock).loss_function.fget(held)  # pyright: ignore
         ids, labels = tokens()
         given = {"input_ids": ids, "labels": labels, **call}
         with torch.autocast("cpu", torch.bfloat16, enabled=own == "autocast"):
@@ -126,13 +126,17 @@ def own_loop(member: Member) -> dict[str, Any]:
         return model(ids).logits[:, :-1]
 
     target = labels[:, 1:]
-    compare("model", lambda: tpplan.loss.cross_entropy(logits(), target, model=model, **options))
-    compare("chunk", lambda: tpplan.loss.cross_entropy(logits(), target, model=model, chunk=3, **options))
-    compare("mesh", lambda: tpplan.loss.cross_entropy(logits(), target, mesh=mesh, classes=VOCABULARY, **options))
+    compare("model", lambda: tpplan.loss.cross_entropy(logits(), target, model=model, **options))  # pyright: ignore
+    compare("chunk", lambda: tpplan.loss.cross_entropy(logits(), target, model=model, chunk=3, **options))  # pyright: ignore
+    compare("mesh", lambda: tpplan.loss.cross_entropy(logits(), target, mesh=mesh, classes=VOCABULARY, **options))  # pyright: ignore
     compare(
         "hidden",
         lambda: tpplan.loss.linear_cross_entropy(
-            model.model(ids).last_hidden_state[:, :-1], model.lm_head.weight, target, chunk=5, **options
+            model.model(ids).last_hidden_state[:, :-1],
+            model.lm_head.weight,
+            target,
+            chunk=5,
+            **options,  # pyright: ignore
         ),
     )
     return errors
@@ -150,7 +154,7 @@ def dtensors(member: Member) -> list[float]:
     part.requires_grad_()
     loss = tpplan.loss.cross_entropy(part, target)
     loss.backward()
-    return [abs(loss.item() - expected.item()), float((part.grad.full_tensor() - whole.grad).abs().max())]
+    return [abs(loss.item() - expected.item()), float((part.grad.full_tensor() - whole.grad).abs().max())]  # pyright: ignore
 
 
 def refused(member: Member) -> list[str]:
@@ -181,7 +185,7 @@ def generated(member: Member) -> tuple[list[int], list[int], tuple[int, ...]]:
     model = tpplan.parallelize(copy.deepcopy(stock), {"version": 1, "modules": LLAMA}, member.mesh())
     ids = tokens()[0][:1, :5]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    made, expected = model.generate(ids, **options), stock.generate(ids, **options)
+    made, expected = model.generate(ids, **options), stock.generate(ids, **options)  # pyright: ignore
     return made[0].tolist(), expected[0].tolist(), tuple(model(ids).logits.shape)
 
 

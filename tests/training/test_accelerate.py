@@ -37,7 +37,7 @@ def _loop(member: Member | None, folder: str, replicas: int = 1, linked: bool = 
         stock: Any = made("gpt2") if member is None else sharded(member, "gpt2", replicas=replicas)
         optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 6)
-        data = DataLoader(samples(Run(), 24), batch_size=8 // replicas, shuffle=True, collate_fn=padded)
+        data = DataLoader(samples(Run(), 24), batch_size=8 // replicas, shuffle=True, collate_fn=padded)  # pyright: ignore
         model, optimizer, data, schedule = accelerator.prepare(stock, optimizer, data, schedule)
         losses: list[float] = []
         norms: list[float] = []
@@ -49,11 +49,11 @@ def _loop(member: Member | None, folder: str, replicas: int = 1, linked: bool = 
                     loss = model(**batch).loss
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
-                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))  # pyright: ignore
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
-                losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                losses.append(float(accelerator.reduce(loss.detach(), "mean")))  # pyright: ignore
                 rates.append(schedule.get_last_lr()[0])
 
         epoch()
@@ -72,7 +72,7 @@ def _loop(member: Member | None, folder: str, replicas: int = 1, linked: bool = 
             "straight": straight,
             "resumed": whole(accelerator.unwrap_model(model)),
             "state": accelerator.get_state_dict(model),
-            "seen": torch.cat(seen).sort(0).values,
+            "seen": torch.cat(seen).sort(0).values,  # pyright: ignore
         }
 
 

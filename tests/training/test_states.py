@@ -28,11 +28,15 @@ def _stepped(model: Any, kind: Any, **options: Any) -> Any:
     return optimizer
 
 
-KINDS = ((torch.optim.AdamW, {"fused": True}), (torch.optim.SGD, {"momentum": 0.9}))
+KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+)
 
 
 def _round_trips(member: Member) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
+    model: Any = None
     for kind, options in KINDS:
         model = sharded(member, "gpt2")
         optimizer = _stepped(model, kind, **options)

@@ -59,7 +59,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].chunk(ctx.size, -1)[ctx.rank]
+        parts = torch.chunk(gradients[0], int(ctx.size), -1)
+        return parts[int(ctx.rank)]
 
 
 class _Linear(nn.Module):

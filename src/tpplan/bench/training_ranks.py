@@ -100,7 +100,8 @@ def _of_transformers(model: Any) -> nn.Module:
     dist.broadcast_object_list(names)
     model.save_pretrained(names[0])
     dist.barrier()
-    loaded = type(model).from_pretrained(names[0], tp_plan="auto", dtype=torch.float32).eval()
+    load: Any = model.from_pretrained  # a class method
+    loaded: nn.Module = load(names[0], tp_plan="auto", dtype=torch.float32).eval()
     dist.barrier()
     shutil.rmtree(names[0], ignore_errors=True)
     return loaded

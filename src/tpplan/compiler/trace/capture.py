@@ -51,14 +51,14 @@ from tpplan.compiler.trace.skeleton import Skeleton
 from tpplan.compiler.trace.state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 
-_LOOKUPS = frozenset(
+_OF_TABLES = frozenset(
     f"aten.{name}"
     for name in (
         "embedding.default", "gather.default", "index.Tensor", "index_add.default", "index_put.default",
         "index_select.default", "scatter.src", "scatter.value", "scatter_add.default", "take.default",
     )
 )  # fmt: skip
-_LOOKUPS |= {operator_name(target) for target in LOSSES}
+_LOOKUPS = _OF_TABLES | {operator_name(target) for target in LOSSES}
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 
