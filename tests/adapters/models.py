@@ -19,7 +19,8 @@ def llama(**fields: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**{**_SIZES, "vocab_size": 64, "num_key_value_heads": 4, **fields})
+    given: dict[str, Any] = {**_SIZES, "vocab_size": 64, "num_key_value_heads": 4, **fields}
+    config = LlamaConfig(**given)
     return LlamaForCausalLM(config).double()
 
 
@@ -74,7 +75,8 @@ def adapted(make: Callable[[], nn.Module], *configs: Any, **options: Any) -> Any
 def lora(**options: Any) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(**{"r": 4, "target_modules": ALL, **options})
+    given: dict[str, Any] = {"r": 4, "target_modules": ALL, **options}
+    return LoraConfig(**given)
 
 
 def stepped(model: Any, keywords: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
