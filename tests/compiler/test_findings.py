@@ -77,6 +77,7 @@ ELSEWHERE = {
     "TP182": "runtime/test_compile.py",
     "TP183": "runtime/test_compile.py",
     "TP184": "runtime/test_compile.py",
+    "TP185": "runtime/test_compile_calls.py",
     "TP199": "cli/test_main.py",
 }
 
