@@ -24,7 +24,15 @@ from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
 from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.compiled import ENTRY, leave_uncompiled, run_compiled, run_inside, runtime_of, trace_call, trace_root
+from tpplan.runtime.compiled import (
+    ENTRY,
+    leave_uncompiled,
+    run_compiled,
+    run_inside,
+    runtime_of,
+    trace_call,
+    trace_root,
+)
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
