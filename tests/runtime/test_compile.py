@@ -113,7 +113,7 @@ def run(model: nn.Module, keywords: dict[str, Any]) -> Run:
 
 
 def check(member: Member, name: str, plan: str, way: str, backend: str) -> None:
-    """Three steps of a compiled model, and one in evaluation, against the stock one; collectives against the program."""
+    """Three steps of a compiled model, and one in evaluation, against the stock one; collectives by the program."""
     dtype = torch.float32 if backend == "inductor" else torch.float64
     stock, keywords = tiny_model(name, dtype=dtype)
     reference = run(stock, keywords)
