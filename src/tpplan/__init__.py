@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.class_scope import ClassCallError
     from tpplan.runtime.clipping import clip_grad_norm_
+    from tpplan.runtime.compiled import CompiledCallError
     from tpplan.runtime.faults import LostRankError
     from tpplan.runtime.lockstep import WatchError
     from tpplan.runtime.observe import ObserveError, observe
@@ -65,6 +66,7 @@ __all__ = [
     "CheckpointError",
     "ClassCallError",
     "CompileError",
+    "CompiledCallError",
     "DataParallelError",
     "Diagnostic",
     "DifferentInputsError",
@@ -134,6 +136,7 @@ _ELSEWHERE = {
     "ClassCallError": "tpplan.runtime.class_scope",
     "KernelArgumentError": "tpplan.kernels.errors",
     "LossError": "tpplan.loss",
+    "CompiledCallError": "tpplan.runtime.compiled",
     "RandomnessError": "tpplan.runtime.randomness",
     "RankError": "tpplan.parity.errors",
     "RankTimeoutError": "tpplan.parity.errors",

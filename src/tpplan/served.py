@@ -26,6 +26,7 @@ from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.capture import argument_names, takes_keywords
+from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.inputs import Call, example_call
 from tpplan.plan import CompileError, Diagnostic, Plan
@@ -60,6 +61,9 @@ def served(model: nn.Module, plan: Plan | None, size: int, inputs: object = None
     Raises:
         CompileError: TP111, if there are no inputs; TP160, if a call of the wrapper doesn't reach the wrapped model.
     """
+    wrong = [held for held in unfit_findings(model) if held.code == "TP108"]  # of what wraps the model, too
+    if wrong:
+        raise CompileError(wrong)
     arguments, keywords = example_call(model, size, inputs, **sizes)
     name, own = _meant(model, Plan() if plan is None else plan)
     if not name:

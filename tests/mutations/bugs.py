@@ -69,7 +69,7 @@ BUGS = (
         "reduce(wide.square().sum(-1, keepdim=True))", "size * wide.square().sum(-1, keepdim=True)",
         ("parity/test_split_norms.py",)),
     Bug("a parameter's gradient isn't summed", "runtime/parameters.py",
-        "functools.partial(_apply_summed_shards, self.axis))", "_apply_local_shards)", _PARITY),
+        "functools.partial(_apply_summed_shards, self.summing))", "_apply_local_shards)", _PARITY),
     Bug("every operator is linear in partial values", "compiler/rules/propagate.py",
         "return operator.takes_partial(tuple(layouts[i].forward == \"P\" for i in inputs))", "return True",
         ("compiler/test_propagate.py",)),

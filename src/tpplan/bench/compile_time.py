@@ -13,7 +13,7 @@ from typing import Any
 
 TARGET_SECONDS = 5.0
 TARGET_GIB = 1.5
-PASSES = ("bind", "_capture", "build_regions", "solve", "assign", "check", "warnings_for", "emit")
+PASSES = ("bind_rules", "_capture", "build_regions", "solve", "assign", "check", "warnings_for", "emit")
 
 
 def measure(layers: int = 126, plan: str = "llama", size: int = 8, reduced: bool = False) -> dict[str, Any]:

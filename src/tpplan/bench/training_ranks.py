@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from tpplan.api import parallelize
 from tpplan.bench.megatron import split_by_hand
@@ -159,9 +158,17 @@ class _Traffic(TorchDispatchMode):
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             self.counted[func.__name__] += 1
-            given = [held for held in pytree.tree_leaves((args, kwargs)) if isinstance(held, Tensor)]
+            given = _tensors((args, kwargs))
             self.bytes += min((held.nbytes for held in given), default=0)
         return func(*args, **(kwargs or {}))
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    if isinstance(held, dict):
+        return _tensors(list(cast("dict[str, Any]", held).values()))
+    if isinstance(held, (list, tuple)):
+        return [tensor for item in cast("list[Any]", held) for tensor in _tensors(item)]
+    return [held] if isinstance(held, Tensor) else []
 
 
 def _sent(run: Way) -> dict[str, float]:

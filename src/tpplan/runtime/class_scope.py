@@ -11,7 +11,8 @@ Only calls of the body itself count: a function mode sees them, which modules th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -83,6 +84,11 @@ class ClassBody:
         self._axis = axis
         self._where = where
 
+    @property
+    def makes_calls(self) -> bool:
+        """Whether the body itself makes such calls."""
+        return bool(self._calls)
+
     def __enter__(self) -> None:
         """Count from here."""
         self._bodies.enter(_Counter(self._calls, self._axis, self._where) if self._calls else None)
@@ -92,6 +98,20 @@ class ClassBody:
     ) -> None:
         """Go on with the body that called this one."""
         self._bodies.leave()
+
+
+@contextmanager
+def unseen() -> Generator[None]:
+    """A block whose calls aren't those of the body around it: what torch.compile reads there needs no function mode."""
+    counter = innermost_function_mode()
+    if not isinstance(counter, _Counter):
+        yield
+        return
+    counter.pause()
+    try:
+        yield
+    finally:
+        counter.go_on()
 
 
 class _Counter(TorchFunctionMode):
@@ -209,4 +229,4 @@ def _result_dtype(operation: object, dtype: torch.dtype, device: str, autocasts:
     return (torch.log_softmax(logits, 1) if operation is LOG_SOFTMAX else torch.logsumexp(logits, 1)).dtype
 
 
-__all__ = ["ClassBody", "ClassCallError", "OpenClassBodies", "run_split"]
+__all__ = ["ClassBody", "ClassCallError", "OpenClassBodies", "run_split", "unseen"]

@@ -10,7 +10,8 @@ own outside of the graph. Then the body, which Dynamo reads to the end: modules 
 only reshard, by collectives that Dynamo knows.
 
 What needs Python at run time isn't compiled: bodies whose random numbers differ between ranks begin a region of their
-own, and calls whose path is watched run as without a compiler.
+own, calls whose path is watched run as without a compiler, and a body that calls a loss over split classes runs in
+Python, where every module that it calls begins a region.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tpplan.compat import (
 )
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import TpplanError
+from tpplan.runtime.class_scope import unseen
 from tpplan.runtime.draws import CallersStream, MixedStreams
 from tpplan.runtime.parameters import HandedOut, Place
 from tpplan.runtime.randomness import ReplicatedRandomness
@@ -62,13 +64,15 @@ def run_compiled(module: nn.Module, compiler: object, args: tuple[Any, ...], kwa
     drawn = runtime.random if module.training and MARK in module.__dict__ and not again else None
     if leave_uncompiled(module):
         return module.forward(*args, **kwargs)
+    if _makes_class_calls(module):
+        return _run_inner_compiled(module, compiler, args, kwargs)
     places = _places(module, handed_out)
     lent = [(held, name, held[name]) for held, name, _, _ in places if name in held]
     before, handed_out.placed = handed_out.placed, True
     try:
         for held, name, read, table in places:
             held[name] = read(_whole(table[name], module))
-        with nullcontext() if drawn is None else drawn:
+        with unseen(), nullcontext() if drawn is None else drawn:
             return _body(module, compiler, args, kwargs)
     finally:
         handed_out.placed = before
@@ -76,6 +80,32 @@ def run_compiled(module: nn.Module, compiler: object, args: tuple[Any, ...], kwa
             held.pop(name, None)
         for held, name, tensor in lent:
             held[name] = tensor
+
+
+def _makes_class_calls(module: nn.Module) -> bool:
+    runtime: ModuleRuntime | None = module.__dict__.get(MARK)
+    return runtime is not None and runtime.classes is not None and runtime.classes.makes_calls
+
+
+def _run_inner_compiled(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a body in Python, by a function mode that Dynamo doesn't read; the modules that it calls are compiled."""
+    handed_out = runtime_of(module).handed_out
+    before, handed_out.compiler = handed_out.compiler, compiler
+    count_as_compiled()
+    try:
+        return module.forward(*args, **kwargs)
+    finally:
+        handed_out.compiler = before
+
+
+def run_inside(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call of a module by a body that runs in Python, but whose modules are compiled."""
+    handed_out = runtime_of(module).handed_out
+    compiler, handed_out.compiler = handed_out.compiler, None
+    try:
+        return run_compiled(module, compiler, args, kwargs)
+    finally:
+        handed_out.compiler = compiler
 
 
 def runtime_of(module: nn.Module) -> ModuleRuntime:
@@ -150,6 +180,8 @@ def trace_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         graph_break(_INLINED)
     if runtime.replays:
         graph_break(_REPLAYS)
+    if runtime.classes is not None and runtime.classes.makes_calls:
+        graph_break(_CLASSES)
     if module.training and runtime.random is not None:
         drawn = runtime.random
         if not isinstance(drawn, ReplicatedRandomness) or drawn.is_aside():
@@ -180,6 +212,12 @@ _RANDOM = (
 _REPLAYS = (
     "TP184 compiled-record: the body of a module runs from its record, operation by operation, and isn't compiled; "
     "help: leave out `fullgraph=True`, or compile modules without such a body"
+)
+
+_CLASSES = (
+    "TP185 compiled-class-call: the body of a module inside of what is compiled calls a loss over split classes, and "
+    "runs in Python; help: leave out `fullgraph=True`, compile the module itself, or compile modules without such a "
+    "body, as the layers are"
 )
 
 
@@ -215,4 +253,4 @@ for _function in (run_compiled, _body):
     skip_frame(_function)
 
 
-__all__ = ["CompiledCallError", "run_compiled", "trace_call", "trace_root"]
+__all__ = ["CompiledCallError", "run_compiled", "run_inside", "trace_call", "trace_root"]

@@ -33,7 +33,15 @@ from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
 from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
-from tpplan.runtime.compiled import ENTRY, leave_uncompiled, run_compiled, runtime_of, trace_call, trace_root
+from tpplan.runtime.compiled import (
+    ENTRY,
+    leave_uncompiled,
+    run_compiled,
+    run_inside,
+    runtime_of,
+    trace_call,
+    trace_root,
+)
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
 from tpplan.runtime.kernels import Body
@@ -189,6 +197,13 @@ def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         runtime.handed_out.note(alone)
 
 
+def is_compiled_inside(runtime: ModuleRuntime) -> bool:
+    """Whether a module begins a region, since a body calls it that isn't compiled itself."""
+    if runtime.handed_out.compiler is None or runtime.classes is None:
+        return False
+    return not runtime.classes.makes_calls and not runtime.replays
+
+
 def call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call that begins a compiled region."""
     compiler = set_compiler(None)
@@ -239,6 +254,8 @@ class ShardedModule(Watched):
         if active_compiler() is not None:
             return call_compiled(self, args, kwargs)
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.classes is not None and is_compiled_inside(runtime):
+            return run_inside(self, args, kwargs)
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, args, kwargs)
         if runtime.entries:
@@ -586,6 +603,9 @@ def _with_entry(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.M
 def _enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not is_traced() and active_compiler() is not None:
         return call_compiled(self, args, kwargs)
+    runtime: ModuleRuntime | None = self.__dict__.get(RUNTIME)
+    if not is_traced() and runtime is not None and is_compiled_inside(runtime):
+        return run_inside(self, args, kwargs)
     return type(self).forward(self, *args, **kwargs)
 
 

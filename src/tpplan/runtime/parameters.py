@@ -167,6 +167,7 @@ class HandedOut:
         apart: whether that is of a module without a program, outside of any forward of the root.
         entered: the outermost module of the innermost region.
         regions: what regions read, by their outermost module, once that is worked out.
+        compiler: what compiles the modules that a body calls which isn't compiled itself.
         uncompiled: whether a region was to be compiled in a forward that is watched, and wasn't.
     """
 
@@ -184,6 +185,7 @@ class HandedOut:
         self.watched = False
         self.placed = False
         self.uncompiled = False
+        self.compiler: object = None
         self.apart = False
         self.entered: nn.Module | None = None
         self.regions: dict[nn.Module, tuple[Place, ...]] = {}

@@ -701,6 +701,24 @@ model.compile()
 """,
     ),
     Entry(
+        code="TP185",
+        name="compiled-class-call",
+        severity=Severity.ERROR,
+        summary="A body that calls a loss over split classes is to be part of a graph.",
+        explanation="""
+A body that calls a loss over logits that are split by classes runs in Python, where that call is replaced by one over
+the ranks; the modules that it calls are compiled, each by itself. Where the model, or the module that is compiled, has
+that body, nothing need be done. Deeper inside, the graph ends before such a module and goes on after it, which
+`fullgraph=True` forbids.
+""",
+        bad="""
+model.compile(fullgraph=True)        # a wrapper around the model whose forward computes the loss
+""",
+        good="""
+model.inner.compile(fullgraph=True)  # the module whose forward computes the loss
+""",
+    ),
+    Entry(
         code="TP190",
         name="loop-unaware",
         severity=Severity.ERROR,

@@ -1,0 +1,147 @@
+"""torch.compile of sharded models in the calls that transformers makes: with labels, in `generate`, recomputed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tests.models.tiny import tiny_model
+from tests.plans.parity import PLANS, assert_same_run, tolerance
+from tests.runtime.test_compile import Graphs, compile_in_place, compile_layers, fresh, layers_of, run
+from tests.runtime.vocabulary import LLAMA, SEQUENCE, gradient_error, llama, tokens
+from tests.runtime.world import Member, world
+
+pytestmark = pytest.mark.processes
+
+
+class Around(nn.Module):
+    """A model around one that computes its loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.inner(input_ids=input_ids, labels=labels).loss * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [LLAMA, LLAMA | SEQUENCE], ids=["tp", "tp+sp"])
+def test_a_loss_over_split_classes_runs_in_python_and_the_rest_is_compiled(rules: dict[str, Any]) -> None:
+    world(2).run(_labels, rules)
+
+
+def _labels(member: Member, rules: dict[str, Any]) -> None:
+    stock, (ids, labels) = llama(), tokens()
+    given = {"input_ids": ids, "labels": labels}
+    stock(**given).loss.backward()
+    for way in (compile_in_place, compile_layers):
+        model = tpplan.parallelize(copy.deepcopy(stock), {"version": 1, "modules": rules}, member.mesh())
+        with fresh() as counters:
+            graphs = Graphs("aot_eager")
+            compiled = way(model, backend=graphs, fullgraph=True)
+            for step in range(3):
+                compiled.zero_grad()
+                made = compiled(**given)
+                made.loss.backward()
+                torch.testing.assert_close(made.loss, stock(**given).loss)
+                assert gradient_error(stock, model) <= 2e-5, (way, step)
+            assert len(graphs.seen) == 1
+            assert not counters["graph_break"]
+            compiled.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(**given).loss, stock(**given).loss)
+
+
+@pytest.mark.slow
+def test_a_loss_inside_of_what_is_compiled_ends_a_graph() -> None:
+    world(2).run(_labels_inside)
+
+
+def _labels_inside(member: Member) -> None:
+    inner, (ids, labels) = llama(), tokens()
+    stock = Around(inner)
+    stock(ids, labels).backward()
+    rules = {f"inner.{name}": rule for name, rule in LLAMA.items()}
+    model = tpplan.parallelize(
+        copy.deepcopy(stock), {"version": 1, "modules": rules}, member.mesh(), {"input_ids": ids, "labels": labels}
+    )
+    with fresh():
+        compile_in_place(model, backend="eager", fullgraph=True)
+        with pytest.raises(tpplan.TpplanError, match="TP185"):
+            model(ids, labels)
+    with fresh():
+        graphs = Graphs("aot_eager")
+        compile_in_place(model, backend=graphs)
+        for _ in range(3):
+            model.zero_grad()
+            made = model(ids, labels)
+            made.backward()
+            torch.testing.assert_close(made, stock(ids, labels))
+            assert gradient_error(stock, model) <= 2e-5
+        assert graphs.seen
+
+
+@pytest.mark.slow
+def test_compiled_layers_generate_the_tokens_of_the_stock_model() -> None:
+    world(2).run(_generate)
+
+
+def _generate(member: Member) -> None:
+    stock, keywords = tiny_model("llama", dtype=torch.float32, use_cache=True)
+    stock.eval()
+    sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / "llama.yaml", member.mesh(), keywords)
+    ids = keywords["input_ids"][:, :5]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = stock.generate(ids, **options)  # pyright: ignore
+    with fresh():
+        graphs = Graphs("aot_eager")
+        compile_layers(sharded, backend=graphs, dynamic=True)
+        for _ in range(2):
+            assert torch.equal(sharded.generate(ids, **options), expected)  # pyright: ignore
+        assert graphs.seen
+
+
+@pytest.mark.slow
+def test_layers_that_transformers_recomputes_are_compiled() -> None:
+    world(2).run(_recomputed)
+
+
+def _recomputed(member: Member) -> None:
+    stock, keywords = tiny_model("llama", dtype=torch.float32)
+    reference = run(stock, keywords)
+    for plan in ("llama", "llama-sequence"):
+        sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), keywords)
+        sharded.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+        with fresh():
+            graphs = Graphs("aot_eager")
+            compile_layers(sharded, backend=graphs)
+            for _ in range(3):
+                sharded.zero_grad()
+                assert_same_run(run(sharded, keywords), reference, tolerance(torch.float32))
+            assert graphs.seen
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_layers_run_in_cuda_graphs() -> None:
+    world(1).run(_cuda_graphs)
+
+
+def _cuda_graphs(member: Member) -> None:
+    stock, keywords = tiny_model("torch_transformer", dtype=torch.float32, device="cuda")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (1,), mesh_dim_names=("tp",))
+    sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / "torch_transformer.yaml", mesh, keywords)
+    reference = run(stock, keywords)
+    with fresh():
+        for layer in layers_of(sharded):
+            layer.compile(mode="reduce-overhead", fullgraph=True)
+        for _ in range(4):  # warm-up, recording, replays
+            torch.compiler.cudagraph_mark_step_begin()
+            sharded.zero_grad()
+            assert_same_run(run(sharded, keywords), reference, tolerance(torch.float32))
