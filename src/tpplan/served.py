@@ -14,12 +14,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
 from tpplan.compiler.bind.bind import stored_tensors
 from tpplan.compiler.bind.wrapped import wrapped_models
 from tpplan.compiler.ir.objects import is_opaque
@@ -76,7 +75,7 @@ def _meant(model: nn.Module, plan: Plan) -> tuple[str, Plan]:
     wrapped = list(wrapped_models(model))
     if not wrapped:
         return "", plan
-    modules = [name for name, _ in named_modules(model, remove_duplicate=False) if name]
+    modules = [str(name) for name, _ in cast("Any", model).named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in stored_tensors(model)]
     name = plan.base_among([name for name, _ in wrapped], modules, parameters)
     if name:
