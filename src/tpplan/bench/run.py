@@ -34,7 +34,7 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
         tiny = {"layers": 1, "hidden": 256, "rounds": 1, "file_bytes": 1 << 23}
         return [{"ranks": 2, **tiny}] if quick else [{"ranks": 2}, {"ranks": 4}]
     if name == "loss":
-        return [{"tokens": 32, "vocabulary": 64, "rounds": 1}] if quick else [{}, {"tokens": 8192, "rounds": 1}]
+        return [{"tokens": 32, "vocabulary": 64, "rounds": 1}] if quick else [{}]
     if quick:
         return [{"layers": 2, "plan": plan, "size": 2, "reduced": True} for plan in _PLANS]
     return [{"layers": layers, "plan": plan} for plan in _PLANS for layers in _LAYERS]
