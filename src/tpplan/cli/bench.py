@@ -14,7 +14,7 @@ from tpplan.cli.exit_codes import CLEAN, UsageError
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
-_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss")
+_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training")
 _PIPED_WIDTH = 160
 _EXAMPLES = """\
   tpplan bench                              all of them; takes minutes

@@ -172,13 +172,7 @@ def _once_each(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object = None) -> Any:
     """A module that is called outside of the root's forward: by itself, or once more by an activation checkpoint."""
-    handed_out: HandedOut = module.__dict__[RUNTIME].handed_out
-    if runs_backward():
-        alone = handed_out.recall()
-    else:
-        alone = True
-        if handed_out.alone is not None:
-            handed_out.alone()
+    alone = _is_alone(module)
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
     runtime.handed_out.within = True
     try:
@@ -195,6 +189,30 @@ def call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     finally:
         runtime.handed_out.within = False
         runtime.handed_out.note(alone)
+
+
+def _is_alone(module: nn.Module) -> bool:
+    """Whether a call outside of the root's forward is one by itself; puts in place what it has to run by."""
+    handed_out = runtime_of(module).handed_out
+    if runs_backward():
+        return handed_out.recall()
+    if handed_out.alone is not None:
+        handed_out.alone()
+    return True
+
+
+def _call_around(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `call_alone`, of a module that has sharded ones inside and isn't one itself."""
+    alone = _is_alone(module)
+    handed_out = runtime_of(module).handed_out
+    handed_out.apart, handed_out.within = alone, not alone  # apart: the modules inside are called by themselves, each
+    try:
+        if alone:
+            args, kwargs = whole_arguments(args, kwargs)
+        return run_compiled(module, compiler, args, kwargs)
+    finally:
+        handed_out.apart = handed_out.within = False
+        handed_out.note(alone)
 
 
 def is_compiled_inside(runtime: ModuleRuntime) -> bool:
@@ -215,14 +233,7 @@ def call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             return run_compiled(module, compiler, args, kwargs)
         if RUNTIME in module.__dict__:
             return call_alone(module, args, kwargs, compiler)
-        if handed_out.alone is not None:
-            handed_out.alone()
-        handed_out = runtime_of(module).handed_out
-        handed_out.apart = True  # the sharded modules inside are called by themselves, each
-        try:
-            return run_compiled(module, compiler, *whole_arguments(args, kwargs))
-        finally:
-            handed_out.apart = False
+        return _call_around(module, compiler, args, kwargs)
     finally:
         set_compiler(compiler)
 
