@@ -18,7 +18,7 @@ SIZES = ToySizes(hidden=512, intermediate=1536, layers=4, heads=8, vocabulary=40
 TINY = ToySizes()
 
 
-def measure(kind: str = "transformers", ranks: int = 2, rounds: int = 4, tiny: bool = False) -> dict[str, Any]:
+def measure(kind: str = "transformers", ranks: int = 2, rounds: int = 12, tiny: bool = False) -> dict[str, Any]:
     """Time one Llama in all its forms.
 
     Args:
