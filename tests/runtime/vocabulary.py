@@ -132,8 +132,8 @@ def own_loop(member: Member) -> dict[str, Any]:
     compare(
         "hidden",
         lambda: tpplan.loss.linear_cross_entropy(
-            model.model(ids).last_hidden_state[:, :-1],
-            model.lm_head.weight,
+            model.model(ids).last_hidden_state[:, :-1],  # pyright: ignore
+            model.lm_head.weight,  # pyright: ignore
             target,
             chunk=5,
             **options,  # pyright: ignore
