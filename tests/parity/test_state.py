@@ -47,6 +47,7 @@ class Keeps(nn.Module):
         self.up, self.down, self.other = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
         self.norm, self.inner_norm = nn.BatchNorm1d(8), nn.BatchNorm1d(16)
         self.how, self.calls, self.history, self.stats = how, 0, list[int](), {"calls": 0}
+        self.seen = set[str]()
         self.kept: Tensor | None = None
         self.turned = False
         self.counter = Counter()
@@ -236,6 +237,14 @@ def test_tensors_that_cannot_be_told_in_numbers_are_no_change(kept: Tensor) -> N
     tpplan.compile_plan(Keeps(Keeps.pair), PLAN, 2, torch.randn(2, 3, 8))
 
 
+def test_the_order_of_a_set_is_no_state() -> None:
+    """A copy may have another one: both of these want one place in the table, and the first one gets it."""
+    model = Keeps(counts)
+    model.seen = {7, 15}  # pyright: ignore[reportAttributeAccessIssue]
+    assert list(copy.deepcopy(model.seen)) != list(model.seen)
+    tpplan.compile_plan(model, PLAN, 2, torch.randn(2, 3, 8))
+
+
 # -- what steers ------------------------------------------------------------------------------------------------------
 def warms_up(m: Any, x: Tensor) -> Tensor:
     m.calls += 1
@@ -273,6 +282,11 @@ def asks_an_object(m: Any, x: Tensor) -> Tensor:
     return m.pair(x) if m.counter.total < 1000 else m.other(x)
 
 
+def collects(m: Any, x: Tensor) -> Tensor:
+    m.seen.add(f"call {len(m.seen)}")
+    return m.pair(x) if "call 1000" not in m.seen else m.other(x)
+
+
 def grows(m: Any, x: Tensor) -> Tensor:
     m.kept = x.detach() if m.kept is None else torch.cat([m.kept, x.detach()], 1)
     return m.pair(x) + m.kept.mean()
@@ -281,6 +295,7 @@ def grows(m: Any, x: Tensor) -> Tensor:
 STEERS = {
     warms_up: "calls", scales: "calls", looks_back: "history", alternates: "turned", asks_a_buffer: "steps",
     asks_a_global: "COUNT", asks_an_object: "counter.total", grows: "kept",
+    collects: "seen",
 }  # fmt: skip
 
 

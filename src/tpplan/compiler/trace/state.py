@@ -139,6 +139,9 @@ class _Collector:
         elif issubclass(kind, tuple):
             for i, inner in enumerate(held):
                 self.collect(f"{name}[{i}]", inner)
+        elif issubclass(kind, (set, frozenset)):  # a copy may have another order
+            for inner in held:
+                self.collect(f"{name}{{{inner!r}}}" if is_plain(inner) else name, inner)
         else:
             for leaf, inner in list(members(held)):
                 self.collect(f"{name}.{leaf}", inner, held, leaf, object.__setattr__)
