@@ -42,6 +42,7 @@ def test_it_is_a_page_about_memory_and_calls_without_gradients(capsys: pytest.Ca
     assert "the call above 7 all-reduce, 1 all-gather 1.3 MiB" in lines
     assert "one token more 7 all-reduce, 1 all-gather 3.0 KiB" in lines
     assert "One token more for each sequence adds 192 B to a rank's cache." in text
+    assert any(line.startswith("temporary ") for line in lines) and "of temporary memory." in text
 
 
 def test_json_has_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +57,8 @@ def test_json_has_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert {held["placed"]: held["dtype"] for held in view["parameters"]} == dict.fromkeys(
         ("sharded", "replicated"), "bfloat16"
     )
+    temporary = view["temporary"]
+    assert temporary["bytes"] > max(temporary["bytes_by_rank"]) > 100 * max(temporary["decode_bytes_by_rank"]) > 0
     assert view["prefill"]["collectives"] == view["decode"]["collectives"] == {"all-reduce": 7, "all-gather": 1}
     assert view["prefill"]["bytes"] == sum(view["prefill"]["sent"].values()) > 1000 * view["decode"]["bytes"] // 4
 

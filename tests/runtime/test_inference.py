@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
 from tpplan.calls.inference import inference
+from tpplan.calls.storage import StorageMeter
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
@@ -187,6 +189,59 @@ def test_processes_cache_what_is_said() -> None:
     view = inference(build("llama", fields), load_plan("llama"), 2, (), prompt("llama"))
     assert view.kept is not None and {tensor.dtype for tensor in view.kept.tensors} == {"bfloat16"}
     assert list(view.kept.bytes_by_rank) == world(2).run(_kept, fields)
+
+
+LARGER: dict[str, dict[str, Any]] = {
+    "llama": TOKENS | {"num_key_value_heads": 4, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2},
+    "gpt2": GPT2 | {"n_embd": 256},
+    "mamba": MAMBA | {"hidden_size": 256},
+}
+
+
+def _allocated(member: Member, kind: str) -> tuple[int, int]:
+    """The most bytes that there are at once: by torch's allocator for the prompt, by storages for a token more.
+
+    For the prompt the least of some calls, as the thread of a collective may keep a tensor for a moment longer.
+    """
+    import tpplan
+
+    stock = build(kind, LARGER[kind])
+    model = tpplan.parallelize(stock, kind, member.mesh()).eval()
+    settings = {"use_cache": True} | ({} if kind == "mamba" else {"logits_to_keep": 1})
+    found: list[int] = []
+
+    def prefill() -> tuple[Any, dict[str, Any]]:
+        call = first_call(kind, stock)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            result = model(**call, **settings)
+        events: list[Any] = profile.profiler.kineto_results.events()  # pyright: ignore
+        found.append(max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]")))
+        return result, next_call(result, call)
+
+    with torch.no_grad():
+        for _ in range(3):  # by what a new kind of call is proved is allocated as well
+            model(**prefill()[1], **settings)
+        del found[:]
+        for _ in range(3):
+            prefill()
+        result, call = prefill()
+        with StorageMeter(kept_by(result).values()) as storage:
+            del result
+            model(**call, **settings)
+    return min(found), storage.peak
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", LARGER)
+def test_processes_allocate_what_is_said(kind: str) -> None:
+    view = inference(build(kind, LARGER[kind]), load_plan(kind), 2, (), prompt(kind))
+    kept = view.kept
+    assert kept is not None and kept.growth is not None
+    for rank, (prefill, decode) in enumerate(world(2).run(_allocated, kind)):
+        stored = kept.bytes_by_rank[rank]
+        assert stored + view.temporary[1 + rank] == pytest.approx(prefill, rel=0.1)
+        assert stored + kept.growth[rank] + view.temporary_for_one[rank] == pytest.approx(decode, rel=0.1)
 
 
 # -- other models -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tpplan.calls.arguments import without_opaque
 from tpplan.calls.proofs import cache_difference, placement_difference
 from tpplan.calls.rehearse import ShapeCommunicator, lowered_on_shapes
+from tpplan.calls.storage import Forgetful, FusedAttention, StorageMeter
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves, tensors_of, with_tensors
@@ -77,7 +78,8 @@ def inference(
         prompt = _Prompt(model, compiled, call)
     except Exception as error:  # whatever the model's code can't do without numbers
         return replace(known, unknown={"cache": f"The cache can't be told without numbers: {_said(error)}."})
-    known = replace(known, prefill=prompt.ranks[0].sent, kept=prompt.kept())
+    temporary = (prompt.stock.temporary, *(prompt.ranks[kind].temporary for kind in prompt.kind_of))
+    known = replace(known, prefill=prompt.ranks[0].sent, kept=prompt.kept(), temporary=temporary)
     if known.kept is None:
         return replace(known, unknown={"cache": _NO_CACHE})
     return _with_next_token(known, plan, prompt)
@@ -125,11 +127,17 @@ class _Left:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of a call: its result, what it leaves, and what a rank sends."""
+    """A run of a call: its result, what it leaves, what a rank sends, and the most bytes that there are meanwhile."""
 
     result: Any
     left: _Left
     sent: Traffic
+    peak: int
+
+    @property
+    def temporary(self) -> int:
+        """The bytes at the peak that aren't left."""
+        return self.peak - self.left.bytes
 
 
 class _Prompt:
@@ -155,10 +163,12 @@ class _Prompt:
             model, axis = lowered_on_shapes(self.model, program, rank)
         taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
         arguments, keywords = with_tensors(*call, self.names, _on_meta)
-        before = {id(tensor) for _, tensor in tensors_of(arguments, keywords, self.names)}
-        around = Surroundings(model)
+        passed = [tensor for _, tensor in tensors_of(arguments, keywords, self.names)]
+        before = {id(tensor) for tensor in passed}
+        around, meter = Surroundings(model), StorageMeter(_behind((arguments, keywords)))
         try:
-            with on_shapes(model, taken, torch.device(program.device)), torch.no_grad():
+            shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful)
+            with shapes_alone, torch.no_grad(), meter, FusedAttention():
                 result = model(*arguments, **keywords)
         finally:
             around.restore()
@@ -166,7 +176,7 @@ class _Prompt:
         behind = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in found.values())}
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in found.items()}
         storage = sum(held.nbytes() for held in behind.values())
-        return _Run(result, _Left(shapes, storage), Traffic(axis.counts, axis.sent))
+        return _Run(result, _Left(shapes, storage), Traffic(axis.counts, axis.sent), meter.peak)
 
     def _left_by(self, result: Any, call: Call, before: set[int]) -> Iterator[tuple[str, Tensor]]:
         """The tensors that a call leaves to the next, but numbers, each once."""
@@ -187,6 +197,13 @@ class _Prompt:
             for path, (shape, dtype) in self.stock.left.tensors.items()
         )
         return Kept(tensors, tuple(left.storage for left in by_rank)) if tensors else None
+
+
+def _behind(call: Call) -> Iterator[Tensor]:
+    """The tensors in objects that are passed: in caches, which a call may replace."""
+    for _, item in leaves(call):
+        if not isinstance(item, Tensor):
+            yield from (tensor for _, tensor in hidden_tensors(item))
 
 
 def _on_meta(_: Path, tensor: Tensor) -> Tensor:
@@ -215,7 +232,9 @@ def _with_next_token(known: Inference, plan: Plan, prompt: _Prompt) -> Inference
     except Exception as error:  # as for the prompt
         return unknown(f"without numbers it raises {_said(error)}")
     growth = [after[kind].left.bytes - prompt.ranks[kind].left.bytes for kind in prompt.kind_of]
-    return replace(known, decode=after[0].sent, kept=replace(known.kept, growth=tuple(growth)))
+    later = tuple(after[kind].temporary for kind in prompt.kind_of)
+    kept = replace(known.kept, growth=tuple(growth))
+    return replace(known, decode=after[0].sent, kept=kept, temporary_for_one=later)
 
 
 def _for_one_token(prompt: _Prompt, plan: Plan) -> Compiled:

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from tpplan.compiler.ir.program import ParameterPlacement, Program
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_RINGS = "Bytes that are sent are those of ring algorithms. Nothing else that a forward needs memory for is counted."
+_RINGS = "Bytes that are sent are those of ring algorithms."
+_TEMPORARY = (
+    "Temporary is what there is at once beside the cache, at the most: activations, and the result. Attention is taken "
+    "to be one kernel; what a kernel needs inside isn't counted."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ class Inference:
         prefill, decode: the collectives of that call, and of the next, with one token for each sequence.
         kept: what the first call leaves to the next.
         unknown: for `kept` and `decode`, where they are None, why.
+        temporary: the most bytes that the first call needs at once for what it computes and doesn't leave: in the
+            unsharded model, then on each rank; empty where that isn't known.
+        temporary_for_one: the same of the next call, on each rank.
     """
 
     program: Program
@@ -103,6 +110,8 @@ class Inference:
     decode: Traffic | None
     kept: Kept | None
     unknown: Mapping[str, str]
+    temporary: tuple[int, ...] = ()
+    temporary_for_one: tuple[int, ...] = ()
 
 
 def render_inference(view: Inference, *, width: int = 100, color: bool = False) -> str:
@@ -123,6 +132,7 @@ def inference_json(view: Inference) -> str:
     plain["parameters"] = [_memory_json(*row) for row in _by_dtype(program)]
     plain["buffers"] = view.buffers
     plain["cache"] = None if kept is None else _kept_json(kept)
+    plain["temporary"] = _temporary_json(view)
     plain["prefill"] = _traffic_json(view.prefill)
     plain["decode"] = None if view.decode is None else _traffic_json(view.decode)
     plain["unknown"] = dict(view.unknown)
@@ -153,6 +163,10 @@ def _memory_table(view: Inference) -> Table:
         largest = max(view.kept.bytes_by_rank)
         _add(table, "cache", count_text(len(view.kept.tensors), "tensor"), view.kept.bytes, largest)
         whole, local = whole + view.kept.bytes, local + largest
+    if view.temporary:
+        most = max(view.temporary[1:])
+        _add(table, "temporary", "", view.temporary[0], most)
+        whole, local = whole + view.temporary[0], local + most
     table.rows[-1].end_section = True
     _add(table, "together", "", whole, local, TOTAL_STYLE)
     return table
@@ -205,7 +219,11 @@ def _notes(view: Inference) -> Iterator[str]:
         if max(kept.storage) > max(kept.bytes_by_rank):
             behind = bytes_text(max(kept.storage))
             yield f"After the call above its tensors are views of {behind}, until the next token."
+    if view.temporary_for_one:
+        yield f"The call with one token more needs {bytes_text(max(view.temporary_for_one))} of temporary memory."
     yield from view.unknown.values()
+    if view.temporary:
+        yield _TEMPORARY
     yield _RINGS
 
 
@@ -221,6 +239,13 @@ def _by_dtype(program: Program) -> Iterator[tuple[str, str, list[ParameterPlacem
 def _memory_json(dtype: str, kind: str, parameters: list[ParameterPlacement]) -> dict[str, Any]:
     held = memory(parameters)
     return {"dtype": dtype, "placed": kind, "tensors": len(parameters), "bytes": held.whole, "bytes_a_rank": held.local}
+
+
+def _temporary_json(view: Inference) -> dict[str, Any] | None:
+    if not view.temporary:
+        return None
+    whole, *by_rank = view.temporary
+    return {"bytes": whole, "bytes_by_rank": by_rank, "decode_bytes_by_rank": view.temporary_for_one}
 
 
 def _kept_json(kept: Kept) -> dict[str, Any]:

@@ -145,15 +145,18 @@ def without_collection() -> Generator[None]:
 
 
 @contextmanager
-def on_shapes(model: nn.Module, taken: frozenset[Location], device: torch.device) -> Generator[Recorder]:
+def on_shapes(
+    model: nn.Module, taken: frozenset[Location], device: torch.device, kind: type[Recorder] = Recorder
+) -> Generator[Recorder]:
     """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
 
     Args:
         model: the model that runs.
         taken: the branches on data to take on their true side.
         device: where bodies are told that their tensors lie.
+        kind: what gives the answers.
     """
-    recorder = Recorder(taken, device)
+    recorder = kind(taken, device)
     recorder.frames.append(OpenFrame("", 0, []))
     recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
     with recorder, ConstantWatcher(recorder):
