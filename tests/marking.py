@@ -10,16 +10,19 @@ import pytest
 
 def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """The cases, of which those that aren't `quick` are marked as slow."""
-    return _marked(quick, cases, pytest.mark.slow)
+    return [case if case in quick else _marked(case, pytest.mark.slow) for case in cases]
 
 
 def sweep_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """The cases, of which those that aren't `quick` are left to the sweep."""
-    return _marked(quick, cases, pytest.mark.sweep)
+    return [case if case in quick else _marked(case, pytest.mark.sweep) for case in cases]
 
 
-def _marked(quick: Collection[Any], cases: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
-    return [
-        case if case in quick else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
-        for case in cases
-    ]
+def in_thirds(quick: Collection[Any], slow: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, of which those in `slow` are marked as slow, and what isn't `quick` either is left to the sweep."""
+    mark = pytest.mark
+    return [case if case in quick else _marked(case, mark.slow if case in slow else mark.sweep) for case in cases]
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

@@ -133,14 +133,14 @@ def test_a_benchmark_runs_in_processes_of_its_own() -> None:
 def test_training_steps_are_held_against_a_floor_written_by_hand() -> None:
     result = run("training", quick=True)
     by = {(row["model"], row["way"], row["form"]): row for row in result["rows"]}
-    for model in ("transformers", "plain"):
+    for model in ("plain",):
         for way in (training_ranks.FORWARD, training_ranks.BACKWARD, training_ranks.STEP):
             floor, ours, theirs = (
                 by[model, way, form] for form in (training_ranks.FLOOR, overhead.TPPLAN, overhead.TORCH)
             )
             assert (ours["collectives"], ours["mib"]) == (floor["collectives"], floor["mib"])
             assert theirs["collectives"] > ours["collectives"] and theirs["mib"] > ours["mib"]
-    assert len(verdicts(result)) == 6 and all(tables_of(result))
+    assert len(verdicts(result)) == 3 and all(tables_of(result))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.checkpoint.cells import Bench
 from tests.checkpoint.subjects import subject
-from tests.marking import slow_but
+from tests.marking import in_thirds
 from tests.runtime.world import Member, world
 from tpplan import CheckpointError, save_weights
 from tpplan.checkpoint import stream
@@ -74,8 +74,9 @@ def _saves(member: Member, name: str, shape: Any, folder: str, round_bytes: int,
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "shape"),
-    slow_but(
+    in_thirds(
         [("packs", (2,)), ("tied", (2,)), ("uneven", (4,)), ("shared in packs", (4,))],
+        [("groups", (2, 2)), ("uneven", (2, 2)), ("phi3", (2,))],
         [("packs", (2,)), ("uneven", (2,)), ("tied", (2,)), ("phi3", (2,)), ("uneven", (4,)), ("shared in packs", (4,)),
          ("groups", (2, 2)), ("uneven", (2, 2)), ("gpt2", (2, 2)), ("tied", (2, 2))],
     ),

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tpplan
-from tests.marking import slow_but
+from tests.marking import in_thirds
 from tpplan.api import suggest_text
 from tpplan.calls.guard import CallGuard
 from tpplan.compiler.ir.program import Program
@@ -218,8 +218,17 @@ def calls_with_a_cache(model: nn.Module) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("calls", slow_but([calls_with_a_cache], [calls_of_many_lengths, calls_with_a_cache]))
-@pytest.mark.parametrize("kind", slow_but(["mamba"], MODELS))
+CALLS = (calls_of_many_lengths, calls_with_a_cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    in_thirds(
+        [("mamba", calls_with_a_cache)],
+        [("mamba", calls_of_many_lengths), ("mamba2", calls_with_a_cache)],
+        [(kind, calls) for kind in MODELS for calls in CALLS],
+    ),
+)
 def test_a_compiled_model_takes_other_lengths_and_a_cache(
     kind: str, calls: Callable[[nn.Module], list[Tensor]]
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tests.marking import slow_but
+from tests.marking import in_thirds, slow_but
 from tests.models.tiny import example_keywords, first_output, tiny_model
 from tests.plans.parity import run
 from tests.runtime.world import Member, world
@@ -32,6 +32,7 @@ from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.lower import Variants, lower
 
 NAMES = ("torch_transformer", "llama", "opt", "gpt2")
+SLOW = (("llama", 4), ("opt", 4), ("gpt2", 2), ("torch_transformer", 2))
 LENGTHS = (12, 1, 13, 12, 7)
 
 
@@ -94,7 +95,9 @@ def worst(name: str, tp: int, ranks: list[list[Seen]]) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize(("name", "tp"), slow_but([("llama", 2)], [(name, tp) for name in NAMES for tp in (2, 4)]))
+@pytest.mark.parametrize(
+    ("name", "tp"), in_thirds([("llama", 2)], SLOW, [(name, tp) for name in NAMES for tp in (2, 4)])
+)
 def test_calls_of_any_length_compute_the_same(name: str, tp: int) -> None:
     _, plan, program, keywords = compiled(name, tp)
     model = compiled(name, tp)[0]

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tpplan
 from tests.checkpoint.subjects import SUBJECTS, subject
-from tests.marking import slow_but
+from tests.marking import in_thirds, slow_but, sweep_but
 from tests.models.tiny import example_keywords, first_output, tiny_model
 from tests.plans.parity import PLANS, assert_close, counted, loss_of, tolerance, whole
 from tests.runtime.world import Member, world
@@ -82,13 +82,13 @@ LOOPS: dict[str, tuple[Callable[[Any], optim.Optimizer], Callable[[optim.Optimiz
 }
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, NAMES))
+@pytest.mark.parametrize("name", in_thirds(QUICK, ["gpt2", "phi3-sequence"], NAMES))
 def test_steps_of_three_micro_batches_are_the_stock_models(name: str) -> None:
     world(2).run(_trained, name, QUICK_LOOPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", sweep_but(NAMES[:1], NAMES[:2]))
 def test_steps_of_all_optimizers_are_the_stock_models(name: str) -> None:
     world(2).run(_trained, name, [loop for loop in LOOPS if loop not in QUICK_LOOPS])
 

@@ -28,8 +28,9 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
         rounds = {"rounds": 2, "calls": 1} if quick else {}
         return [{"kind": kind, **rounds} for kind in ("transformers", "plain")]
     if name == "training":
-        few = {"rounds": 2, "tiny": True} if quick else {}
-        return [{"kind": kind, **few} for kind in ("transformers", "plain")]
+        if quick:
+            return [{"kind": "plain", "rounds": 2, "tiny": True}]
+        return [{"kind": kind} for kind in ("transformers", "plain")]
     if name == "checkpoint":
         tiny = {"layers": 1, "hidden": 256, "rounds": 1, "file_bytes": 1 << 23}
         return [{"ranks": 2, **tiny}] if quick else [{"ranks": 2}, {"ranks": 4}]
