@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from tpplan.calls.alike import DifferentInputsError
     from tpplan.calls.errors import UnprovedCallError
+    from tpplan.calls.warm import warm_up
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
     from tpplan.initialize.findings import InitializationError
@@ -109,6 +110,7 @@ __all__ = [
     "save_weights",
     "suggest_plan",
     "verify",
+    "warm_up",
 ]
 
 _API = frozenset(
@@ -155,6 +157,7 @@ _ELSEWHERE = {
     "observe": "tpplan.runtime.observe",
     "RecomputeError": "tpplan.runtime.recent",
     "WatchError": "tpplan.runtime.lockstep",
+    "warm_up": "tpplan.calls.warm",
 }
 
 

@@ -99,6 +99,7 @@ __all__ = [
     "lie_alike",
     "like_distributed",
     "local_of",
+    "local_of_one_axis",
     "made_dtensor",
     "make_gradient",
     "named_modules",
@@ -576,6 +577,16 @@ def implicit_replication() -> Generator[None]:
 def local_of(tensor: Tensor) -> Tensor:
     """The local shard inside a DTensor, without autograd and without a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore
+
+
+def local_of_one_axis(tensor: Tensor) -> Tensor | None:
+    """The local shard inside a plain DTensor on a mesh of one axis; None for anything else.
+
+    Without a property or a call on the way, since each decoded token asks for every parameter.
+    """
+    if type(tensor) is DTensor and len(tensor._spec.placements) == 1:  # pyright: ignore
+        return tensor._local_tensor  # pyright: ignore
+    return None
 
 
 def new_distributed_tensor(local: Tensor, like: DTensor) -> DTensor:

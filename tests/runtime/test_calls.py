@@ -228,3 +228,20 @@ def test_a_single_token_with_a_mask_and_fewer_key_heads_than_ranks() -> None:
     token = example_keywords("llama")["input_ids"][:, :1]
     report = tpplan.verify(stock, "plans/llama.yaml", 4, {"input_ids": token, "attention_mask": torch.ones_like(token)})
     assert report.ok, report.problems
+
+
+class Kept(nn.Module):
+    """Keeps so many of the last entries of its sequence, which may be all of a short one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = Mlp(), nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor, last: int) -> Tensor:
+        return self.norm(self.first(x))[:, -last:]
+
+
+def test_as_many_entries_as_the_example_has_are_not_all_of_a_longer_sequence() -> None:
+    plan = {"first.up": "colwise", "first.down": "rowwise", "norm": "sequence"}
+    calls = [((x(3, length),), {"last": 4}) for length in (4, 12, 4, 6)]
+    assert max(worst(seeded(Kept), plan, 2, calls[0], calls)) < TOLERANCE

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tpplan.api import parallelize
+from tpplan.bench.decode import time_generation
 from tpplan.bench.rounds import processor_seconds, time_interleaved
 from tpplan.bench.subjects import ToySizes, first_tensor, torch_plan, toy_call, toy_llama
 from tpplan.compat import fake_process_group
@@ -57,6 +58,12 @@ def measure(rounds: int = 60, calls: int = 3, kind: str = "transformers") -> dic
             timed = time_interleaved(subjects, rounds, calls)
             rows += [
                 {"model": MODELS[kind], "way": way, "form": name, **asdict(timing)} for name, timing in timed.items()
+            ]
+        if kind == "transformers":
+            served = {name: model for name, model in forms.items() if name != WATCHED}
+            rows += [
+                {"model": MODELS[kind], "way": way, "form": name, **asdict(timing)}
+                for way, name, timing in time_generation(served, sizes, rounds, calls)
             ]
     return {"sizes": asdict(sizes), "tp": SIZE, "rounds": rounds, "calls": calls, "rows": rows}
 

@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
+from tpplan.bench.decode import TOKEN
 from tpplan.bench.loop import ADDED, FRESH, OWN
 from tpplan.bench.overhead import BACKWARD, FORWARD, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED, WATCHED
 
 FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
+TOKEN_TARGET = 1.1
 SEQUENCE_TARGETS = {FORWARD: 1.3, BACKWARD: 1.5}
 WATCHED_TARGET = 3.0
 FLOOR_TARGET = 1.05
@@ -112,6 +114,12 @@ def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{model}, {way}: a watched call takes {watched:.1f} × a plain one (at most {WATCHED_TARGET}: "
             f"{_met(watched <= WATCHED_TARGET)})"
+        )
+    for form in (TPPLAN, SEQUENCE) if (TOKEN, TPPLAN) in ratio else ():
+        ours = ratio[TOKEN, form]
+        lines.append(
+            f"{model}, {form}, {TOKEN}: {ours:.2f} × the unsharded model (at most {TOKEN_TARGET}: "
+            f"{_met(ours <= TOKEN_TARGET)})"
         )
     return lines
 

@@ -34,6 +34,7 @@ from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
 from tpplan.compat import buffer_versions, hooks_of, own_parameters, without_dispatch_modes
+from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
@@ -301,6 +302,8 @@ class CallGuard:
             yield stock is not None and stock.requires_grad
 
     def _is_odd(self, call: Call) -> bool:
+        if _continues(call):
+            return True
         size = self.main.program.size
         return shows_odd_sequence(call.arguments, call.keywords, self._names, self._sequence_dims, size)
 
@@ -460,6 +463,16 @@ class CallGuard:
 def _passes_objects(call: Call) -> bool:
     """Whether the call passes an object that the proof leaves out, such as a cache."""
     return any(is_opaque(held) for held in (*call.arguments, *call.keywords.values()))
+
+
+def _continues(call: Call) -> bool:
+    """Whether it passes a cache that earlier calls have filled.
+
+    A proof leaves that out, and what the model does then: a mask for the longer keys takes its rows from the sequence
+    of a value that may be split, as one without a cache takes none. So sequences are whole in such calls.
+    """
+    caches = (a for a in (*call.arguments, *call.keywords.values()) if is_opaque(a) and not isinstance(a, nn.Module))
+    return any(next(iter(hidden_tensors(cache)), None) is not None for cache in caches)
 
 
 def _is_single(call: Call) -> bool:

@@ -278,6 +278,7 @@ class Variants:
         self._held = [(program, prepared)]
         self._stock: list[tuple[nn.Module, str, Any]] = []
         self._calls = RecentCalls()
+        self._replaced: frozenset[str] | None = None
         self._writes.outside = self.outside
 
     def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> WatchedCall | None:
@@ -290,11 +291,13 @@ class Variants:
         program, watch = self._guard(training, arguments, keywords)
         if program is not self._current:
             self._change_to(program)
-        return None if watch is None else watch(self._replaced())
+        return None if watch is None else watch(self._replaced_bodies())
 
-    def _replaced(self) -> frozenset[str]:
+    def _replaced_bodies(self) -> frozenset[str]:
         """The modules whose bodies the program in place replaces."""
-        return frozenset(name for name, module in self._modules.items() if replaces_body(module))
+        if self._replaced is None:
+            self._replaced = frozenset(name for name, module in self._modules.items() if replaces_body(module))
+        return self._replaced
 
     def alone(self) -> None:
         """Put the program in place that modules run by which are called by themselves."""
@@ -347,6 +350,7 @@ class Variants:
 
     def put_in(self, prepared: tuple[Prepared, ...]) -> None:
         """Give modules what they need at run time, and set their attributes."""
+        self._replaced = None
         for held in prepared:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
@@ -48,7 +48,7 @@ from tpplan.runtime.kernels import Body
 from tpplan.runtime.outside import serves, serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.pretrained import saving_methods
-from tpplan.runtime.reshard import CallContext, Move
+from tpplan.runtime.reshard import CallContext, Move, moves_values
 from tpplan.runtime.standalone import starts_alone
 from tpplan.runtime.watched import AGAIN, WatchedCall
 from tpplan.runtime.writes import WRITES, Watched, Writes, watched_class
@@ -103,6 +103,7 @@ class ModuleRuntime:
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
         split_classes: of results that are split along their last dim, its size as a whole.
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
+        moving: the entries that do anything where no gradient is recorded.
     """
 
     label: str
@@ -128,12 +129,18 @@ class ModuleRuntime:
     weight: Reader | None = None
     bias: Reader | None = None
     table: tuple[int, int] = (0, 0)
+    moving: tuple[EntryStep, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the entries that a forward without gradients can leave out."""
+        self.moving = tuple(entry for entry in self.entries if moves_values(entry.step))
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Reshard the arguments of a call."""
+        entries = self.entries if torch.is_grad_enabled() else self.moving
         moved: list[Any] | None = None
         copied = False
-        for entry in self.entries if not self.shared else _once_each(self.entries):
+        for entry in entries if not self.shared else _once_each(entries):
             if entry.position is not None and entry.position < len(args):
                 if moved is None:
                     moved = list(args)
@@ -269,7 +276,7 @@ class ShardedModule(Watched):
             return run_inside(self, args, kwargs)
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
             return call_alone(self, args, kwargs)
-        if runtime.entries:
+        if runtime.moving or (runtime.entries and torch.is_grad_enabled()):
             args, kwargs = runtime.enter(args, kwargs)
         lent = [(o, n, o.__dict__[n]) for o, n in runtime.borrowed if n in o.__dict__] if runtime.borrowed else ()
         for owner, name, read in runtime.reads:
@@ -380,7 +387,8 @@ class ShardedRoot(ShardedModule):
         writes: Writes | None = self.__dict__.get(WRITES)
         cut = writes.cut if writes is not None else ()  # by FSDP, which wants a gradient in the module's own backward
         opened = [held for held in runtime.opened if held not in cut] if cut else runtime.opened
-        runtime.handed_out.open([owner._parameters[name] for owner, name in opened])  # pyright: ignore
+        summed = [owner._parameters[name] for owner, name in opened] if torch.is_grad_enabled() else ()  # pyright: ignore
+        runtime.handed_out.open(summed)  # pyright: ignore[reportArgumentType]
         if writes is not None:
             writes.forwards += 1
         try:

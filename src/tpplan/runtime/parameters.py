@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, native_apply, new_gradient
+from tpplan.compat import local_of, local_of_one_axis, native_apply, new_gradient
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.averaging import DataParallelError
 from tpplan.runtime.communicator import Communicator, of_backward, placed
@@ -250,7 +250,8 @@ class SummedReader:
     def __call__(self, parameter: Tensor) -> Tensor:
         """The local tensor of `parameter`. Outside of the root's forward it gets a node, and a sum, of its own."""
         if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return local_of(_uncut(parameter))
+            local = local_of_one_axis(parameter)
+            return local_of(_uncut(parameter)) if local is None else local
         shards = self._handed_out.shards
         found = None if shards is None else shards.get(id(parameter))
         if found is not None or not isinstance(parameter, DTensor):  # a functional call has its own in its place
@@ -325,7 +326,8 @@ class BlockReader:
     def __call__(self, parameter: Tensor) -> Tensor:
         """The local tensor of `parameter`. Outside of the root's forward it gets a node of its own."""
         if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return local_of(_uncut(parameter))
+            local = local_of_one_axis(parameter)
+            return local_of(_uncut(parameter)) if local is None else local
         shards = self._handed_out.shards
         found = None if shards is None else shards.get(id(parameter))
         if found is None and not isinstance(parameter, DTensor):  # a functional call has its own in its place

@@ -126,9 +126,9 @@ class SumInPlace:
         """`tensor` itself, with other numbers; another one where a mode (a selective checkpoint's) may keep it."""
         if is_traced():
             return _TracedSum.apply(tensor, self.axis)  # pyright: ignore
-        if not is_traced() and has_dispatch_modes():
+        if has_dispatch_modes():
             return ReshardStep(lambda tensor: self.axis.all_reduce(tensor.clone()), _identity)(tensor)
-        written = tensor.detach()
+        written = tensor.detach() if torch.is_grad_enabled() else tensor
         summed = self.axis.all_reduce(written)
         if summed is not written:
             written.copy_(summed)
@@ -352,6 +352,11 @@ def _chain(*moves: Move) -> Move:
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def moves_values(move: Move) -> bool:
+    """Whether a reshard does anything where no gradient is recorded."""
+    return not (isinstance(move, ReshardStep) and move.forward is _identity)
 
 
 def _pad(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:

@@ -68,6 +68,7 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **{name: held for name, held in options.items() if name not in own})
 
 
+@functools.cache
 def _is_cache(kind: type) -> bool:
     """Whether it is one of transformers' caches, which hold no tensors before they are used."""
     return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)

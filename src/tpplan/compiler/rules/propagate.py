@@ -25,6 +25,7 @@ from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
 from tpplan.compiler.ir.layout import packed as split_in_packs
 from tpplan.compiler.ir.operators import Operator, lookup, with_dims_from_the_front
+from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
@@ -132,6 +133,8 @@ class Propagator:
         if _counts_rows(node, dict(operands)):
             return Refusal("gradient", "scales its gradient by how often each row is read, on all ranks", operands)
         node = _with_dims_from_the_front(operator, node, values)
+        if _counts_from_the_end(node, dict(operands), values):
+            return Refusal("communication", "takes the last entries of a sequence that is split", operands)
         forward = self._forward(node, values, dict(operands))
         if isinstance(forward, Refusal):
             return forward
@@ -406,6 +409,16 @@ def _in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
 def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
     """Whether a view joined a sharded sequence, dim 1, with a batch of size 1 before it."""
     return len(operands) == 1 and operands[0][1].dim == 1 and output.dim == 0
+
+
+def _counts_from_the_end(node: OperationNode, layouts: dict[int, Layout], values: Sequence[LocalValue]) -> bool:
+    """Whether it takes so many entries from the end of a split sequence, all of them only by the example's length."""
+    if node.name != "aten.slice.Tensor" or len(node.arguments) < 3:
+        return False
+    operand: Reference
+    operand, dim, start = node.arguments[:3]
+    held, shape = layouts[operand.identifier], values[operand.identifier].shape
+    return start is not None and start < 0 and held.dim == dim and splits_sequence(held, shape)
 
 
 def _meaningful_inputs(node: OperationNode, values: Sequence[LocalValue]) -> tuple[int, ...]:

@@ -1,0 +1,123 @@
+"""Warm up: have the calls that `generate` makes proved ahead, so that no request waits for a compilation.
+
+in:  a sharded model, a prompt, what `generate` will be called with
+out: nothing; a `generate` like this one compiles nothing any more
+
+A few tokens are generated, as that makes the very calls: the prompt with the last token's logits, then single tokens
+with a cache. What tells calls apart beside their arguments is whether the ranks can share the prompt, so that it is
+generated from two lengths. Assisted decoding calls for so many logits as there are candidates, and one more; each
+number is another call to a proof, so that each is made once, by prompts in which looking up finds as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compiler.trace.preconditions import MARK
+from tpplan.compiler.trace.surroundings import generators
+from tpplan.inputs import example_call
+
+_TOKENS = 3  # the prompt's and two after it: the first of these finds a cache that is new, the second one that isn't
+_LONGER = 4  # than the candidates, so that looking up finds all of them
+_OURS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "stopping_criteria", "streamer")
+_OF_ASSISTANTS = ("assistant_model", "assistant_tokenizer", "tokenizer", "prompt_lookup_num_tokens")
+
+
+def warm_up(
+    model: nn.Module, inputs: Mapping[str, Any] | Tensor | None = None, *, candidates: int = 0, **options: Any
+) -> None:
+    """Compile ahead what `model.generate` needs, for prompts of any length.
+
+    Every rank must call this alike. Random numbers are put back.
+
+    Args:
+        model: a sharded model of transformers.
+        inputs: a prompt such as will be served, as keywords of `generate` or as its tokens; None makes one up. Under
+            a sequence-parallel plan prompts of a single sequence, and of several, are warmed up one after the other.
+        candidates: the most tokens that prompt lookup or an assistant proposes at once; 0 if neither is used.
+        options: what else `generate` will be called with.
+
+    Raises:
+        TypeError: the model has no `generate`.
+        UnprovedCallError: one of the calls can't be proved.
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise TypeError(
+            f"`{type(model).__name__}` has no `generate` to warm up: call the model once for each kind of call"
+        )
+    size = next((module.__dict__[MARK].axis.size for module in model.modules() if MARK in module.__dict__), 1)
+    settings = {name: held for name, held in options.items() if name not in _OURS}
+    alone = {name: held for name, held in settings.items() if name not in _OF_ASSISTANTS}
+    restores = generators()
+    try:
+        for prompt in _of_both_lengths(_prompt(model, size, inputs), size):
+            _generate(model, prompt, alone)
+        assisted = {**alone, "num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+        for count in range(1, candidates + 1):
+            for prompt in _of_both_lengths(_repeating(model, size, count), size):
+                _generate(model, prompt, {**assisted, "prompt_lookup_num_tokens": count}, count)
+    finally:
+        for restore in restores:
+            restore()
+
+
+def _generate(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any], more: int = 0) -> None:
+    tokens = _TOKENS + more
+    model.generate(**prompt, **settings, max_new_tokens=tokens, min_new_tokens=tokens)
+
+
+def _prompt(model: nn.Module, size: int, inputs: Mapping[str, Any] | Tensor | None) -> dict[str, Any]:
+    """The prompt as `generate` takes it."""
+    if isinstance(inputs, Tensor):
+        return {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    if inputs is not None:
+        return {**inputs}
+    _, made = example_call(model, size, batch=1)
+    token, device = _token(model), next(model.parameters()).device
+    return {
+        name: torch.full_like(held, token if name == "input_ids" else 1, device=device)
+        for name, held in made.items()
+        if not name.startswith("decoder_")
+    }
+
+
+def _repeating(model: nn.Module, size: int, count: int) -> dict[str, Any]:
+    """A prompt after which looking up proposes `count` tokens."""
+    length = -(-(count + _LONGER) // size) * size
+    ids = torch.full((1, length), _token(model), device=next(model.parameters()).device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _token(model: Any) -> int:
+    """A token that neither ends a sequence nor fills it up."""
+    config: Any = getattr(model, "generation_config", None)
+    special: set[Any] = set()
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        held = getattr(config, name, None)
+        special.update(held if isinstance(held, list) else [held])  # pyright: ignore[reportUnknownArgumentType]
+    return next(token for token in range(len(special) + 1) if token not in special)
+
+
+def _of_both_lengths(prompt: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
+    """The prompt, and one that is a token shorter or longer, of which the ranks can share one alone."""
+    yield {**prompt}
+    ids = prompt.get("input_ids")
+    if size == 1 or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return
+    length = ids.shape[1]
+
+    def changed(held: Any) -> Any:
+        if not isinstance(held, Tensor) or held.dim() < 2 or held.shape[1] != length:
+            return held
+        if length % size:  # one that they can share
+            return torch.cat([held, *[held[:, -1:]] * (size - length % size)], 1)
+        return held[:, : length - 1]
+
+    yield {name: changed(held) for name, held in prompt.items()}
+
+
+__all__ = ["warm_up"]
