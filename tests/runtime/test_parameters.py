@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tests.marking import slow_but
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS, assert_same_run, run, tolerance, whole
 from tests.runtime.world import Member, world
@@ -49,7 +50,7 @@ def _two_offsets(member: Member) -> None:
         torch.testing.assert_close(ours, parameter.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("plan", ["torch_transformer", "torch_transformer-sequence"])
+@pytest.mark.parametrize("plan", slow_but(["torch_transformer"], ["torch_transformer", "torch_transformer-sequence"]))
 def test_parameters_frozen_when_the_plan_was_compiled_are_refused_or_right_once_thawed(plan: str) -> None:
     world(2).run(_thawed, plan)
 
