@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch._ops import OpOverload
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
@@ -1045,6 +1046,20 @@ def pending_fully_shard() -> PendingShards | None:
             after: Any = frame.f_locals.get("post_forward_mesh_info")
             number = None if after is None or after.mesh is info.mesh else int(after.shard_mesh_size)
             return PendingShards(frame.f_code.co_name, info.mesh, number)
+        frame = frame.f_back
+    return None
+
+
+def fsdp_unit() -> object:
+    """The parameters that FSDP gathers and reduces together, while it sets one of them on a module; None if it doesn't.
+
+    A parameter doesn't lead there, so it is taken from the caller.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        held = frame.f_locals.get("self")
+        if isinstance(held, FSDPParamGroup):
+            return held
         frame = frame.f_back
     return None
 

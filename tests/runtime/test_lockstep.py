@@ -10,18 +10,26 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import tpplan
 from tests.marking import slow_but
-from tests.runtime.test_recompute import PLANS, direct, shown, stack, step, worst, x
+from tests.runtime.test_recompute import PLANS, direct, reentrant, shown, stack, step, worst, x
 from tests.runtime.world import Member, world
 
 Break = Callable[[int, nn.Module], object]
 
 
 def watched(member: Member, plan: str, **options: Any) -> nn.Module:
+    mesh = member.mesh(1, member.size, names=("dp", "tp"))
     with mock.patch.dict(os.environ, {"TPPLAN_DEBUG": "1"}):
-        return tpplan.parallelize(stack(**options), {"version": 1, "modules": PLANS[plan]}, member.mesh(), (x(),))
+        return tpplan.parallelize(stack(**options), {"version": 1, "modules": PLANS[plan]}, mesh["tp"], (x(),))
+
+
+def cut_by_layers(member: Member, model: nn.Module) -> None:
+    mesh = member.mesh(1, member.size, names=("dp", "tp"))["dp"]
+    for layer in (*model.get_submodule("layers").children(), model):
+        fully_shard(layer, mesh=mesh)
 
 
 def other_batch(rank: int, model: nn.Module) -> None:
@@ -125,8 +133,11 @@ def test_ranks_that_part_are_told_so(plan: str) -> None:
 
 def sound(member: Member, plan: str) -> dict[str, float]:
     errors: dict[str, float] = {}
-    for name, options in {"plain": {}, "checkpointed": {"run": direct}}.items():
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "checkpointed": {"run": direct}, "reentrant": {"run": reentrant}}
+    for name, options in {**ways, "cut": {}}.items():
         model, stock = watched(member, plan, **options), stack(**options)
+        if name == "cut":
+            cut_by_layers(member, model)
         for again in range(3):
             errors[f"{name} {again}"] = worst(shown(model, step), shown(stock, step))
         model.eval()

@@ -147,7 +147,8 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         comparable = calls.comparable and not program.takes_gradients
         calls.ends.append(next_node_number() - 1)
         forward = program.count_collectives(backward=False)
-        calls.expected.append((calls.number, program.count_collectives() - forward if comparable else Counter()))
+        backward = program.count_collectives(sums=False) - forward
+        calls.expected.append((calls.number, backward if comparable else Counter()))
         del calls.ends[:-_KEPT], calls.expected[:-_KEPT]
         least = program.count_collectives(backward=False, picked=False)
         if comparable and not all(least[k] <= calls.counts[k] <= forward[k] for k in {*forward, *calls.counts}):
@@ -185,7 +186,7 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         place = len(calls.ends) if number is None else bisect_left(calls.ends, number)
         which, expected = calls.expected[place] if place < len(calls.ends) else (calls.number, Counter[str]())
         self.meet(f"{what}, in {'the backward' if self.adjoint else 'what is recomputed'} of call {which}")
-        if not self.adjoint or not expected:
+        if not self.adjoint or not self.counted or not expected:
             return
         task = running_backward()
         if calls.task != task:
