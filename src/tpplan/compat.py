@@ -869,6 +869,13 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return getattr(options, "_timeout", None) or distributed_c10d.default_pg_timeout
 
 
+def default_store() -> Any:
+    """Where the processes met; None for a backend that needs none."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def next_node_number() -> int:
     """The number of the next node of a graph that this thread makes."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore

@@ -92,14 +92,14 @@ def new_kind(rank: int, model: nn.Module) -> None:
 
 
 BREAKS: dict[str, tuple[Break, str]] = {
-    "another batch": (
-        other_batch,
-        "TP177 out-of-step: call 2 of the model isn't the same on all ranks of the axis: `x` is float64",
+    "another batch": (other_batch, "were called with different arguments: `x` has different numbers"),
+    "another size": (
+        other_size,
+        "`x` is float64(2, 8, 16) that requires grad and float64(2, 6, 16) that requires grad",
     ),
-    "another size": (other_size, "of shape (2, 8, 16)"),
-    "another mode": (other_mode, "call 2 of the model, in training, and rank 1 at call 2 of the model, in evaluation"),
-    "without gradients": (other_gradients, "the recording of gradients is on on rank 0, and off on rank 1"),
-    "an extra forward": (extra_forward, "rank 0 is at call 3 of the model, in training, and rank 1 at the"),
+    "another mode": (other_mode, "`training` is True and False"),
+    "without gradients": (other_gradients, "`the recording of gradients` is on and off"),
+    "an extra forward": (extra_forward, "rank 0 is at call 3 of the model, and rank 1 at the"),
     "an extra backward": (extra_backward, "and rank 1 at call 3 of the model"),
     "another norm": (other_norm, "TP178 wrong-placement: "),
     "another gradient": (other_gradient, "TP178 wrong-placement: the gradient of the result of `layers.2`"),

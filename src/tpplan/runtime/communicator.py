@@ -142,7 +142,7 @@ class ProcessGroupCommunicator:
     def _raise(self, name: str, tensor: Tensor, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):
             raise error
-        raise lost_rank(described(name, tensor, self.place), error) from error
+        raise lost_rank(described(name, tensor, self.place), error, self.group) from error
 
 
 def described(name: str, tensor: Tensor, place: str) -> str:
