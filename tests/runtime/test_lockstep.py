@@ -99,7 +99,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "another mode": (other_mode, "`training` is True and False"),
     "without gradients": (other_gradients, "`the recording of gradients` is on and off"),
-    "an extra forward": (extra_forward, "rank 0 is at call 3 of the model, and rank 1 at the"),
+    "an extra forward": (
+        extra_forward,
+        "TP177 out-of-step: the ranks of the axis do different things: rank 0 is at call 3 of the model, and rank 1 at",
+    ),
     "an extra backward": (extra_backward, "and rank 1 at call 3 of the model"),
     "another norm": (other_norm, "TP178 wrong-placement: "),
     "another gradient": (other_gradient, "TP178 wrong-placement: the gradient of the result of `layers.2`"),
