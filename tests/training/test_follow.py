@@ -22,7 +22,7 @@ def adapt(module: ModuleType) -> None:
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     follow()
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = [f"loop_of_others_{number}" for number in range(4)]
+    found = [f"{tmp_path.name}_{number}" for number in range(4)]
     for name in found:
         (tmp_path / f"{name}.py").write_text("def train():\n    return 1\n")
         monkeypatch.setitem(ADAPTERS, name, __name__)
@@ -43,7 +43,7 @@ def test_a_module_that_cannot_be_adapted_is_imported_with_a_warning(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ADAPTERS, names[0], "tpplan.nowhere")
-    with pytest.warns(UserWarning, match="tpplan doesn't know this version of `loop_of_others_0`"):
+    with pytest.warns(UserWarning, match=f"tpplan doesn't know this version of `{names[0]}`"):
         module = importlib.import_module(names[0])
     assert module.__dict__["train"]() == 1 and "adapted" not in module.__dict__
     assert sys.modules[names[0]] is module
