@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -35,15 +35,25 @@ class _Finder(MetaPathFinder):
             return None
         others = (finder.find_spec(fullname, path, target) for finder in [*sys.meta_path] if finder is not self)
         spec = next(filter(None, others), None)
-        loader: Any = None if spec is None else spec.loader  # of this module alone
-        if loader is not None:
-            loader.exec_module = functools.partial(_load, loader.exec_module)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
         return spec
 
 
-def _load(stock: Callable[[ModuleType], None], module: ModuleType) -> None:
-    stock(module)
-    _adapt(module)
+class _Loader(Loader):
+    """Loads a module as its own loader does, which may be that of others as well, and adapts it."""
+
+    def __init__(self, stock: Loader) -> None:
+        self._stock = stock
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._stock.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._stock
+        self._stock.exec_module(module)
+        _adapt(module)
 
 
 def follow() -> None:
