@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch._ops import OpOverload
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
@@ -879,6 +880,13 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return getattr(options, "_timeout", None) or distributed_c10d.default_pg_timeout
 
 
+def default_store() -> Any:
+    """Where the processes met; None for a backend that needs none."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def next_node_number() -> int:
     """The number of the next node of a graph that this thread makes."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore
@@ -1056,6 +1064,20 @@ def pending_fully_shard() -> PendingShards | None:
             after: Any = frame.f_locals.get("post_forward_mesh_info")
             number = None if after is None or after.mesh is info.mesh else int(after.shard_mesh_size)
             return PendingShards(frame.f_code.co_name, info.mesh, number)
+        frame = frame.f_back
+    return None
+
+
+def fsdp_unit() -> object:
+    """The parameters that FSDP gathers and reduces together, while it sets one of them on a module; None if it doesn't.
+
+    A parameter doesn't lead there, so it is taken from the caller.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        held = frame.f_locals.get("self")
+        if isinstance(held, FSDPParamGroup):
+            return held
         frame = frame.f_back
     return None
 

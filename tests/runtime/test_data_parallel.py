@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import tpplan
+from tests.plans.parity import PLANS, counted
 from tests.runtime import data_parallel_toys as toys
-from tests.runtime.data_parallel_cells import CASES, run_cases
+from tests.runtime.data_parallel_cells import CASES, LENGTH, ROWS, layers_of, llama, loss_of, run_cases
 from tests.runtime.world import world
 from tpplan.compat import fake_process_group
 
@@ -51,6 +53,21 @@ def test_replicas_of_replicas_that_cut_their_parameters(shape: tuple[int, ...]) 
 def test_what_differs_between_replicas(shape: tuple[int, ...], tmp_path: Path) -> None:
     for found in world(shape[0] * shape[1]).run(toys.run_toys, shape, str(tmp_path)):
         assert found == dict.fromkeys(toys.TOYS, "")
+
+
+@pytest.mark.parametrize(("units", "sums"), [("none", 1), ("root", 1), ("layers", 3)])
+def test_gradients_are_summed_together_where_fsdp_reduces_them(units: str, sums: int, mesh: DeviceMesh) -> None:
+    model = llama()
+    tpplan.parallelize(model, PLANS / "llama-sequence.yaml", mesh["tp"])
+    if units != "none":
+        for layer in layers_of(model) if units == "layers" else ():
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    for _ in range(2):
+        loss = loss_of(model, torch.zeros(ROWS, LENGTH, dtype=torch.int64))
+        with CommDebugMode() as mode:
+            loss.backward()
+        assert counted(mode)["all-reduce"] == sums
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import signal
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,18 +28,53 @@ from tests.runtime.world import start_forked
 SECONDS = 4.0
 
 
+def bad(*_: object) -> None:
+    raise ValueError("a bad batch")
+
+
 def dies(model: nn.Module) -> None:
-    model.get_submodule("layers.1.body.up").register_forward_pre_hook(lambda *_: os._exit(0))
+    model.get_submodule("layers.1.body").__dict__["forward"] = lambda _: os._exit(0)  # pyright: ignore
     model(x())
 
 
-def raises(model: nn.Module) -> None:
-    def hook(*_: object) -> None:
-        raise ValueError("a bad batch")
+def is_killed(model: nn.Module) -> None:
+    model(x()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL)).sum().backward()  # pyright: ignore
 
+
+def raises(model: nn.Module) -> None:
+    model.get_submodule("layers.1.body").__dict__["forward"] = bad
+    model(x())
+
+
+def raises_and_goes_on(model: nn.Module) -> None:
+    """A loop that leaves out a batch: its next call would be taken for what the others are in the middle of."""
+    body = model.get_submodule("layers.0.body")
+    body.__dict__["forward"] = bad
+    with contextlib.suppress(ValueError):
+        model(x())
+    del body.__dict__["forward"]
+    model(x())
+
+
+def raises_in_backward(model: nn.Module) -> None:
     made = model(x())
-    made.register_hook(hook)
-    made.sum().backward()
+    made.register_hook(bad)
+    try:
+        made.sum().backward()
+    except ValueError:
+        sys.excepthook(*sys.exc_info())  # pyright: ignore
+        raise
+
+
+def replaces(model: nn.Module) -> None:
+    model.get_submodule("layers.0").norm = nn.LayerNorm(16)  # pyright: ignore
+    model(x())
+
+
+def registers(model: nn.Module) -> None:
+    """What changes calls is proved by all ranks, or by none."""
+    model.get_submodule("layers.0").register_forward_hook(lambda *_: None)
+    model(x())
 
 
 def sleeps(model: nn.Module) -> None:
@@ -47,11 +87,35 @@ def gathers_alone(model: nn.Module) -> None:
     weight.full_tensor()
 
 
-FAULTS: dict[str, Callable[[nn.Module], None]] = {
-    "dies": dies,
-    "raises": raises,
-    "sleeps": sleeps,
-    "gathers alone": gathers_alone,
+def saves_alone(model: nn.Module) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tpplan.save_weights(model, folder)
+
+
+def evaluates(model: nn.Module) -> None:
+    """A call of a kind that the others don't make."""
+    model.eval()
+    with torch.no_grad():
+        model(x())
+
+
+Fault = tuple[Callable[[nn.Module], None], str, str]
+FAULTS: dict[str, Fault] = {
+    "dies": (dies, "stopped or left the step", ""),
+    "is killed": (is_killed, "stopped or left the step", ""),
+    "raises": (raises, "note: rank 1 raised ValueError: a bad batch", "TP176 that has this error"),
+    "raises and goes on": (
+        raises_and_goes_on,
+        "note: rank 1 raised ValueError: a bad batch",
+        "the ranks' comparison of a call of a new kind",
+    ),
+    "registers a hook": (registers, "at the ranks' comparison of their programs", "TP176"),
+    "raises in a backward": (raises_in_backward, "note: rank 1 ended by ValueError: a bad batch", ""),
+    "replaces": (replaces, "note: rank 1 raised UnprovedCallError: TP130", "TP176 that has this error"),
+    "sleeps": (sleeps, "didn't come in time", ""),
+    "gathers alone": (gathers_alone, "`full_tensor`", ""),
+    "saves alone": (saves_alone, "`save_weights`", ""),
+    "evaluates": (evaluates, "at the ranks' comparison of a call of a new kind", "TP176"),
 }
 
 
@@ -67,21 +131,24 @@ def one(rank: int, fault: str, folder: str) -> None:
     began = time.monotonic()
     try:
         if rank == 1:
-            FAULTS[fault](model)
+            FAULTS[fault][0](model)
         else:
             for _ in range(3):
                 model(x()).sum().backward()
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         Path(folder, f"{fault}.{rank}").write_text(f"{time.monotonic() - began}\n{text}")
     os._exit(0)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("fault", slow_but(["dies"], list(FAULTS)))
+@pytest.mark.parametrize("fault", slow_but(["raises"], list(FAULTS)))
 def test_the_others_are_told_within_the_timeout(fault: str, tmp_path: Path) -> None:
     start_forked(one, (fault, str(tmp_path)), 2, True)
     seconds, text = (tmp_path / f"{fault}.0").read_text().split("\n", 1)
     assert text.startswith("LostRankError: TP176 lost-rank: "), text
-    assert "help: look for the first error in the other ranks' logs" in text
+    assert re.search(r" at |, in `| in a backward|comparison", text), text
+    assert FAULTS[fault][1] in text, text
     assert float(seconds) < 3 * SECONDS
+    own = tmp_path / f"{fault}.1"
+    assert FAULTS[fault][2] in (own.read_text() if own.exists() else ""), own.read_text()

@@ -1,56 +1,63 @@
-"""Alike: whether all ranks that share a model were called with the same arguments, at the first call of each kind.
+"""Alike: whether all ranks that share a model were called with the same arguments, in the same state.
 
     rank 0   model(ids)     ids = 4, 7, 1        a batch of its own on each rank: the outputs, and from there all
     rank 1   model(ids)     ids = 2, 2, 9        numbers, would be wrong on each without a word
 
-Ranks exchange a fingerprint of each argument once, before the first call of a kind runs. Later calls aren't compared.
+Ranks exchange what they were called with before the first call of each kind runs, and before every call under
+`TPPLAN_DEBUG=1` (`runtime/lockstep.py`). Later calls aren't compared otherwise.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from tpplan.calls.arguments import without_opaque
 from tpplan.calls.decision import Call
-from tpplan.compat import without_dispatch_modes, without_function_modes
+from tpplan.compat import random_state, without_dispatch_modes, without_function_modes
+from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves
-from tpplan.parity.tree import Path
 from tpplan.plan import TpplanError
+from tpplan.runtime.lockstep import Facts
+from tpplan.runtime.placements import checksum
 
 _FLAGS = frozenset({bool, int, float, complex, str, bytes})
-Fingerprints = dict[str, str]
-"""Of what a call passes, by its path in words."""
+_NUMBERS = "#"  # before the digest of a tensor's numbers
 
 
 class DifferentInputsError(TpplanError):
     """The ranks that share a model called it with different arguments."""
 
 
-def require_alike(
-    call: Call, names: Sequence[str], parts: Collection[Path], exchange: Callable[[Any], list[Any]]
-) -> None:
-    """Compare a call over the ranks; every rank raises if they differ.
+def facts_of(call: Call, names: Sequence[str], program: Program | None = None) -> Facts:
+    """What of a call must be the same on all ranks, each by its name.
 
     Args:
         call: this rank's.
         names: of the positional arguments.
-        parts: the paths of tensors that are a rank's part, which differ.
-        exchange: gives what each rank passed to it.
+        program: what it runs by, to have the state of the random generator among the facts if that draws.
+    """
+    with torch.no_grad(), without_dispatch_modes(), without_function_modes():
+        found = [("training", str(call.training)), *_arguments(call, names)]
+    found += [("the recording of gradients", _gradients()), ("autocast", _autocast())]
+    found.append(("the default dtype", dtype_name(torch.get_default_dtype())))
+    if program is not None and call.training and any(module.random for module in program.modules):
+        drawn = torch.cuda.get_rng_state() if program.device.startswith("cuda") else random_state()
+        found.append(("the state of the random generator", f"{_NUMBERS}{checksum(drawn):08x}"))
+    return found
+
+
+def refuse_different(every: Sequence[Facts]) -> None:
+    """Raise if ranks were called with different arguments; on all of them, as all have the facts of all.
 
     Raises:
         DifferentInputsError: TP192.
     """
-    with torch.no_grad(), without_dispatch_modes(), without_function_modes():
-        every: list[Fingerprints] = exchange(fingerprints(call, names, parts))
     for rank, other in enumerate(every):
         if other != every[0]:
-            name, how = _first_difference(every[0], other)
+            name, how = _first_difference(dict(every[0]), dict(other))
             raise DifferentInputsError(
                 f"TP192 different-inputs: ranks 0 and {rank} of the axis, which share one model, were called with "
                 f"different arguments: `{name}` {how}\n  help: give all ranks of the axis the same batches (the same "
@@ -58,47 +65,52 @@ def require_alike(
             )
 
 
-def _first_difference(first: Fingerprints, other: Fingerprints) -> tuple[str, str]:
+def _first_difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
     for name in (*first, *other):
         ours, theirs = first.get(name), other.get(name)
+        if ours is None or theirs is None:
+            return name, f"is passed on {'one' if ours is None else 'the first'} of them alone"
         if ours != theirs:
-            if ours is None or theirs is None:
-                return name, f"is passed on {'one' if ours is None else 'the first'} of them alone"
-            (kind, _, _), (another, _, _) = ours.partition("#"), theirs.partition("#")
+            (kind, _, _), (another, _, _) = ours.partition(_NUMBERS), theirs.partition(_NUMBERS)
             return name, "has different numbers" if kind == another else f"is {kind} and {another}"
-    return "", ""
+    return "", "are in another order"
 
 
-def fingerprints(call: Call, names: Sequence[str], parts: Collection[Path]) -> Fingerprints:
-    """What each argument of a call is: its form, and a digest of its numbers."""
-    found: Fingerprints = {"training": str(call.training)}
+def _arguments(call: Call, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     arguments, keywords = without_opaque(call.arguments, call.keywords)
-    called = [names[i] if i < len(names) else f"*{i}" for i in range(len(arguments))]
-    for name, held in (*zip(called, arguments, strict=True), *keywords.items()):
+    called = {names[i] if i < len(names) else f"*{i}": held for i, held in enumerate(arguments)}
+    for name, held in sorted((called | keywords).items()):
         for path, item in leaves(held, (name,)):
             shown = str(path[0]) + "".join(f"[{step!r}]" for step in path[1:])
             if isinstance(item, Tensor):
-                found[shown] = _tensor(item, path in parts)
+                yield shown, _tensor(item, path in call.parts)
             elif type(item) in _FLAGS:
-                found[shown] = repr(item)
-    return found
+                yield shown, repr(item)
 
 
 def _tensor(tensor: Tensor, is_part: bool) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.")
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    more = where + (" that requires grad" if tensor.requires_grad else "")
     if is_part:
-        return f"a part of {kind}"
-    form = f"{kind}{tuple(tensor.shape)}"
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
-        return form
-    if not tensor.numel() or tensor.is_quantized:
+        return f"a part of {dtype_name(tensor.dtype)}{more}"
+    form = f"{dtype_name(tensor.dtype)}{tuple(tensor.shape)}{more}"
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         return form
     try:
-        numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        held = ctypes.string_at(numbers.data_ptr(), numbers.numel() * numbers.itemsize)
+        return f"{form}{_NUMBERS}{checksum(tensor):08x}"
     except RuntimeError:  # of functorch, which shows nobody its numbers
         return form
-    return f"{form}#{hashlib.blake2b(held, digest_size=8).hexdigest()}"
 
 
-__all__ = ["DifferentInputsError", "fingerprints", "require_alike"]
+def _gradients() -> str:
+    if torch.is_inference_mode_enabled():
+        return "off, in inference mode,"
+    return "on" if torch.is_grad_enabled() else "off"
+
+
+def _autocast() -> str:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return ", ".join(f"{dtype_name(torch.get_autocast_dtype(kind))} on {kind}" for kind in kinds) or "off"
+
+
+__all__ = ["DifferentInputsError", "facts_of", "refuse_different"]

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.calls.alike import require_alike
+from tpplan.calls.alike import facts_of, refuse_different
 from tpplan.calls.arguments import Left, on_meta, sequence_dims, shows_odd_sequence, without_opaque
 from tpplan.calls.changes import Changes, modes_of
-from tpplan.calls.compared import facts_of
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
@@ -44,7 +43,8 @@ from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
-from tpplan.runtime.agreement import agree, any_rank, gathered
+from tpplan.runtime.agreement import agree, any_rank
+from tpplan.runtime.board import exchange, has_left
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.reshard import UnevenShardError
@@ -56,6 +56,7 @@ _TP183 = (
     "tensor's value needs another program on either side; watched calls run without a compiler\n  help: unset "
     "TPPLAN_DEBUG, or don't compile"
 )
+_NEW = "the ranks' comparison of a call of a new kind"
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
 
@@ -163,11 +164,12 @@ class CallGuard:
             self._modes = self._changes.modes
         call = Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         if self._lockstep is not None:
-            self._lockstep.begin(*self._facts(call))
+            self._begin_watched(call, self._lockstep)
         key = self._key(call)
         proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
-        if proof is None:
+        if proof is None or has_left():
             self._require_alike(call, key.kind)
+        if proof is None:
             if self._changes is not None and self._changes.compare():
                 self._forget()
             proof, compiled = self._prove(call)
@@ -175,16 +177,20 @@ class CallGuard:
             self._paths.note(key.kind, proof, compiled)
         return call, Decision(proof, key)
 
-    def _facts(self, call: Call) -> tuple[list[tuple[str, str]], bool, bool]:
-        """What of a call must be the same on all ranks; its mode; whether it has the example's sizes."""
+    def _begin_watched(self, call: Call, lockstep: LockstepCommunicator) -> None:
+        """Raise if the ranks were called with different arguments, under `TPPLAN_DEBUG=1`."""
         program = self.main.program
         shapes = [tuple(t.shape) for _, t in tensors_of(call.arguments, call.keywords, self._names)]
-        return facts_of(call, self._names, program), call.training, shapes == [r.shape for r in program.inputs]
+        has_sizes = shapes == [r.shape for r in program.inputs]
+        refuse_different(lockstep.begin(facts_of(call, self._names, program), has_sizes))
 
     def _require_alike(self, call: Call, kind: Kind) -> None:
-        """Raise if the ranks were called with different arguments; looked at once for each kind of call."""
-        if self._axis is not None and kind not in self._compared:
-            require_alike(call, self._names, call.parts, functools.partial(gathered, self._axis.group))
+        """Raise if the ranks were called with different arguments; looked at once for each kind of call.
+
+        And once more after a call that raised on this rank, as the others may be in the middle of that.
+        """
+        if self._axis is not None and (kind not in self._compared or has_left()):
+            refuse_different(exchange(self._axis.group, _NEW, facts_of(call, self._names)))
             self._compared.add(kind)
 
     def _forget(self) -> None:

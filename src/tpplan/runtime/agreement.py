@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tpplan.compat import without_dispatch_modes
 from tpplan.plan import CompileError, Diagnostic
-from tpplan.runtime.faults import naming_ranks
+from tpplan.runtime.board import exchange
 
 
 def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None, draws: bool = False) -> None:
@@ -29,17 +27,10 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None,
         Exception: this rank's own error.
         CompileError: TP116 for another rank's error or another program.
     """
-    if group.size() == 1 or dist.get_backend(group) == "fake":
-        if error is not None:
-            raise error
-        return
-    held: list[tuple[str | None, str, int]] = [(None, "", 0)] * group.size()
     text = "" if error is None else str(error) or type(error).__name__
-    with (
-        naming_ranks("the ranks' comparison of their programs"),
-        without_dispatch_modes(),
-    ):  # a call may be watched or counted, of which this is no part
-        dist.all_gather_object(held, (digest, text, torch.initial_seed()), group=group)
+    held: list[tuple[str | None, str, int]] = exchange(
+        group, "the ranks' comparison of their programs", (digest, text, torch.initial_seed())
+    )
     if error is not None:
         raise error
     failed = next(((rank, text) for rank, (_, text, _) in enumerate(held) if text), None)
@@ -62,22 +53,7 @@ def agree(group: dist.ProcessGroup, digest: str | None, error: Exception | None,
 
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     """Whether `flag` holds on any rank of `group`; on this one alone where there is no group."""
-    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
-        return flag
-    flags = [False] * group.size()
-    with naming_ranks("the ranks' comparison of a call"), without_dispatch_modes():
-        dist.all_gather_object(flags, flag, group=group)
-    return any(flags)
-
-
-def gathered(group: dist.ProcessGroup | None, held: Any) -> list[Any]:
-    """What the ranks of `group` hold, by rank; of this one alone where no messages are sent."""
-    if group is None or group.size() == 1 or dist.get_backend(group) == "fake":
-        return [held]
-    found: list[Any] = [None] * group.size()
-    with without_dispatch_modes():
-        dist.all_gather_object(found, held, group=group)
-    return found
+    return any(exchange(group, "the ranks' comparison of a call", flag))
 
 
 def _mismatch(message: str, note: str) -> CompileError:

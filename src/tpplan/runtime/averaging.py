@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import after_backward, copy_all, local_of, make_gradient, runs_backward
 from tpplan.plan import TpplanError
+from tpplan.runtime.faults import naming_ranks
 
 MEBIBYTE = 1024**2
 
@@ -152,10 +153,11 @@ class Averager:
     def _end(self) -> None:
         if not self._open:
             return
-        while self._next < len(self.buckets):
-            self._send_next()
-        for bucket in self.buckets:
-            bucket.receive()
+        with naming_ranks("the average of gradients over the data-parallel ranks", self._group):
+            while self._next < len(self.buckets):
+                self._send_next()
+            for bucket in self.buckets:
+                bucket.receive()
         self._close()
 
     def _close(self) -> None:

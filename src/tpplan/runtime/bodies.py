@@ -138,10 +138,15 @@ def _reads(
     """How a body reads its parameters: all features of a replicated one, but where it works on a part of these."""
     if spec.split_norm is None:
         return [(name, readers[name]) for name in spec.reads]
-    layout, summed = replace(spec.split_norm.layout, dim=0), SummedReader(handed_out)
+    layout = replace(spec.split_norm.layout, dim=0)
     parts = (spec.split_norm.weight, spec.split_norm.bias)
     return [
-        (name, PartReader(summed, layout, placements[name].shape, handed_out.axis) if name in parts else readers[name])
+        (
+            name,
+            PartReader(readers[name], layout, placements[name].shape, handed_out.axis)
+            if name in parts
+            else readers[name],
+        )
         for name in spec.reads
     ]
 
@@ -219,7 +224,7 @@ def _readers(
     modules: dict[str, nn.Module], program: Program, handed_out: HandedOut
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """How to read each parameter, by each of its names."""
-    summed = SummedReader(handed_out)
+    summed = frozenset(_owner(modules, placement.name) for placement in program.summed_parameters)
     members: dict[str, list[tuple[nn.Module, str]]] = {}
     for placement in program.parameters:
         if not placement.summed:
@@ -227,7 +232,10 @@ def _readers(
     blocks = {block: BlockReader(handed_out, held) for block, held in members.items()}
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for placement in program.parameters:
-        read = summed if placement.summed else blocks[_block(modules, placement.name)]
+        if placement.summed:
+            read = SummedReader(handed_out, _owner(modules, placement.name), summed)
+        else:
+            read = blocks[_block(modules, placement.name)]
         if placement.layout == PARTIAL:
             read = OnceReader(read, handed_out.axis)
         found |= dict.fromkeys(placement.names, read)

@@ -61,10 +61,12 @@ class ProcessGroupCommunicator:
         group: the group.
         place: which module's boundary it serves, for errors.
         adjoint: whether it serves a backward.
+        counted: whether a program says how often that is.
     """
 
     place = ""
     adjoint = False
+    counted = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks of `group`, in its order."""
@@ -140,7 +142,7 @@ class ProcessGroupCommunicator:
     def _raise(self, name: str, tensor: Tensor, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):
             raise error
-        raise lost_rank(described(name, tensor, self.place), error) from error
+        raise lost_rank(described(name, tensor, self.place), error, self.group) from error
 
 
 def described(name: str, tensor: Tensor, place: str) -> str:
@@ -155,6 +157,14 @@ def of_backward(axis: Communicator) -> Communicator:
         return axis
     made = axis.at(axis.place)
     made.adjoint = True
+    return made
+
+
+def of_sums(axis: Communicator) -> Communicator:
+    """`axis`, for the sums of replicated parameters' gradients: one for all of them, or one for each unit of FSDP."""
+    made = of_backward(placed(axis, "the gradients of replicated parameters"))
+    if isinstance(made, ProcessGroupCommunicator):
+        made.counted = False
     return made
 
 

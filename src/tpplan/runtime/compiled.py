@@ -39,7 +39,7 @@ from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import TpplanError
 from tpplan.runtime.class_scope import unseen
 from tpplan.runtime.draws import CallersStream, MixedStreams
-from tpplan.runtime.parameters import HandedOut, Place
+from tpplan.runtime.parameters import HandedOut, Wanted
 from tpplan.runtime.randomness import ReplicatedRandomness
 from tpplan.runtime.reshard import trace_with
 
@@ -221,12 +221,12 @@ _CLASSES = (
 )
 
 
-def _places(module: nn.Module, handed_out: HandedOut) -> tuple[Place, ...]:
+def _places(module: nn.Module, handed_out: HandedOut) -> tuple[Wanted, ...]:
     """Every tensor that a region reads, once."""
     known = handed_out.regions.get(module)
     if known is not None:
         return known
-    found: dict[tuple[int, str], Place] = {}
+    found: dict[tuple[int, str], Wanted] = {}
     for inner in module.modules():
         own: ModuleRuntime | None = inner.__dict__.get(MARK)
         if own is None:

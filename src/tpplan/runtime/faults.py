@@ -1,42 +1,38 @@
-"""Faults: what a rank is told when another one doesn't take part in a collective.
+"""Faults: what a rank is told when another one doesn't take part in a collective, and what that one leaves behind.
 
-RuntimeError: Connection closed by peer [127.0.0.1]:60177      ->      TP176, with the place and the likely cause
+rank 1   raises ValueError: a bad batch            writes that to the board (`runtime/board.py`)
+rank 0   RuntimeError: Connection closed by peer   ->   TP176, with the place and the other rank's error
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tpplan.compat import runs_backward
-from tpplan.plan import TpplanError
+from tpplan.compat import group_timeout, runs_backward
+from tpplan.runtime import board
+from tpplan.runtime.board import LostRankError
+
+_follows_exits = False
 
 
-class LostRankError(TpplanError):
-    """Another rank died, raised, or runs other collectives than this one."""
-
-
-def lost_rank(what: str, error: BaseException) -> LostRankError:
+def lost_rank(what: str, error: BaseException, group: dist.ProcessGroup | None = None) -> LostRankError:
     """The error for a collective that failed with `error`.
 
     Args:
         what: the collective, and where it belongs.
         error: what the process group raised.
+        group: the ranks, where they are known to leave a reason.
     """
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    came = "didn't come in time" if "imed out" in text[0] or "imeout" in text[0] else "stopped or left the step"
-    way = ", in a backward" if runs_backward() else _where()
-    return LostRankError(
-        f"TP176 lost-rank: {what}{way} failed, as another rank of the axis {came}\n  help: look for the first error "
-        "in the other ranks' logs; if there is none, a rank makes calls that the others don't: a forward, or "
-        "`full_tensor`, `save_weights`, `save_pretrained` or `get_model_state_dict` under `if rank == 0`. "
-        f"TPPLAN_DEBUG=1 tells where the ranks part\n  note: {text[0]}"
-    )
+    return board.lost(f"{what}{', in a backward' if runs_backward() else _where()}", error, group)
 
 
 def _where() -> str:
@@ -52,14 +48,47 @@ def _where() -> str:
 
 
 @contextmanager
-def naming_ranks(what: str) -> Generator[None]:
+def naming_ranks(what: str, group: dist.ProcessGroup | None = None) -> Generator[None]:
     """A block that exchanges something between the ranks; a failure names the likely cause."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise lost_rank(what, error) from error
+        raise lost_rank(what, error, group) from error
 
 
-__all__ = ["LostRankError", "lost_rank", "naming_ranks"]
+# -- a rank that leaves -----------------------------------------------------------------------------------------------
+def leave(group: dist.ProcessGroup, error: BaseException) -> None:
+    """A call of the model raised on this rank: tell the others, and the reader of the error what they will see."""
+    if board.is_alone(group) or isinstance(error, LostRankError):
+        return
+    board.tell(f"raised {_shown(error)}")
+    others = ", ".join(str(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+    error.add_note(
+        f"  note: if this isn't raised on all ranks of the axis, the others ({others}) wait in a collective, and end "
+        f"with a TP176 that has this error, at the latest after the process group's timeout ({group_timeout(group)})"
+    )
+
+
+def tell_of_exits() -> None:
+    """From now on, tell other ranks of an error by which this process ends, as one from a backward."""
+    global _follows_exits
+    if not _follows_exits:
+        _follows_exits, before = True, sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
+            if not isinstance(error, LostRankError) and not board.has_left() and dist.is_initialized():
+                board.tell(f"ended by {_shown(error)}")
+
+        sys.excepthook = hook
+
+
+def _shown(error: BaseException) -> str:
+    """The kind of an error and its first line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+__all__ = ["LostRankError", "leave", "lost_rank", "naming_ranks", "tell_of_exits"]

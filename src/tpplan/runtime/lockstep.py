@@ -31,7 +31,7 @@ from tpplan.compat import (
 from tpplan.compiler.ir.program import Program
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import ProcessGroupCommunicator, described
-from tpplan.runtime.faults import naming_ranks
+from tpplan.runtime.faults import naming_ranks, tell_of_exits
 
 Facts = Sequence[tuple[str, str]]
 _KEPT = 4096
@@ -88,7 +88,7 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         mine = torch.tensor([int.from_bytes(said, "little", signed=True)])
         calls = self._calls
         with (
-            naming_ranks(f"the meeting before {what} (the ranks last met before {calls.last})"),
+            naming_ranks(f"the meeting before {what} (the ranks last met before {calls.last})", self.group),
             without_dispatch_modes(),
             without_function_modes(),
             torch.no_grad(),
@@ -119,23 +119,23 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         return every
 
     # -- calls ----------------------------------------------------------------------------------------------------
-    def begin(self, facts: Facts, training: bool, comparable: bool) -> None:
+    def begin(self, facts: Facts, comparable: bool) -> list[Facts]:
         """A call of the model begins.
 
         Args:
             facts: what must be the same on all ranks.
-            training: whether it is in training.
             comparable: whether it has the example's sizes, so that its collectives are those of the program.
 
+        Returns:
+            Each rank's facts, if they differ; else nothing.
+
         Raises:
-            WatchError: its arguments aren't the same on all ranks, or another rank is elsewhere.
+            WatchError: another rank is elsewhere.
         """
         calls = self._calls
         calls.number += 1
-        told = self.meet(f"call {calls.number} of the model, in {'training' if training else 'evaluation'}", facts)
         calls.counts, calls.comparable = Counter(), comparable
-        if told:
-            raise _different(calls.number, told)
+        return self.meet(f"call {calls.number} of the model", facts)
 
     def end(self, program: Program) -> None:
         """A call of the model has ended, which ran by `program`.
@@ -147,7 +147,8 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         comparable = calls.comparable and not program.takes_gradients
         calls.ends.append(next_node_number() - 1)
         forward = program.count_collectives(backward=False)
-        calls.expected.append((calls.number, program.count_collectives() - forward if comparable else Counter()))
+        backward = program.count_collectives(sums=False) - forward
+        calls.expected.append((calls.number, backward if comparable else Counter()))
         del calls.ends[:-_KEPT], calls.expected[:-_KEPT]
         least = program.count_collectives(backward=False, picked=False)
         if comparable and not all(least[k] <= calls.counts[k] <= forward[k] for k in {*forward, *calls.counts}):
@@ -185,7 +186,7 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         place = len(calls.ends) if number is None else bisect_left(calls.ends, number)
         which, expected = calls.expected[place] if place < len(calls.ends) else (calls.number, Counter[str]())
         self.meet(f"{what}, in {'the backward' if self.adjoint else 'what is recomputed'} of call {which}")
-        if not self.adjoint or not expected:
+        if not self.adjoint or not self.counted or not expected:
             return
         task = running_backward()
         if calls.task != task:
@@ -200,22 +201,9 @@ def ranks_of(group: dist.ProcessGroup) -> ProcessGroupCommunicator:
     """The ranks of a group; such as compare what they do under `TPPLAN_DEBUG=1`."""
     watched = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
     alone = group.size() == 1 or dist.get_backend(group) == "fake"
+    if not alone:
+        tell_of_exits()
     return LockstepCommunicator(group) if watched and not alone else ProcessGroupCommunicator(group)
-
-
-def _different(number: int, told: Sequence[Facts]) -> WatchError:
-    """The first fact of a call that isn't the same on all ranks."""
-    for place, (name, text) in enumerate(told[0]):
-        for rank, facts in enumerate(told):
-            other = facts[place] if place < len(facts) else (name, "nothing")
-            if other != (name, text):
-                shown = name if other[0] == name else f"{name} and {other[0]}"
-                return WatchError(
-                    f"TP177 out-of-step: call {number} of the model isn't the same on all ranks of the axis: {shown} "
-                    f"is {text} on rank 0, and {other[1]} on rank {rank}\n  help: give all ranks of an axis the same "
-                    "batch and the same settings: shard data over the other axes of the mesh alone"
-                )
-    return WatchError(f"TP177 out-of-step: call {number} of the model has more arguments on some ranks of the axis")
 
 
 def _other_counts(what: str, counted: Counter[str], expected: Counter[str]) -> WatchError:

@@ -32,7 +32,7 @@ from tpplan.compiler.ir.pytree import replaced_at
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.plan import InternalError
 from tpplan.runtime.class_scope import ClassBody
-from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator
 from tpplan.runtime.compiled import (
     ENTRY,
     leave_uncompiled,
@@ -44,6 +44,7 @@ from tpplan.runtime.compiled import (
 )
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.draws import Randomness
+from tpplan.runtime.faults import leave
 from tpplan.runtime.kernels import Body
 from tpplan.runtime.outside import serves, serving_methods, whole_arguments
 from tpplan.runtime.parameters import HandedOut
@@ -356,6 +357,15 @@ class ShardedRoot(ShardedModule):
 
     def call_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         """A call that is held against what was proved; its body by `compiler` if there is one."""
+        try:
+            return self._call_guarded(args, kwargs, compiler)
+        except Exception as error:
+            axis = self.__dict__[RUNTIME].axis
+            if isinstance(axis, ProcessGroupCommunicator):
+                leave(axis.group, error)
+            raise
+
+    def _call_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         args, kwargs = whole_arguments(args, kwargs)
         for _ in range(_ATTEMPTS):
             runtime: ModuleRuntime = self.__dict__[RUNTIME]

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, local_of_one_axis, native_apply, new_gradient
+from tpplan.compat import local_of, local_of_one_axis, native_apply, new_gradient, own_parameters
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.averaging import DataParallelError
-from tpplan.runtime.communicator import Communicator, of_backward, placed
+from tpplan.runtime.communicator import Communicator, of_sums
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.reshard import CallContext, SecondDerivativeError
 from tpplan.runtime.segments import taken
+from tpplan.runtime.writes import WRITES, Writes
 
 
 class _LocalShards(torch.autograd.Function):
@@ -144,7 +145,10 @@ def _shared(layout: Layout, size: int, rank: int) -> tuple[int, int, tuple[tuple
     return layout.dim or 0, edge, tuple(found)
 
 
-Place = tuple[dict[str, Any], str, Callable[[Tensor], Tensor], dict[str, Any]]
+Place = tuple[nn.Module, str]
+"""Where a parameter is: its module, and its name there."""
+
+Wanted = tuple[dict[str, Any], str, Callable[[Tensor], Tensor], dict[str, Any]]
 """Where a compiled region wants a tensor: an instance's `__dict__`, the name, how to read it, the table that has it."""
 
 
@@ -174,7 +178,7 @@ class HandedOut:
     def __init__(self, axis: Communicator, context: CallContext | None = None) -> None:
         """Serve the ranks of `axis`; `context` is what reshards know of the call under way."""
         self.axis = axis
-        self.summing = of_backward(placed(axis, "the gradients of replicated parameters"))
+        self.summing = of_sums(axis)
         self.context = CallContext() if context is None else context
         self.shards: dict[int, Tensor] | None = None
         self.calls = RecentCalls()
@@ -188,7 +192,7 @@ class HandedOut:
         self.compiler: object = None
         self.apart = False
         self.entered: nn.Module | None = None
-        self.regions: dict[nn.Module, tuple[Place, ...]] = {}
+        self.regions: dict[nn.Module, tuple[Wanted, ...]] = {}
 
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
@@ -241,11 +245,17 @@ def _uncut(parameter: Tensor) -> Tensor:
 
 
 class SummedReader:
-    """Reads parameters whose gradients are summed."""
+    """Reads a parameter whose gradient is summed.
 
-    def __init__(self, handed_out: HandedOut) -> None:
-        """Read what the root hands out."""
+    The root hands out all of them together, except those that FSDP cuts: it reduces the gradients of a unit in the
+    backward of that unit. These are read, and so summed, together with those of their unit.
+    """
+
+    def __init__(self, handed_out: HandedOut, place: Place, summed: frozenset[Place]) -> None:
+        """Read the parameter at `place`, a module and a name; `summed` are the places of all such parameters."""
         self._handed_out = handed_out
+        self._place = place
+        self._summed = summed
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """The local tensor of `parameter`. Outside of the root's forward it gets a node, and a sum, of its own."""
@@ -256,7 +266,15 @@ class SummedReader:
         found = None if shards is None else shards.get(id(parameter))
         if found is not None or not isinstance(parameter, DTensor):  # a functional call has its own in its place
             return parameter if found is None else found
-        return _apply_summed_shards(self._handed_out.summing, _uncut(parameter))[0]
+        read = functools.partial(_apply_summed_shards, self._handed_out.summing)
+        if shards is None:
+            return read(_uncut(parameter))[0]
+        self._handed_out.add(_readable(_uncut(parameter), filter(self._summed.__contains__, self._unit())), read)
+        return shards[id(parameter)]
+
+    def _unit(self) -> list[Place]:
+        writes: Writes | None = self._place[0].__dict__.get(WRITES)
+        return [] if writes is None else writes.cut.get(self._place, [])
 
 
 class PartReader:
@@ -265,7 +283,9 @@ class PartReader:
     The gradient of a part is padded with zeros, so that the sum over the ranks is the whole parameter's gradient.
     """
 
-    def __init__(self, summed: SummedReader, layout: Layout, shape: tuple[int, ...], axis: Communicator) -> None:
+    def __init__(
+        self, summed: Callable[[Tensor], Tensor], layout: Layout, shape: tuple[int, ...], axis: Communicator
+    ) -> None:
         """Read the part of a parameter of `shape` that `layout` gives to this rank of `axis`."""
         assert layout.dim is not None
         self._summed = summed
@@ -318,7 +338,7 @@ class OnceReader:
 class BlockReader:
     """Reads parameters of one block whose gradients need no sum."""
 
-    def __init__(self, handed_out: HandedOut, members: Sequence[tuple[nn.Module, str]]) -> None:
+    def __init__(self, handed_out: HandedOut, members: Sequence[Place]) -> None:
         """Read together `members`: the owners of the parameters and their names there."""
         self._handed_out = handed_out
         self._members = members
@@ -337,17 +357,18 @@ class BlockReader:
         if shards is None:
             return _apply_local_shards(parameter)[0]
         if found is None:
-            self._handed_out.add(self._readable(parameter), _apply_local_shards)
+            self._handed_out.add(_readable(parameter, self._members), _apply_local_shards)
             found = shards[id(parameter)]
         return found
 
-    def _readable(self, wanted: Tensor) -> list[Tensor]:
-        """The block's parameters as they are now, `wanted` first, without those that FSDP still holds sharded."""
-        readable = [wanted]
-        for owner, name in self._members:
-            parameter = owner._parameters[name]  # pyright: ignore[reportPrivateUsage]
-            if parameter is wanted or not isinstance(parameter, DTensor) or not parameter.requires_grad:
-                continue
-            if len(parameter.placements) == 1:
-                readable.append(parameter)
-        return readable
+
+def _readable(wanted: Tensor, members: Iterable[Place]) -> list[Tensor]:
+    """The parameters of `members` as they are now, `wanted` first, without those that FSDP still holds sharded."""
+    readable = [wanted]
+    for owner, name in members:
+        parameter = own_parameters(owner)[name]
+        if parameter is wanted or not isinstance(parameter, DTensor) or not parameter.requires_grad:
+            continue
+        if len(parameter.placements) == 1:
+            readable.append(parameter)
+    return readable

@@ -16,12 +16,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.compat import is_localized, is_localizer, is_of_fsdp, local_of, own_parameters, replicas_without_mesh
+from tpplan.compat import (
+    fsdp_unit,
+    is_localized,
+    is_localizer,
+    is_of_fsdp,
+    local_of,
+    own_parameters,
+    replicas_without_mesh,
+)
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.replicas import look_at_composition
 
@@ -58,7 +67,7 @@ class Writes:
         inside: the same of forwards: what a body writes is a matter of its proof.
         outside: how values lie around a module, for those who look at them.
         local: the attributes that hold what this rank counts, with that.
-        cut: the parameters that FSDP cuts further, by module and name.
+        cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
         dropped: the parameter that was deleted last, with its module and name.
     """
 
@@ -68,11 +77,20 @@ class Writes:
         self.modes = False
         self.inside: set[tuple[nn.Module, str]] = set()
         self.local: dict[tuple[nn.Module, str], Any] = {}
-        self.cut: set[tuple[nn.Module, str]] = set()
+        self.cut: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
         self.forwards = 0
         self.outside: Callable[[nn.Module], Outside] | None = None
+        self._units: WeakKeyDictionary[Any, list[tuple[nn.Module, str]]] = WeakKeyDictionary()
         self._paused = False
+
+    def note_cut(self, module: nn.Module, name: str) -> None:
+        """Remember that FSDP, which sets a parameter for the first time, will cut it."""
+        if (module, name) not in self.cut:
+            unit = fsdp_unit()
+            together = [] if unit is None else self._units.setdefault(unit, [])
+            together.append((module, name))
+            self.cut[module, name] = together
 
     def note(self, module: nn.Module, name: str) -> None:
         """Remember that `name` was set in, added to or deleted from `module`."""
@@ -167,7 +185,7 @@ def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
         return value
     if isinstance(value, DTensor):
         if value.device_mesh.ndim > 1:
-            writes.cut.add((module, name))
+            writes.note_cut(module, name)
     elif is_localized(value):  # around a sharded model, it needn't take DTensors apart
         *place, before = writes.dropped
         if before is not None and place == [module, name]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -26,28 +26,22 @@ _WRAPPED = "_tpplan_wrapped"
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules to adapt as everybody would, and adapts them once they are loaded."""
-
-    def __init__(self) -> None:
-        self._asking = False
+    """Finds the modules to adapt as everybody would, and has them adapted once they are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in ADAPTERS or self._asking:
+        if fullname not in ADAPTERS:
             return None
-        self._asking = True
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._asking = False
+        others = (finder.find_spec(fullname, path, target) for finder in [*sys.meta_path] if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
 
 
 class _Loader(Loader):
-    """Loads a module as its own loader does, and adapts it."""
+    """Loads a module as its own loader does, which may be that of others as well, and adapts it."""
 
     def __init__(self, stock: Loader) -> None:
         self._stock = stock
@@ -72,7 +66,15 @@ def follow() -> None:
 
 
 def _adapt(module: ModuleType) -> None:
-    import_module(ADAPTERS[module.__name__]).adapt(module)
+    """Adapt a module; other models are to be trained by it all the same if that fails."""
+    try:
+        import_module(ADAPTERS[module.__name__]).adapt(module)
+    except Exception as error:
+        warnings.warn(
+            f"tpplan doesn't know this version of `{module.__name__}`, and can't let it train sharded models: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
 
 
 def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:

@@ -394,14 +394,16 @@ class Program:
             for reshard in module.reshards:
                 yield module, reshard
 
-    def count_collectives(self, backward: bool = True, picked: bool = True) -> Counter[str]:
+    def count_collectives(self, backward: bool = True, picked: bool = True, sums: bool = True) -> Counter[str]:
         """How often each collective runs in one forward, or in one forward and backward.
 
-        The coalesced sum of parameter gradients counts as one all-reduce per dtype, in the backward.
+        The coalesced sum of parameter gradients counts as one all-reduce per dtype, in the backward. (Where FSDP cuts
+        parameters, it is one for each of its units.)
 
         Args:
             backward: whether to count those of the backward.
             picked: whether to count those inside of modules that are called for some data only, as if all were called.
+            sums: whether to count those of parameter gradients.
         """
         counted: Counter[str] = Counter()
         inside = tuple(f"{name}." for name in self.picked)
@@ -412,7 +414,7 @@ class Program:
             for way in ways:  # the same collective each way counts twice
                 if way.communicates:
                     counted[str(way)] += module.calls
-        if backward:
+        if backward and sums:
             dtypes = {p.dtype for p in self.parameters if p.summed and p.trainable}
             if dtypes:
                 counted[str(Collective.ALL_REDUCE)] += len(dtypes)

@@ -763,10 +763,10 @@ Trainer(fully_shard(model, mesh=mesh["dp"]), TrainingArguments())
         summary="Ranks that share a model were called with different arguments.",
         explanation="""
 Each rank computes its part of one result, so all ranks of the axis must be called with the same tensors and flags, in
-the same mode. Before the first call of each kind the ranks compare digests of what they were called with; the message
-names the first argument that differs. Usual causes: a DistributedSampler over all processes rather than over the
-data-parallel axis, an unseeded shuffle, masks drawn from a generator that is seeded by rank. Later calls of the same
-kind aren't compared, unless `TPPLAN_DEBUG=1` is set.
+the same mode. Before the first call of each kind the ranks compare digests of what they were called with, and under
+`TPPLAN_DEBUG=1` before every call; the message names the first argument that differs. Usual causes: a
+DistributedSampler over all processes rather than over the data-parallel axis, an unseeded shuffle, masks drawn from a
+generator that is seeded by rank. Other calls aren't compared.
 """,
         bad="""
 sampler = DistributedSampler(data)                                    # a part for each process

@@ -33,7 +33,8 @@ for batch in batches:
         explanation="""
 A rank that dies or raises leaves the others in a collective, which ends when its connection does, or after the process
 group's timeout. So does a rank that makes a call alone which is a collective: a forward, `full_tensor()`,
-`save_weights`, `save_pretrained` or `get_model_state_dict(…, full_state_dict=True)`. The cause is the first error in
+`save_weights`, `save_pretrained` or `get_model_state_dict(…, full_state_dict=True)`. The message has the errors of
+other ranks that raised in a call of the model, or ended by an error; if there are none, the cause is the first error in
 the other ranks' logs. With `TPPLAN_DEBUG=1` the ranks compare what they are about to do, and tell where they part.
 """,
         bad="""
@@ -50,15 +51,17 @@ tpplan.save_weights(model, "checkpoint")            # on every rank
         severity=Severity.ERROR,
         summary="Under `TPPLAN_DEBUG=1`: the ranks of an axis do different things.",
         explanation="""
-All ranks of an axis compute one model together. They must make the same calls in the same order, with the same
-arguments, in the same modes. A data loader that shards its batches must do so over the other axes of the mesh. The
-message has the first argument or setting that differs, or the places at which the ranks are.
+All ranks of an axis compute one model together. They must make the same calls in the same order. The message has the
+places at which the ranks are. Calls with different arguments, or in different modes, are a TP192.
 """,
         bad="""
-sampler = DistributedSampler(data)                  # another batch on every rank, those of one axis too
+if rank == 0:
+    print(model(batch).loss)                        # a call that the other ranks don't make
 """,
         good="""
-sampler = DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank())
+loss = model(batch).loss
+if rank == 0:
+    print(loss)
 """,
     ),
     Entry(
