@@ -135,6 +135,10 @@ def _changed(member: Member) -> list[str]:
     found = [_error_of(ours)]
     ours, _ = _pair(member, "llama")
     found.append(_error_of(ours.merge_and_unload()))
+    ours, _ = _pair(member, "llama", llama, lora(), lora())
+    with pytest.raises(tpplan.TpplanError) as raised:
+        ours.add_weighted_adapter(["default", "b"], [0.5, 0.5], "both", combination_type="cat")
+    found.append(str(raised.value))
     plain = tpplan.parallelize(llama(), PLANS / "llama.yaml", member.mesh())
     return [*found, _error_of(models.adapted(lambda: plain))]
 

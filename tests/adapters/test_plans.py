@@ -77,7 +77,11 @@ def _peft(kind: str, **options: Any) -> Callable[[], Any]:
 
 OTHERS = {
     "IA3": _peft("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "AdaLora": _peft("AdaLoraConfig", total_step=9, target_modules=["q_proj", "o_proj"]),
+    "AdaLora": _peft("AdaLoraConfig", total_step=9, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"),
+    "LoHa": _peft("LoHaConfig", r=4, target_modules=["q_proj", "o_proj"]),
+    "LoKr": _peft("LoKrConfig", r=4, target_modules=["up_proj", "down_proj"]),
+    "VeRA": _peft("VeraConfig", r=4, target_modules=["q_proj", "o_proj"]),
+    "DeLoRA": _peft("DeloraConfig", r=4, target_modules=["q_proj", "o_proj"]),
     "prompt": _peft("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
 
