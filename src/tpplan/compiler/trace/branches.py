@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.ir.trace import Location, Operation, Trace
 from tpplan.compiler.trace.capture import Capture, record
 from tpplan.compiler.trace.device import device_of
@@ -118,16 +117,13 @@ class StaleCacheError(Exception):
 
 
 def _unused(model: nn.Module, trace: Trace) -> Iterator[str]:
-    """The parameters that no operation of the trace reads, of modules that it doesn't call."""
-    called, read = set[str](), set[int]()
+    """The parameters that nothing in the trace reads."""
+    read: set[int] = set()
     for frame in trace.root.walk():
-        called.add(frame.module)
         read.update(crossing.source for crossing in frame.entries)
         read.update(i for node in frame.body if isinstance(node, Operation) for i in node.inputs)
-    names = {name for value, every in trace.stored.items() if value in read for name in every}
-    for owner, module in named_modules(model):
-        if owner not in called:
-            yield from (n for leaf in own_parameters(module) if (n := f"{owner}.{leaf}") not in names)
+    names = {name for value, every in trace.parameters.items() if value in read for name in every}
+    return (name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names)
 
 
 def _above(unused: set[str], trace: Trace) -> Iterator[Location]:
