@@ -117,14 +117,17 @@ class ConstantWatcher(TorchFunctionMode):
 
     def _over_classes(self, call: ClassCall, run: Callable[[], Any]) -> Any:
         """Record a function over classes; a run on local shapes has a part of these or none, and the weights of all."""
-        shown, shape = call, call.input.shape
-        if not self._recorder.whole and call.weight is not None:
-            shown = replace(call, weight=None)
-        elif call.operation in EXTREMES and not shape[call.dim]:
-            shown = replace(call, input=call.input.new_empty([count or 1 for count in shape]))
-        if shown is not call:
-            stock = stock_function(call.operation)
-            run = lambda: stock(*shown.arguments)  # noqa: E731
+        stock, whole = stock_function(call.operation), self._recorder.whole
+        if not whole and call.weight is not None:
+            return self._recorder.record_whole(
+                call.operation, call.arguments, lambda: stock(*replace(call, weight=None).arguments)
+            )
+        if call.operation in EXTREMES and not call.input.shape[call.dim]:
+
+            def run() -> Any:
+                some = call.input.new_empty([count or 1 for count in call.input.shape])
+                return stock(*replace(call, input=some).arguments)
+
         return self._recorder.record_whole(call.operation, call.arguments, run)
 
     def _refuse_state(self, func: Any, tensor: Tensor) -> None:
