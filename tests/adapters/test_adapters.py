@@ -161,13 +161,13 @@ def _from_a_folder(member: Member) -> None:
 
     folders = [tempfile.mkdtemp() if member.rank == 0 else ""]
     dist.broadcast_object_list(folders, 0)
-    stock: Any = llama()
+    stock: Any = llama().float()
     if member.rank == 0:
         stock.save_pretrained(folders[0])
     dist.barrier()
 
     def build() -> Any:
-        return get_peft_model(llama(), lora())
+        return get_peft_model(llama().float(), lora())
 
     with torch.device("meta"):
         ours = build()
