@@ -110,7 +110,7 @@ def test_norms_stay_norms() -> None:
 
     class Normed(Head):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return self.loss(self, self.head(self.norm(x)), labels)
+            return self.loss(self, self.head(self.norm(x)), labels)  # pyright: ignore
 
     model = Normed(focal)
     model.norm = nn.RMSNorm(WIDTH)

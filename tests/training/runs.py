@@ -196,7 +196,7 @@ def launched(member: Member) -> Iterator[None]:
 def sharded(member: Member, name: str, sequence: bool = False, replicas: int = 1, split: bool = False) -> Any:
     plan = tpplan.load_plan(PLANS / f"{name}{'-sequence' if sequence else ''}.yaml")
     if split:
-        text = plan.to_dict()
+        text: Any = plan.to_dict()
         plan = tpplan.load_plan(
             text | {"modules": text["modules"] | {"lm_head": {"style": "colwise", "output": "shard"}}}
         )

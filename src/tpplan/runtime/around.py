@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from tpplan.compat import named_modules
 from tpplan.plan import TpplanError
 from tpplan.runtime.writes import WRITES
 
@@ -62,7 +63,7 @@ def _telling(method: Callable[..., Any], path: tuple[str, ...]) -> Callable[...,
 
 def _added(model: nn.Module) -> tuple[str, str] | None:
     """A module that wasn't there when the model was sharded."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if WRITES not in vars(module):
             return name, type(module).__name__
     return None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class _Smoother:
     def __call__(
         self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        logits = cast(Tensor, model_output["logits"] if isinstance(model_output, dict) else model_output[0])
         if shift_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         labels = torch.where(labels == self.stock.ignore_index, labels, labels.clamp(min=0))

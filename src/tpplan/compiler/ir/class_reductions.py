@@ -14,7 +14,7 @@ do without (`Request.reducing`): of a plan with `output: shard`, those that fail
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,8 +80,8 @@ def class_call(
 
 
 def _dim_of(input: Tensor, dim: Any) -> int:
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:  # pyright: ignore[reportUnknownArgumentType]
-        (dim,) = dim  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(dim, (tuple, list)):
+        (dim,) = cast("tuple[Any, ...]", dim) if len(cast("tuple[Any, ...]", dim)) == 1 else (None,)
     if type(dim) is not int or not input.dim() or not input.is_floating_point():
         raise TypeError
     return range(input.dim())[dim]
@@ -113,6 +113,7 @@ def _gather(input: Tensor, dim: Any, index: Tensor, *, sparse_grad: bool = False
     return ClassCall(GATHER, input, _dim_of(input, dim), index)
 
 
+_SUMMING = {SUM: (torch.sum, Tensor.sum), MEAN: (torch.mean, Tensor.mean)}
 _READERS: dict[Any, Callable[..., ClassCall]] = {
     functional.softmax: _softmax,
     torch.softmax: _softmax_method,
@@ -120,14 +121,12 @@ _READERS: dict[Any, Callable[..., ClassCall]] = {
     Tensor.softmax: _softmax_method,
     torch.gather: _gather,
     Tensor.gather: _gather,
-}
-_READERS |= {
-    f: _summing(o) for o, fs in ((SUM, (torch.sum, Tensor.sum)), (MEAN, (torch.mean, Tensor.mean))) for f in fs
-}
-_READERS |= {
-    getattr(owner, operation.name().partition("::")[2]): _extreme(operation)
-    for operation in EXTREMES
-    for owner in (torch, Tensor)
+    **{function: _summing(operation) for operation, every in _SUMMING.items() for function in every},
+    **{
+        getattr(owner, operation.name().partition("::")[2]): _extreme(operation)
+        for operation in EXTREMES
+        for owner in (torch, Tensor)
+    },
 }
 CLASS_FUNCTIONS = LOSS_FUNCTIONS | frozenset(_READERS)
 
@@ -136,12 +135,22 @@ def stock_function(operation: OpOverload) -> Callable[..., Any]:
     """The function of torch that an operation stands for, to be called with its arguments."""
     if operation in LOSS_OPERATIONS:
         return stock_loss(operation)
-    if operation in SUMS:
-        function = torch.sum if operation is SUM else torch.mean
-        return lambda z, dim, keepdim, dtype: function(z, dim, keepdim, dtype=dtype)
-    if operation is SOFTMAX:
-        return lambda z, dim, dtype: torch.softmax(z, dim, dtype=dtype)
+    written = {SUM: _call_sum, MEAN: _call_mean, SOFTMAX: _call_softmax}
+    if operation in written:
+        return written[operation]
     return getattr(torch, operation.name().partition("::")[2])
+
+
+def _call_sum(input: Tensor, dim: int, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    return torch.sum(input, dim, keepdim, dtype=dtype)
+
+
+def _call_mean(input: Tensor, dim: int, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    return torch.mean(input, dim, keepdim, dtype=dtype)
+
+
+def _call_softmax(input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+    return torch.softmax(input, dim, dtype=dtype)
 
 
 __all__ = [

@@ -124,10 +124,11 @@ class ConstantWatcher(TorchFunctionMode):
             )
         if call.operation in EXTREMES and not call.input.shape[call.dim]:
 
-            def run() -> Any:
+            def on_one() -> Any:
                 some = call.input.new_empty([count or 1 for count in call.input.shape])
                 return stock(*replace(call, input=some).arguments)
 
+            return self._recorder.record_whole(call.operation, call.arguments, on_one)
         return self._recorder.record_whole(call.operation, call.arguments, run)
 
     def _refuse_state(self, func: Any, tensor: Tensor) -> None:
