@@ -12,7 +12,6 @@ like do what they do with the unsharded model. A plan whose names start from the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -114,7 +113,7 @@ def _inner_call(model: nn.Module, name: str, arguments: tuple[Any, ...], keyword
 
     example = with_tensors(arguments, keywords, names, shown)
     inner = skeleton.get_submodule(name)
-    inner.register_forward_pre_hook(_reached, with_kwargs=True)
+    inner.forward = _reached  # also met where a wrapper calls `forward` itself, as peft's AdaLoRA does
     try:
         skeleton(*example[0], **example[1])
     except _ReachedError as reached:
@@ -125,8 +124,8 @@ def _inner_call(model: nn.Module, name: str, arguments: tuple[Any, ...], keyword
     raise CompileError([_unreached(model, name, "")])
 
 
-def _reached(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> NoReturn:
-    raise _ReachedError(arguments, dict(keywords))
+def _reached(*arguments: Any, **keywords: Any) -> NoReturn:
+    raise _ReachedError(arguments, keywords)
 
 
 def _refuse_caches(model: nn.Module, name: str, call: Call) -> None:

@@ -135,6 +135,10 @@ def _changed(member: Member) -> list[str]:
     found = [_error_of(ours)]
     ours, _ = _pair(member, "llama")
     found.append(_error_of(ours.merge_and_unload()))
+    ours, _ = _pair(member, "llama", llama, lora(), lora())
+    with pytest.raises(tpplan.TpplanError) as raised:
+        ours.add_weighted_adapter(["default", "b"], [0.5, 0.5], "both", combination_type="cat")
+    found.append(str(raised.value))
     plain = tpplan.parallelize(llama(), PLANS / "llama.yaml", member.mesh())
     return [*found, _error_of(models.adapted(lambda: plain))]
 
@@ -145,3 +149,32 @@ def _error_of(model: Any) -> str:
     except tpplan.TpplanError as error:
         return str(error)
     return "nothing was refused"
+
+
+@pytest.mark.slow
+def test_a_model_on_meta_gets_its_base_from_a_folder_and_its_adapters_anew() -> None:
+    world(2).run(_from_a_folder)
+
+
+def _from_a_folder(member: Member) -> None:
+    from peft import get_peft_model
+
+    folders = [tempfile.mkdtemp() if member.rank == 0 else ""]
+    dist.broadcast_object_list(folders, 0)
+    stock: Any = llama().float()
+    if member.rank == 0:
+        stock.save_pretrained(folders[0])
+    dist.barrier()
+
+    def build() -> Any:
+        return get_peft_model(llama().float(), lora())
+
+    with torch.device("meta"):
+        ours = build()
+    tpplan.parallelize(ours, PLANS / "llama.yaml", member.mesh())
+    names = {"^": "base_model.model.", r"((self_attn|mlp)\.\w+)\.weight$": r"\1.base_layer.weight"}
+    tpplan.load_weights(ours, folders[0], rename=names, strict=False)
+    tpplan.init_weights(ours, build=build, missing=True)
+    with torch.no_grad():
+        models.assert_near(ours(input_ids=IDS).logits, stock(input_ids=IDS).logits, "logits")
+    assert all(bool(p.abs().sum().item()) for name, p in ours.named_parameters() if "lora_A" in name)

@@ -77,7 +77,9 @@ def _peft(kind: str, **options: Any) -> Callable[[], Any]:
 
 OTHERS = {
     "IA3": _peft("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "AdaLora": _peft("AdaLoraConfig", total_step=9, target_modules=["q_proj", "o_proj"]),
+    "AdaLora": _peft("AdaLoraConfig", total_step=9, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM"),
+    "VeRA": _peft("VeraConfig", r=4, target_modules=["q_proj", "o_proj"]),
+    "DeLoRA": _peft("DeloraConfig", r=4, target_modules=["q_proj", "o_proj"]),
     "prompt": _peft("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
 
@@ -88,6 +90,18 @@ OTHERS = {
 def test_other_adapters_are_right(kind: str, plan: str) -> None:
     report = tpplan.verify(OTHERS[kind](), PLANS / f"{plan}.yaml", 2)
     assert report.ok, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig"])
+def test_what_reads_the_shape_of_a_split_weight_is_refused_with_the_way_out(kind: str) -> None:
+    """They run beside a branch on a random number, whose other side doesn't use them."""
+    model = _peft(kind, r=4, target_modules=["up_proj", "down_proj"])()
+    with pytest.raises(CompileError, match=r"TP107(.|\n)*remove the rules for the modules inside `.*up_proj`"):
+        tpplan.compile_plan(model, PLANS / "llama.yaml", 2)
+    rules = tpplan.load_plan(PLANS / "llama.yaml").to_dict()["modules"]
+    plan = {"version": 1, "modules": {name: rule for name, rule in rules.items() if "mlp" not in name}}  # pyright: ignore
+    assert tpplan.verify(model, plan, 2).ok
 
 
 def test_a_prefix_of_keys_and_values_is_refused() -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tpplan
 from tests.compiler.toys import Mlp, Normed, frame_of, operations, traced, x_BSH
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
+from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, capture
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import CompileError
@@ -321,3 +322,19 @@ class ReadsInVain(nn.Module):
 def test_a_parameter_that_is_read_in_vain_is_local_too():
     plan = {"version": 1, "modules": {"inner": {"style": "colwise", "output": "replicate"}}}
     assert tpplan.verify(ReadsInVain(), plan, 2, (torch.randn(2, 6, 8),)).ok
+
+
+def test_a_branch_takes_the_side_that_uses_a_parameter() -> None:
+    """As an adapter that is left out at random does."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = nn.ParameterDict({"default": nn.Parameter(torch.randn(4))})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.beside["default"] if torch.rand(1) > 0.0 else x * 2.0
+
+    trace, _ = record_model(Sometimes(), (torch.randn(2, 4),), {}, True)
+    assert [assumption.taken for assumption in trace.assumptions] == [True]
+    assert [names for names in trace.parameters.values()] == [("beside.default",)]

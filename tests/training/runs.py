@@ -36,6 +36,7 @@ class Run:
         iterable: whether the data set has no length.
         masks: whether the collator draws random numbers.
         resume: whether to resume from the checkpoint in `source`.
+        split: whether the head's result is split over the ranks.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -44,6 +45,7 @@ class Run:
     iterable: bool = False
     masks: bool = False
     resume: bool = False
+    split: bool = False
     samples: int = 22
     held_out: int = 7
     steps: int = 4
@@ -191,8 +193,13 @@ def launched(member: Member) -> Iterator[None]:
             GradientState._reset_state()
 
 
-def sharded(member: Member, name: str, sequence: bool = False, replicas: int = 1) -> Any:
-    plan = PLANS / f"{name}{'-sequence' if sequence else ''}.yaml"
+def sharded(member: Member, name: str, sequence: bool = False, replicas: int = 1, split: bool = False) -> Any:
+    plan = tpplan.load_plan(PLANS / f"{name}{'-sequence' if sequence else ''}.yaml")
+    if split:
+        text: Any = plan.to_dict()
+        plan = tpplan.load_plan(
+            text | {"modules": text["modules"] | {"lm_head": {"style": "colwise", "output": "shard"}}}
+        )
     if replicas == 1:
         return tpplan.parallelize(made(name), plan, member.mesh())
     mesh = member.mesh(replicas, member.size // replicas, names=("dp", "tp"))
@@ -205,7 +212,7 @@ def sharded_outcomes(
     """Each run, with or without a split sequence, in its folder."""
     found: list[Outcome] = []
     for run, sequence, folder in runs:
-        model = sharded(member, run.model, sequence, replicas)
+        model = sharded(member, run.model, sequence, replicas, run.split)
         if fsdp:
             mesh = member.mesh(replicas, member.size // replicas, names=("dp", "tp"))
             model = fully_shard(model, mesh=mesh["dp"])

@@ -50,7 +50,7 @@ def _without_last(source: Path, target: Path) -> Path:
 
 
 def test_a_run_is_that_of_the_unsharded_model_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    run = Run({"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2, **SAVING})
+    run = Run({"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2, **SAVING}, split=True)
     stock = outcome(made("llama"), run, tmp_path / "stock")
     straight, *_ = world(2).run(sharded_outcomes, [(run, True, str(tmp_path / "ours"))])[0]
     assert_alike(straight, stock)

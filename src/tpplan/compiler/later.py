@@ -30,7 +30,14 @@ def after_a_call(
     around = Surroundings(model)
     try:
         skeleton = make_skeleton(model)
-        record(skeleton, arguments, keywords, trace.training, Capture(Recorder(trace.taken, trace.device)), around)
+        record(
+            skeleton,
+            arguments,
+            keywords,
+            trace.training,
+            Capture(Recorder(trace.taken, trace.device, trace.reducing)),
+            around,
+        )
         yield without_records(skeleton.model)
     finally:
         around.restore()

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.packing import pack
-from tpplan.compiler.bind.wrappers import Members, unwrap
+from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.emit import emit
@@ -34,11 +34,11 @@ from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
-from tpplan.compiler.search import search
+from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings
-from tpplan.plan import CompileError, Diagnostic, Severity, Style
+from tpplan.plan import CompileError, Diagnostic, Pin, Severity, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def compile_call(request: Request) -> Compiled:
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        compiled, trace, state = _compile(request)
+        request, (compiled, trace, state) = _compile_leniently(request)
         if not state.sequel.differs:
             return compiled
         with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
@@ -96,6 +96,28 @@ def compile_call(request: Request) -> Compiled:
         return replace(compiled, later=other.streams)
 
 
+def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace, Capture]]:
+    """Compile; where bodies can't work on parts, by what costs more, and is right as well."""
+    try:
+        return request, _compile(request)
+    except UnplacedError as error:
+        for other in _dearer(request, error):
+            try:
+                return _compile_leniently(other)
+            except CompileError:
+                continue
+        raise
+
+
+def _dearer(request: Request, error: UnplacedError) -> Iterator[Request]:
+    """Other requests, where bodies can't work on parts."""
+    reducing = request.reducing | error.modules
+    if reducing != request.reducing and any(rule.output is Pin.SHARD for rule in request.plan.rules):
+        yield replace(request, reducing=reducing)  # where a result stays split, they may reduce its classes
+    if request.members is None and error.bases:
+        yield replace(request, members=error.bases)  # what stands beside a layer may be whole
+
+
 def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump = Dump.from_environment()
     binding, findings = bind_rules(request.model, request.plan)
@@ -106,6 +128,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     trace, state = _capture(request, findings)
     dump.trace(trace)
     flow = DataFlow(trace)
+    wrappers = tuple(binding.wrappers)
     binding, unwrapped, members = unwrap(request.model, flow, binding, request.members)
     findings = [*findings, *unwrapped]
     unpacked = pack(request.model, flow, binding, request.size, request.partly)
@@ -121,7 +144,12 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         functools.cache(functools.partial(attributes_read, request.model, trace, request.arguments, request.keywords)),
     )  # fmt: skip
     constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
-    solved = search(problem, Learned(constraints, attributes, findings=(*findings, *unknown)), dump)
+    try:
+        solved = search(problem, Learned(constraints, attributes, findings=(*findings, *unknown)), dump)
+    except UnplacedError as error:
+        bases = bases_among(request.model, wrappers, members)
+        error.bases = bases if len(bases) < len(members) else {}
+        raise
     program = _program(problem, solved.placed, unpacked.notes, asked)
     dump.program(program)
     compiled = Compiled(
@@ -215,8 +243,9 @@ def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, C
     for training in (True, False) if request.training is None else (request.training,):
         try:
             return record_model(
-                request.model, request.arguments, request.keywords, training, request.taken, request.device
-            )
+                request.model, request.arguments, request.keywords, training, request.taken, request.device,
+                request.reducing,
+            )  # fmt: skip
         except BodyError as error:
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding

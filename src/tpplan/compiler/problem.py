@@ -67,6 +67,7 @@ class Learned:
         fixed: modules whose boundaries carry no reshard unless the plan pins one.
         recorded: modules whose bodies run from their records.
         excused: modules that no check runs, as they were reported already.
+        unplaced: modules whose bodies no layouts suit.
         reasons: the findings that led to constraints, the latest last.
         findings: what to report.
     """
@@ -76,6 +77,7 @@ class Learned:
     fixed: frozenset[str] = frozenset()
     recorded: frozenset[str] = frozenset()
     excused: frozenset[str] = frozenset()
+    unplaced: frozenset[str] = frozenset()
     reasons: tuple[Diagnostic, ...] = ()
     findings: tuple[Diagnostic, ...] = ()
 

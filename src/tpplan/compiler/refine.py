@@ -150,6 +150,8 @@ def _recorded(subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Lear
         return None  # its operations would run, with their own derivatives
     if name in learned.recorded or not name or _takes_uneven(subject, mismatch.frame):
         return None
+    if name in subject.trace.reducing:
+        return None  # a record doesn't know these functions
     equal = {n for n in equal_modules(subject.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
     recorded = learned.recorded | equal
     attributes = {name: counts for name, counts in learned.attributes.items() if name not in recorded}

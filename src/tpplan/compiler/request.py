@@ -35,6 +35,7 @@ class Request:
         taken: the branches on data to take on their true side; None for those without which modules stay uncalled.
         members: what the first call has made of rules on wrappers; None if this is the first.
         device: where the model will run; None for where its parameters are.
+        reducing: modules whose bodies may reduce split classes by a collective; see `ir/class_reductions`.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Request:
     taken: frozenset[Location] | None = None
     members: Members | None = None
     device: torch.device | None = None
+    reducing: frozenset[str] = frozenset()
 
 
 __all__ = ["Request"]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.bind.regions import RegionTable, build_regions
+from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import Mismatch
 from tpplan.compiler.dump import Dump
@@ -48,6 +49,21 @@ from tpplan.cost.communication import NVLINK
 from tpplan.plan import CompileError, Diagnostic, InternalError
 
 _ROUNDS = 64
+
+
+class UnplacedError(CompileError):
+    """No layouts suit some bodies.
+
+    Attributes:
+        modules: whose bodies.
+        bases: the layers that other modules wrap, if there is more beside them that is split.
+    """
+
+    def __init__(self, learned: Learned) -> None:
+        """Tell the findings, and remember the modules."""
+        super().__init__(learned.findings)
+        self.modules = learned.unplaced
+        self.bases: Members = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +123,7 @@ class _Solver:
                 assignment = assign(instance, root_solution(solutions), trace.parameters, inputs)
                 return Placed(instance, assignment, learned)
             learned = self._after(learned, instance, solutions)
-        raise CompileError(learned.findings)
+        raise UnplacedError(learned)
 
     def _instance(self, fixed: frozenset[str]) -> Instance:
         """The regions; of what a round teaches, they depend on the fixed modules alone."""
@@ -127,10 +143,15 @@ class _Solver:
         if learned.reasons:
             raise CompileError([*learned.findings, learned.reasons[-1]])
         finding = failures.of_placement(instance, failure, problem.trace, problem.binding, problem.request.size)
-        learned = replace(learned, findings=tuple(failures.with_one_cause([*learned.findings, finding])))
-        place = (failures.instance_at(instance, failure.path).region.example, failure.node)
+        findings, here = (
+            failures.with_one_cause([*learned.findings, finding]),
+            failures.instance_at(instance, failure.path),
+        )
+        unplaced = learned.unplaced | {here.frame.module}
+        learned = replace(learned, findings=tuple(findings), unplaced=unplaced)
+        place = (here.region.example, failure.node)
         if place[1] is None or place in constraints.forgiven:
-            raise CompileError(learned.findings)
+            raise UnplacedError(learned)
         return learned.constrained(forgiven=constraints.forgiven | {place})
 
 
@@ -191,4 +212,4 @@ def _effect_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
     ]
 
 
-__all__ = ["Solved", "search"]
+__all__ = ["Solved", "UnplacedError", "search"]

@@ -22,18 +22,34 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import innermost_function_mode, without_function_modes, without_tensor_classes
+from tpplan.compat import OpOverload, innermost_function_mode, without_function_modes, without_tensor_classes
 from tpplan.compiler.ir.class_functions import (
-    CLASS_FUNCTIONS,
     CROSS_ENTROPY,
     LOG_SOFTMAX,
+    LOGSUMEXP,
+    LOSS_FUNCTIONS,
+    LOSSES,
     NLL_LOSS,
     ClassCall,
+)
+from tpplan.compiler.ir.class_reductions import (
+    AMAX,
+    AMIN,
+    ARGMIN,
+    CLASS_FUNCTIONS,
+    GATHER,
+    MAX,
+    MEAN,
+    MIN,
+    REDUCTION_NAMES,
+    SOFTMAX,
+    SUMS,
     class_call,
+    stock_function,
 )
 from tpplan.compiler.ir.program import ClassCalls
 from tpplan.plan import TpplanError
-from tpplan.runtime import classes
+from tpplan.runtime import class_reductions, classes
 from tpplan.runtime.classes import ClassPart, Loss
 from tpplan.runtime.communicator import Communicator
 
@@ -124,6 +140,8 @@ class _Counter(TorchFunctionMode):
         self._where = where
         self._number = 0
         self._asleep = False
+        self._reducing = any(call is not None and call.function in REDUCTION_NAMES for call in calls)
+        self._functions = CLASS_FUNCTIONS if self._reducing else LOSS_FUNCTIONS
 
     def pause(self) -> None:
         """See no calls; one that isn't the innermost mode lets them pass."""
@@ -143,10 +161,10 @@ class _Counter(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         keywords: dict[str, Any] = kwargs or {}
-        if self._asleep or func not in CLASS_FUNCTIONS:
+        if self._asleep or func not in self._functions:
             return func(*args, **keywords)
         with without_function_modes():
-            call = class_call(func, args, keywords)
+            call = class_call(func, args, keywords, self._reducing)
             if call is None:
                 return func(*args, **keywords)
             planned = self._next(call)
@@ -174,7 +192,7 @@ class _Counter(TorchFunctionMode):
 class _Marked(Tensor):
     """Stands for an operand, so that a call goes its way through all function modes, and then runs over the ranks."""
 
-    run: Callable[[], Tensor]
+    run: Callable[[], Any]
 
     @classmethod
     def __torch_function__(
@@ -193,15 +211,24 @@ def _marked(call: ClassCall, part: ClassPart, partial: bool) -> _Marked:
     return marked
 
 
-def run_split(call: ClassCall, part: ClassPart, partial: bool = False) -> Tensor:
+def run_split(call: ClassCall, part: ClassPart, partial: bool = False) -> Any:
     """What a call makes of split classes, in the dtype of the stock function's result."""
-    with without_tensor_classes():
-        made = _run_split(call, part)
+
+    def whole(made: Tensor) -> Tensor:
         return classes.with_partial_gradient(made, part) if partial and made.requires_grad else made
+
+    with without_tensor_classes():
+        if call.operation not in (MAX, MIN):
+            return whole(_run_split(call, part))
+        value, index = class_reductions.extremes(call.input, part, call.dim, call.keepdim, call.operation is MIN)
+        kind = torch.return_types.max if call.operation is MAX else torch.return_types.min  # pyright: ignore
+        return kind((whole(value), index))
 
 
 def _run_split(call: ClassCall, part: ClassPart) -> Tensor:
     input = call.input if call.dtype is None else call.input.to(call.dtype)
+    if call.operation not in LOSSES | {LOGSUMEXP, LOG_SOFTMAX}:
+        return _reduced(call, input, part)
     dtype = _result_dtype(call.operation, input.dtype, input.device.type, _autocasts(input))
     if call.operation in (CROSS_ENTROPY, NLL_LOSS):
         loss = Loss(call.reduction, call.ignore_index, call.label_smoothing)
@@ -213,20 +240,40 @@ def _run_split(call: ClassCall, part: ClassPart) -> Tensor:
     return classes.logsumexp(input, part, call.dim, call.keepdim).to(dtype)
 
 
+def _reduced(call: ClassCall, input: Tensor, part: ClassPart) -> Tensor:
+    operation, dim, keepdim = call.operation, call.dim, call.keepdim
+    if operation is GATHER:
+        assert call.target is not None
+        return class_reductions.picked(input, call.target, part, dim)
+    if operation in (AMAX, AMIN):
+        return class_reductions.shared_extremes(input, part, dim, keepdim, operation is AMIN)
+    if operation is not SOFTMAX and operation not in SUMS:
+        return class_reductions.extremes(input, part, dim, keepdim, operation is ARGMIN)[1]
+    dtype = _result_dtype(operation, input.dtype, input.device.type, _autocasts(input))
+    if operation is SOFTMAX:
+        return class_reductions.softmax(input, part, dim).to(dtype)
+    made = class_reductions.total(input, part, dim, keepdim)
+    return (made / part.classes if operation is MEAN else made).to(dtype)
+
+
 def _autocasts(input: Tensor) -> bool:
     device = input.device.type
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
 @lru_cache(maxsize=64)
-def _result_dtype(operation: object, dtype: torch.dtype, device: str, autocasts: bool) -> torch.dtype:
+def _result_dtype(operation: OpOverload, dtype: torch.dtype, device: str, autocasts: bool) -> torch.dtype:
     """The dtype of the stock function's result, by asking it."""
     logits = torch.zeros(1, 1, dtype=dtype, device=device)
     if operation is CROSS_ENTROPY:
         return functional.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=device)).dtype
     if operation is NLL_LOSS:
         return functional.nll_loss(logits, torch.zeros(1, dtype=torch.int64, device=device)).dtype
-    return (torch.log_softmax(logits, 1) if operation is LOG_SOFTMAX else torch.logsumexp(logits, 1)).dtype
+    if operation in SUMS:
+        return stock_function(operation)(logits, 1, False, None).dtype
+    if operation in (LOG_SOFTMAX, SOFTMAX):
+        return stock_function(operation)(logits, 1, None).dtype
+    return torch.logsumexp(logits, 1).dtype
 
 
 __all__ = ["ClassBody", "ClassCallError", "OpenClassBodies", "run_split", "unseen"]

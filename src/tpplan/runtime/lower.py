@@ -203,9 +203,7 @@ def wrap_around(model: nn.Module, name: str) -> None:
     path, inner = name.split("."), stock_class(model.get_submodule(name))
     for depth in range(len(path)):
         holder = model.get_submodule(".".join(path[:depth]))
-        replacement = wrapper_class(type(holder), tuple(path[depth:]), inner)
-        if replacement is not None:
-            holder.__class__ = replacement
+        holder.__class__ = wrapper_class(type(holder), tuple(path[depth:]), inner)
 
 
 def _watch(module: nn.Module, writes: Writes, carries: bool) -> _Change:

@@ -9,7 +9,8 @@ There a plain tensor counts as a replicated one, and a module that is called wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
@@ -56,19 +57,25 @@ def serves() -> bool:
     return _serves.get()
 
 
+@contextmanager
+def serving() -> Generator[None]:
+    """A block in which calls without gradients return whole results, as they do for `generate`."""
+    token = _serves.set(True)
+    try:
+        yield
+    finally:
+        _serves.reset(token)
+
+
 def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _serves.get() or not is_outside(self):
             return method(self, *args, **kwargs)
-        token = _serves.set(True)
-        try:
-            with implicit_replication():
-                return method(self, *args, **kwargs)
-        finally:
-            _serves.reset(token)
+        with serving(), implicit_replication():
+            return method(self, *args, **kwargs)
 
     return call
 
 
-__all__ = ["serves", "serving_methods", "whole", "whole_arguments"]
+__all__ = ["serves", "serving", "serving_methods", "whole", "whole_arguments"]

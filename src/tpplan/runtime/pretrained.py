@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import own_modules
+from tpplan.runtime.around import telling_methods
 
 
 def saving_methods(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -41,17 +42,19 @@ def saving_methods(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     return {"save_pretrained": save_pretrained}
 
 
-def wrapper_class(stock: type[nn.Module], path: tuple[str, ...], inner: type[nn.Module]) -> type[nn.Module] | None:
-    """A class like `stock`, of modules that wrap a sharded model, which saves whole tensors; None if it saves nothing.
+def wrapper_class(stock: type[nn.Module], path: tuple[str, ...], inner: type[nn.Module]) -> type[nn.Module]:
+    """A class like `stock`, of modules that wrap a sharded model, which saves whole tensors, if it saves any.
 
     Args:
         stock: the class.
         path: the names that lead from a module of it to the sharded model.
         inner: the stock class of that.
     """
+    own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    own |= telling_methods(stock, path)
     saves = getattr(stock, "save_pretrained", None)
     if not callable(saves):
-        return None
+        return type(stock.__name__, (stock,), own)
 
     def save_pretrained(self: nn.Module, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
         """As the stock model's. Every rank must call it; the first one writes."""
@@ -64,7 +67,6 @@ def wrapper_class(stock: type[nn.Module], path: tuple[str, ...], inner: type[nn.
             dist.barrier()  # what a rank returns from has been written
         return result
 
-    own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     return type(stock.__name__, (stock,), {**own, "save_pretrained": functools.wraps(saves)(save_pretrained)})
 
 

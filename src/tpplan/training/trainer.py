@@ -9,11 +9,17 @@ saves is gathered from them; the files are those of an unsharded run. The rest i
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from tpplan.loss import cross_entropy
+from tpplan.runtime.modules import RUNTIME, ShardedRoot
+from tpplan.runtime.outside import serving
 from tpplan.runtime.pretrained import whole_state_of
 from tpplan.training.follow import wrap
 from tpplan.training.sharding import Sharding, blind, refusal, sharding_of
@@ -71,6 +77,54 @@ def _get_num_items_in_batch(stock: _Stock, self: Any, *args: Any, **kwargs: Any)
     return number if sharding is None else number * sharding.size
 
 
+def _compute_loss(stock: _Stock, self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """With label smoothing over split classes, which is computed outside of the model."""
+    smoother = self.label_smoother
+    if smoother is None or not _split_classes(self.model):
+        return stock(self, model, *args, **kwargs)
+    self.label_smoother = _Smoother(smoother, self.model)
+    try:
+        return stock(self, model, *args, **kwargs)
+    finally:
+        self.label_smoother = smoother
+
+
+def _split_classes(model: nn.Module) -> tuple[int, ...]:
+    """Of results that a sharded model leaves split, the numbers of all classes."""
+    root = next((module for module in model.modules() if isinstance(module, ShardedRoot)), None)
+    return () if root is None else root.__dict__[RUNTIME].split_classes
+
+
+@dataclass(frozen=True, slots=True)
+class _Smoother:
+    """As transformers' `LabelSmoother`, of the logits that a sharded model returns."""
+
+    stock: Any
+    model: nn.Module
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits = cast(Tensor, model_output["logits"] if isinstance(model_output, dict) else model_output[0])
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        labels = torch.where(labels == self.stock.ignore_index, labels, labels.clamp(min=0))
+        rows = cross_entropy(logits, labels, None, self.stock.ignore_index, "sum", self.stock.epsilon, model=self.model)
+        if num_items_in_batch is None:
+            return rows / (labels != self.stock.ignore_index).sum()
+        return rows / (
+            num_items_in_batch.to(rows.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
+        )
+
+
+def _prediction_step(
+    stock: _Stock, self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """With predictions of all classes."""
+    with nullcontext() if prediction_loss_only or sharding_of(self.model) is None else serving():
+        return stock(self, model, inputs, prediction_loss_only, *args, **kwargs)
+
+
 def _save(stock: _Stock, self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
     """On all ranks, of which one writes."""
     if sharding_of(self.model) is None:
@@ -101,6 +155,8 @@ def _save_optimizer_and_scheduler(stock: _Stock, self: Any, output_dir: str) -> 
 
 _METHODS = {
     "_build_accelerator_args": _build_accelerator_args,
+    "compute_loss": _compute_loss,
+    "prediction_step": _prediction_step,
     "_get_num_items_in_batch": _get_num_items_in_batch,
     "_save": _save,
     "_save_optimizer_and_scheduler": _save_optimizer_and_scheduler,

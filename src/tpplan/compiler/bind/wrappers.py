@@ -110,6 +110,23 @@ def unwrap(
     return bind_parameters(model, bound)[0], once(findings), members
 
 
+def bases_among(model: nn.Module, wrappers: Iterable[str], members: Members) -> Members:
+    """The layers that wrappers wrap, without what stands beside these: the largest that each holds."""
+    found: dict[str, Style] = {}
+    for wrapper in wrappers:
+        inside = [name for name in members if name.startswith(f"{wrapper}.")]
+        if inside:
+            base = max(inside, key=lambda name: _size(model, name))
+            found[base] = members[base]
+    return found
+
+
+def _size(model: nn.Module, name: str) -> int:
+    holder, _, leaf = name.rpartition(".")
+    found = getattr(model.get_submodule(holder), leaf)
+    return sum(p.numel() for p in found.parameters()) if isinstance(found, nn.Module) else found.numel()
+
+
 def _member(name: str, style: Style, wrapper: Bound, modules: Mapping[str, nn.Module]) -> Bound:
     rule = replace(wrapper.rule, style=style, local=())
     if name not in modules:

@@ -32,7 +32,11 @@ def attributes_read(
         skeleton = make_skeleton(model)
         _watch(dict(named_modules(skeleton.model))[module], known, read.add)
         record(
-            skeleton, arguments, keywords, trace.training, Capture(Recorder(trace.taken, trace.device), leaves=False)
+            skeleton,
+            arguments,
+            keywords,
+            trace.training,
+            Capture(Recorder(trace.taken, trace.device, trace.reducing), leaves=False),
         )
     except Exception:  # a class that can't be derived from, or a body that looks at classes: nothing is known then
         return known

@@ -115,7 +115,7 @@ def _check_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes, every_call)
-    state = Capture(Recorder(given.trace.taken, given.trace.device), boundary)
+    state = Capture(Recorder(given.trace.taken, given.trace.device, given.trace.reducing), boundary)
     state.recorder.listening = True
     state.recorder.whole = False
     state.recorder.unused = dict(_unused_gradients(given.trace))

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from tpplan.compiler.ir.class_functions import CLASS_OPERATIONS, CROSS_ENTROPY, LOG_SOFTMAX, NLL_LOSS
+from tpplan.compiler.ir.class_functions import CROSS_ENTROPY, LOG_SOFTMAX, NLL_LOSS
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, GATHER, REDUCTIONS, SOFTMAX, SUMS
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, Layout, sharded
 from tpplan.compiler.ir.program import ClassCalls, Reshard, SplitClasses, dtype_name
 from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
@@ -23,7 +24,10 @@ def class_calls(trace: Trace, assignment: Assignment) -> dict[tuple[str, int], C
     """Of each call of a module that runs such functions on split classes: these, in order, None for any other."""
     found: dict[tuple[str, int], ClassCalls] = {}
     for frame in trace.recorded.walk():
-        calls = tuple(_of(node, trace, assignment) for node in _class_operations(frame))
+        every = [(node, _of(node, trace, assignment)) for node in _class_operations(frame)]
+        if not any(call for node, call in every if node.target in REDUCTIONS):  # then the runtime looks at losses only
+            every = [(node, call) for node, call in every if node.target not in REDUCTIONS]
+        calls = tuple(call for _, call in every)
         if any(call is not None for call in calls):
             found[frame.module, frame.call] = calls
     return found
@@ -58,14 +62,14 @@ def _exchanged(node: Operation, logits: Value, result: Value, size: int, partial
             differentiable=gradient, origin=f"`{name}` over split classes",
         )  # fmt: skip
 
-    if node.target is NLL_LOSS:
+    if node.target is GATHER:
+        rows = math.prod(result.shape)
+    if node.target in (NLL_LOSS, GATHER) or node.target in SUMS:
         yield reshard(PARTIAL, REPLICATED, (Collective.ALL_REDUCE, Collective.NONE), 1)
-        return
-    numbers = 2
-    if node.target is CROSS_ENTROPY:
-        numbers = 4 if node.arguments[6] else 3
-    yield reshard(sharded(0), REPLICATED, (Collective.ALL_GATHER, Collective.NONE), numbers * size)
-    if (node.target is LOG_SOFTMAX or partial) and gradient:
+    else:
+        numbers = 2 if node.target is not CROSS_ENTROPY else 4 if node.arguments[6] else 3
+        yield reshard(sharded(0), REPLICATED, (Collective.ALL_GATHER, Collective.NONE), numbers * size)
+    if (node.target in (LOG_SOFTMAX, SOFTMAX) or partial) and gradient:
         yield reshard(REPLICATED, REPLICATED_PARTIAL, (Collective.NONE, Collective.ALL_REDUCE), 1)
 
 

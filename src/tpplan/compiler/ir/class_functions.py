@@ -20,25 +20,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpplan.compat import OpOverload
+from tpplan.compat import OpOverload, schema_argument_names
 
-_LIBRARY = torch.library.Library("tpplan_classes", "DEF")
-_LIBRARY.define(
+CLASS_LIBRARY = torch.library.Library("tpplan_classes", "DEF")
+CLASS_LIBRARY.define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight, int dim, str reduction, int ignore_index, "
     "float label_smoothing) -> Tensor"
 )
-_LIBRARY.define(
+CLASS_LIBRARY.define(
     "nll_loss(Tensor input, Tensor target, Tensor? weight, int dim, str reduction, int ignore_index) -> Tensor"
 )
-_LIBRARY.define("logsumexp(Tensor input, int dim, bool keepdim) -> Tensor")
-_LIBRARY.define("log_softmax(Tensor input, int dim, ScalarType? dtype) -> Tensor")
+CLASS_LIBRARY.define("logsumexp(Tensor input, int dim, bool keepdim) -> Tensor")
+CLASS_LIBRARY.define("log_softmax(Tensor input, int dim, ScalarType? dtype) -> Tensor")
 
 CROSS_ENTROPY: OpOverload = torch.ops.tpplan_classes.cross_entropy.default
 NLL_LOSS: OpOverload = torch.ops.tpplan_classes.nll_loss.default
 LOGSUMEXP: OpOverload = torch.ops.tpplan_classes.logsumexp.default
 LOG_SOFTMAX: OpOverload = torch.ops.tpplan_classes.log_softmax.default
 LOSSES = frozenset((CROSS_ENTROPY, NLL_LOSS))
-CLASS_OPERATIONS = LOSSES | {LOGSUMEXP, LOG_SOFTMAX}
+LOSS_OPERATIONS = LOSSES | {LOGSUMEXP, LOG_SOFTMAX}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class ClassCall:
         operation: which function it is.
         input: the logits, or for `nll_loss` their log-probabilities.
         dim: the class dim, counted from the front.
-        target, weight: of a loss: the labels, as class numbers; a weight for each class.
+        target, weight: of a loss: the labels, as class numbers; a weight for each class. Of `gather`, the index.
         reduction, ignore_index, label_smoothing: of a loss, as torch names them.
         keepdim: of a sum.
         dtype: what the input is converted to first.
@@ -69,15 +69,15 @@ class ClassCall:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The operation's arguments, in order."""
-        if self.operation is LOGSUMEXP:
-            return self.input, self.dim, self.keepdim
-        if self.operation is LOG_SOFTMAX:
-            return self.input, self.dim, self.dtype
+        if self.operation not in LOSSES:
+            known = {"keepdim": self.keepdim, "dtype": self.dtype, "index": self.target}
+            names = schema_argument_names(self.operation)[2:]
+            return (self.input, self.dim, *(known[name] for name in names))
         loss = (self.input, self.target, self.weight, self.dim, self.reduction, self.ignore_index)
         return loss if self.operation is NLL_LOSS else (*loss, self.label_smoothing)
 
 
-def class_call(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> ClassCall | None:
+def loss_call(func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> ClassCall | None:
     """What a call of torch computes over classes; None for any other call, or one that torch itself would refuse."""
     read = _READERS.get(func)
     if read is None:
@@ -155,10 +155,10 @@ _READERS: dict[Any, Callable[..., ClassCall | None]] = {
     torch.special.log_softmax: _log_softmax_method,
     Tensor.log_softmax: _log_softmax_method,
 }
-CLASS_FUNCTIONS = frozenset(_READERS)
+LOSS_FUNCTIONS = frozenset(_READERS)
 
 
-def stock_function(operation: OpOverload) -> Callable[..., Tensor]:
+def stock_loss(operation: OpOverload) -> Callable[..., Tensor]:
     """The function of torch that an operation stands for, to be called with its arguments."""
     written = {CROSS_ENTROPY: _call_loss, NLL_LOSS: _call_nll, LOG_SOFTMAX: _call_log_softmax}
     return written.get(operation, torch.logsumexp)
@@ -177,14 +177,15 @@ def _call_log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None) -> Ten
 
 
 __all__ = [
-    "CLASS_FUNCTIONS",
-    "CLASS_OPERATIONS",
+    "CLASS_LIBRARY",
     "CROSS_ENTROPY",
     "LOGSUMEXP",
     "LOG_SOFTMAX",
     "LOSSES",
+    "LOSS_FUNCTIONS",
+    "LOSS_OPERATIONS",
     "NLL_LOSS",
     "ClassCall",
-    "class_call",
-    "stock_function",
+    "loss_call",
+    "stock_loss",
 ]

@@ -274,6 +274,7 @@ class Trace:
         outside: of what is `kept` that which no attribute of a module holds, but a hook or a global.
         seeded: random numbers that were drawn after the forward had set the generator.
         asked: what the bodies ask for beside sizes, dtypes and numbers.
+        reducing: modules whose bodies' reductions are recorded as functions over classes.
     """
 
     root: Frame
@@ -300,6 +301,7 @@ class Trace:
     outside: frozenset[int] = frozenset()
     seeded: frozenset[int] = frozenset()
     asked: Asked = field(default_factory=Asked)
+    reducing: frozenset[str] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

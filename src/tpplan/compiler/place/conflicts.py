@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Set
 
 from tpplan.compiler.bind.bind import Binding
-from tpplan.compiler.ir.class_functions import CLASS_OPERATIONS
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import Frame, Operation, Trace

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tpplan.compat import takes_device, without_dispatch_modes
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
-from tpplan.compiler.ir.class_functions import CLASS_OPERATIONS, stock_function
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import RecordedBody
 from tpplan.compiler.ir.pytree import tensors_in

@@ -7,6 +7,8 @@ out: how its result lies; the reason where it can't be computed
     logsumexp(z: S(1), 1)          ->   R, likewise; or R·∂P, for an all-reduce of its gradient
     log_softmax(z: S(1), 1)        ->   S(1), likewise, and an all-reduce of a number a row in the backward
     nll_loss(p: S(1), t: R)        ->   R, for an all-reduce of a number a row, and none in the backward
+    softmax(z: S(1), 1)            ->   S(1), as log_softmax
+    sum, mean, amax, gather …      ->   R, for a number or two a row; or R·∂P, for an all-reduce of its gradient
 
 These are the only operations that communicate inside of a body: the runtime meets the very calls (`runtime/classes`).
 Where the result is replicated, so is its gradient, of which each rank makes that of its own classes.
@@ -22,17 +24,41 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.class_functions import CROSS_ENTROPY, LOG_SOFTMAX, LOGSUMEXP, LOSSES, NLL_LOSS
+from tpplan.compiler.ir.class_reductions import (
+    AMAX,
+    AMIN,
+    ARGMAX,
+    ARGMIN,
+    GATHER,
+    MAX,
+    MEAN,
+    MIN,
+    REDUCTIONS,
+    SOFTMAX,
+    SUM,
+)
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
-from tpplan.compiler.ir.trace import Reference
 
 Rule = Callable[[OperationNode, Sequence[LocalValue], dict[int, Layout]], Layout | str]
 Layouts = tuple[Layout, ...]
 _STOCK: dict[OpOverload, OpOverload] = {
     LOGSUMEXP: torch.ops.aten.logsumexp.default,
     LOG_SOFTMAX: torch.ops.aten._log_softmax.default,
+    SOFTMAX: torch.ops.aten._softmax.default,
+    SUM: torch.ops.aten.sum.dim_IntList,
+    MEAN: torch.ops.aten.mean.dim,
+    AMAX: torch.ops.aten.amax.default,
+    AMIN: torch.ops.aten.amin.default,
+    ARGMAX: torch.ops.aten.argmax.default,
+    ARGMIN: torch.ops.aten.argmin.default,
+    MAX: torch.ops.aten.max.dim,
+    MIN: torch.ops.aten.min.dim,
+    GATHER: torch.ops.aten.gather.default,
 }
-_DIM: dict[OpOverload, int] = {CROSS_ENTROPY: 3, NLL_LOSS: 3, LOGSUMEXP: 1, LOG_SOFTMAX: 1}
+_DIM: dict[OpOverload, int] = {CROSS_ENTROPY: 3, NLL_LOSS: 3} | dict.fromkeys((LOGSUMEXP, LOG_SOFTMAX, *REDUCTIONS), 1)
+_OF_DIMS = frozenset((LOGSUMEXP, SUM, MEAN, AMAX, AMIN))
+_ALONG = frozenset((LOG_SOFTMAX, SOFTMAX))
 
 
 def class_dim(arguments: Sequence[Any], target: OpOverload) -> int:
@@ -47,8 +73,8 @@ def splits_classes(target: OpOverload, arguments: Sequence[Any], held: Layout) -
 
 def class_layouts(
     node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], rule: Rule
-) -> Layouts | str:
-    """How the result may lie where not all operands are replicated, or why it can't be told.
+) -> tuple[Layouts, ...] | str:
+    """How the results may lie where not all operands are replicated, or why it can't be told.
 
     Args:
         node: the operation.
@@ -63,19 +89,29 @@ def class_layouts(
             return "reads classes that lie in several stretches on a rank"
         if any(not layouts[i].is_replicated for i in others) or any(values[i].differentiable for i in others):
             return "needs whole labels and whole weights of classes, without gradients"
-        if node.target is LOGSUMEXP and values[logits].differentiable:
-            return REPLICATED, REPLICATED_PARTIAL
-        return (held if node.target is LOG_SOFTMAX else REPLICATED,)
-    if node.target in LOSSES:
-        of_rows = _of_rows(node, layouts)
-        return of_rows if isinstance(of_rows, str) else (of_rows,)
-    if node.target is LOG_SOFTMAX and node.arguments[2] not in (None, values[logits].dtype):
-        return "needs values that other ranks hold"
-    dim = class_dim(node.arguments, node.target)
-    arguments = ((dim,), node.arguments[2]) if node.target is LOGSUMEXP else (dim, False)
-    stock = replace(node, target=_STOCK[node.target], arguments=(Reference(logits), *arguments))
-    made = rule(stock, values, dict(layouts))
-    return made if isinstance(made, str) else (made,)
+        if node.target in _ALONG:
+            return ((held,),)
+        others_made = (REPLICATED,) * (len(node.outputs) - 1)  # the indices beside a maximum
+        partial = node.target not in LOSSES and any(o is not None and values[o].differentiable for o in node.outputs)
+        return tuple((made, *others_made) for made in ((REPLICATED, REPLICATED_PARTIAL) if partial else (REPLICATED,)))
+    made = _of_rows(node, layouts) if node.target in LOSSES else _stock(node, values, layouts, rule)
+    return made if isinstance(made, str) else ((made,) * len(node.outputs),)
+
+
+def _stock(
+    node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], rule: Rule
+) -> Layout | str:
+    """The result of classes that each rank has all of, such as those of its rows."""
+    _, dim, *further = node.arguments
+    if node.target in _ALONG:
+        if further[0] not in (None, values[node.inputs[0]].dtype):
+            return "needs values that other ranks hold"
+        further = [False]
+    if node.target in (SUM, MEAN):
+        further = further[:1]
+    dims = (dim,) if node.target in _OF_DIMS else dim
+    stock = replace(node, target=_STOCK[node.target], arguments=(node.arguments[0], dims, *further))
+    return rule(stock, values, dict(layouts))
 
 
 def _of_rows(node: OperationNode, layouts: Mapping[int, Layout]) -> Layout | str:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from tpplan.compat import NoRule, OperatorMeta, propagate
-from tpplan.compiler.ir.class_functions import CLASS_OPERATIONS
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
 from tpplan.compiler.ir.layout import packed as split_in_packs
@@ -115,7 +115,7 @@ class Propagator:
             found = class_layouts(node, values, dict(operands), self._class_rule)
             if isinstance(found, str):
                 return Refusal("communication", found, operands)
-            return [Outcome((held,)) for held in found]
+            return [Outcome(outputs) for outputs in found]
         if all(held.is_replicated for _, held in operands):
             found = self._replicated(node, values, operands)
             if isinstance(found, Refusal):

@@ -1,10 +1,11 @@
 """Branches: the sides on which a model's branches on the numbers in its tensors are taken.
 
 in:  a model and an example call
-out: its trace, in which no module stays uncalled that the other side of a branch would call
+out: its trace, in which no parameter stays unused that the other side of a branch would use
 
     if mask.all(): mask = None                  ->   false: the mask is used
     if chosen.any(): y += expert(x[chosen])     ->   true, since `expert` would never be called
+    if torch.rand(1) > p: y += x @ self.a       ->   true, since `a` would never be read
 
 A capture on meta tensors has no numbers, so that it takes one side. The program records the assumption.
 """
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.compat import named_modules
-from tpplan.compiler.ir.trace import Location, Trace
+from tpplan.compiler.ir.trace import Location, Operation, Trace
 from tpplan.compiler.trace.capture import Capture, record
 from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.recorder import Recorder
@@ -36,13 +36,15 @@ def record_model(
     training: bool,
     taken: frozenset[Location] | None = None,
     device: torch.device | None = None,
+    reducing: frozenset[str] = frozenset(),
 ) -> tuple[Trace, Capture]:
-    """Record a call of `model`; branches on data take their false side, unless modules would then stay uncalled.
+    """Record a call of `model`; branches on data take their false side, unless parameters would then stay unused.
 
     Args:
         model, arguments, keywords, training: see `capture`.
         taken: the branches that take their true side; None to choose them as said.
         device: where bodies are told that their tensors lie; None for where the model's parameters do.
+        reducing: modules whose bodies' reductions are recorded as functions over classes.
 
     Raises:
         BodyError: a module raised on these inputs.
@@ -51,7 +53,7 @@ def record_model(
     around, stale = Surroundings(model), list[Any]()
     try:
         try:
-            return _recorded(model, arguments, keywords, training, taken, device, around)
+            return _recorded(model, arguments, keywords, training, taken, device, reducing, around)
         finally:
             stale = around.stale()
             around.restore()
@@ -62,7 +64,7 @@ def record_model(
         cache.cache_clear()
     around = Surroundings(model)
     try:
-        return _recorded(model, arguments, keywords, training, taken, device, around)
+        return _recorded(model, arguments, keywords, training, taken, device, reducing, around)
     finally:
         around.restore()
 
@@ -74,6 +76,7 @@ def _recorded(
     training: bool,
     chosen: frozenset[Location] | None,
     device: torch.device,
+    reducing: frozenset[str],
     around: Surroundings,
 ) -> tuple[Trace, Capture]:
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
@@ -82,29 +85,29 @@ def _recorded(
         return record(skeleton, arguments, keywords, training, state, around), state
 
     def again(skeleton: Skeleton, recorder: Recorder | None) -> tuple[Trace, Recorder]:
-        trace_again, state_again = run(skeleton, recorder or Recorder(trace.taken, device))
+        trace_again, state_again = run(skeleton, recorder or Recorder(trace.taken, device, reducing))
         return trace_again, state_again.recorder
 
     skeleton = make_skeleton(model)
     before = state_of(skeleton.model, around)
-    trace, state = run(skeleton, Recorder(chosen or frozenset(), device))
+    trace, state = run(skeleton, Recorder(chosen or frozenset(), device, reducing))
     if around.stale():
         raise StaleCacheError
-    uncalled = set(_uncalled(model, trace)) if chosen is None else set[str]()
-    for _ in range(_ROUNDS if uncalled else 0):
-        taken = trace.taken | set(_above(uncalled, trace))
+    unused = set(_unused(model, trace)) if chosen is None and trace.assumptions else set[str]()
+    for _ in range(_ROUNDS if unused else 0):
+        taken = trace.taken | set(_above(unused, trace))
         if taken == trace.taken:
             break
         around.restore()
         other = make_skeleton(model)
         try:
-            found, reached = run(other, Recorder(taken, device))
+            found, reached = run(other, Recorder(taken, device, reducing))
         except Exception:  # that side can't be captured: the first stands
             break
-        still = set(_uncalled(model, found))
-        if len(still) >= len(uncalled):
+        still = set(_unused(model, found))
+        if len(still) >= len(unused):
             break
-        trace, state, uncalled, skeleton = found, reached, still, other
+        trace, state, unused, skeleton = found, reached, still, other
     state.sequel = sequel(trace, skeleton.model, before, around, again)
     return trace, state
 
@@ -113,19 +116,21 @@ class StaleCacheError(Exception):
     """A cache gave the run tensors from before it."""
 
 
-def _uncalled(model: nn.Module, trace: Trace) -> Iterator[str]:
-    """The modules with parameters of their own that the trace doesn't call."""
-    called = {frame.module for frame in trace.root.walk()}
-    for name, module in named_modules(model):
-        if name not in called and next(module.parameters(recurse=False), None) is not None:
-            yield name
+def _unused(model: nn.Module, trace: Trace) -> Iterator[str]:
+    """The parameters that nothing in the trace reads."""
+    read: set[int] = set()
+    for frame in trace.root.walk():
+        read.update(crossing.source for crossing in frame.entries)
+        read.update(i for node in frame.body if isinstance(node, Operation) for i in node.inputs)
+    names = {name for value, every in trace.parameters.items() if value in read for name in every}
+    return (name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names)
 
 
-def _above(uncalled: set[str], trace: Trace) -> Iterator[Location]:
+def _above(unused: set[str], trace: Trace) -> Iterator[Location]:
     """The branches that were taken on their false side in a module that holds one of these."""
     for assumption in trace.assumptions:
         prefix = f"{assumption.module}." if assumption.module else ""
-        if assumption.location is not None and any(name.startswith(prefix) for name in uncalled):
+        if assumption.location is not None and any(name.startswith(prefix) for name in unused):
             yield assumption.location
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import Unwatched, named_modules, without_packing
 from tpplan.compiler.ir.class_functions import LOSSES
+from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
 from tpplan.compiler.ir.objects import fresh_object, note_alike
 from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
@@ -58,7 +59,7 @@ _OF_TABLES = frozenset(
         "index_select.default", "scatter.src", "scatter.value", "scatter_add.default", "take.default",
     )
 )  # fmt: skip
-_LOOKUPS = _OF_TABLES | {operator_name(target) for target in LOSSES}
+_LOOKUPS = _OF_TABLES | {operator_name(target) for target in LOSSES | {GATHER}}
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 
@@ -300,6 +301,7 @@ def _record(
             frozenset(recorder.asked_memory),
             frozenset(name for value in recorder.asked_flags for name in parameters.get(value, ())[:1]),
         ),
+        recorder.reducing,
     )
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat import READ_VERSION
-from tpplan.compiler.ir.class_functions import ClassCall, class_call, stock_function
+from tpplan.compiler.ir.class_functions import ClassCall
+from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.steps import BRANCHES, step_of
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -92,7 +93,7 @@ class ConstantWatcher(TorchFunctionMode):
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
-        classes = class_call(func, args, keywords)
+        classes = class_call(func, args, keywords, self._recorder.reduces)
         result: Any
         if classes is None:
             result = func(*args, **keywords)
@@ -114,11 +115,20 @@ class ConstantWatcher(TorchFunctionMode):
                 self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
 
-    def _over_classes(self, call: ClassCall, run: Callable[[], Tensor]) -> Tensor:
-        """Record a function over classes; a run on local shapes has a part of these, and the weights of all."""
-        if not self._recorder.whole and call.weight is not None:
-            stock, bare = stock_function(call.operation), replace(call, weight=None).arguments
-            return self._recorder.record_whole(call.operation, call.arguments, lambda: stock(*bare))
+    def _over_classes(self, call: ClassCall, run: Callable[[], Any]) -> Any:
+        """Record a function over classes; a run on local shapes has a part of these or none, and the weights of all."""
+        stock, whole = stock_function(call.operation), self._recorder.whole
+        if not whole and call.weight is not None:
+            return self._recorder.record_whole(
+                call.operation, call.arguments, lambda: stock(*replace(call, weight=None).arguments)
+            )
+        if call.operation in EXTREMES and not call.input.shape[call.dim]:
+
+            def on_one() -> Any:
+                some = call.input.new_empty([count or 1 for count in call.input.shape])
+                return stock(*replace(call, input=some).arguments)
+
+            return self._recorder.record_whole(call.operation, call.arguments, on_one)
         return self._recorder.record_whole(call.operation, call.arguments, run)
 
     def _refuse_state(self, func: Any, tensor: Tensor) -> None:

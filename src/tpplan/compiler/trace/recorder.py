@@ -51,15 +51,22 @@ class Recorder(RecordingMode):
     Python are slower than everything else in a capture.
     """
 
-    def __init__(self, taken: frozenset[Location] = frozenset(), device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        taken: frozenset[Location] = frozenset(),
+        device: torch.device | None = None,
+        reducing: frozenset[str] = frozenset(),
+    ) -> None:
         """Start a record.
 
         Args:
             taken: where branches on data go to their true side; elsewhere they go to their false one.
             device: where bodies are told that their tensors lie; None for the CPU.
+            reducing: modules whose bodies' reductions are recorded as functions over classes.
         """
         super().__init__()
         self.device = device
+        self.reducing = reducing
         self.changing: set[int] = set()  # ids of real tensors that each call changes, and of what is made of them
         self.blurred: set[int] = set()  # values whose numbers each call changes
         self.steering: list[Location | None] = []  # where their values are read
@@ -258,7 +265,12 @@ class Recorder(RecordingMode):
         )
         return result  # pyright: ignore[reportUnknownVariableType]
 
-    def record_whole(self, target: OpOverload, arguments: tuple[Any, ...], run: Callable[[], Tensor]) -> Tensor:
+    @property
+    def reduces(self) -> bool:
+        """Whether reductions of the body that runs are recorded as functions over classes."""
+        return bool(self.reducing) and bool(self.frames) and self.frames[-1].module in self.reducing
+
+    def record_whole(self, target: OpOverload, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Record a call of torch as one operation, `target`, whatever it consists of."""
         operands = _tensors(arguments)
         if self.beside is not None or not self.frames or not any(operand.is_meta for operand in operands):
@@ -269,13 +281,16 @@ class Recorder(RecordingMode):
             arguments, _ = self._constants_to_meta(arguments, {})
             inputs = tuple(self.value_of(operand) for operand in _tensors(arguments))
             differentiable = torch.is_grad_enabled() and any(self.values[value].differentiable for value in inputs)
-            made = self._new_value(result, _geometry_of(result), differentiable, None)
+            made = tuple(
+                self._new_value(t, _geometry_of(t), differentiable and t.is_floating_point(), None)
+                for t in _tensors((result,))
+            )
             if self.drawn.issuperset(inputs):
-                self.drawn.add(made)
+                self.drawn.update(made)
             if self.frames[-1].differentiates and not torch.is_grad_enabled():
-                self.gradless.add(made)
+                self.gradless.update(made)
             references = tuple(map(self._refer, arguments))
-        self.frames[-1].body.append(Operation(target, references, {}, inputs, (made,), (), self.location()))
+        self.frames[-1].body.append(Operation(target, references, {}, inputs, made, (), self.location()))
         return result
 
     def _is_seeded(self) -> bool:
