@@ -274,6 +274,7 @@ class Trace:
         outside: of what is `kept` that which no attribute of a module holds, but a hook or a global.
         seeded: random numbers that were drawn after the forward had set the generator.
         asked: what the bodies ask for beside sizes, dtypes and numbers.
+        in_objects: the places of what is `left` that are in objects, such as caches, which only models read.
     """
 
     root: Frame
@@ -300,6 +301,7 @@ class Trace:
     outside: frozenset[int] = frozenset()
     seeded: frozenset[int] = frozenset()
     asked: Asked = field(default_factory=Asked)
+    in_objects: frozenset[Path] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:
