@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from tpplan.compiler.bind.bind import stored_tensors
 from tpplan.compiler.bind.wrapped import wrapped_models
-from tpplan.compiler.ir.objects import is_opaque
-from tpplan.compiler.ir.pytree import with_tensors
+from tpplan.compiler.ir.objects import is_object, is_opaque
+from tpplan.compiler.ir.pytree import tensors_in, with_tensors
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.trace.capture import argument_names, takes_keywords
 from tpplan.compiler.trace.preconditions import unfit_findings
@@ -130,7 +130,8 @@ def _reached(*arguments: Any, **keywords: Any) -> NoReturn:
 
 def _refuse_caches(model: nn.Module, name: str, call: Call) -> None:
     """TP160 for keys and values that a wrapper makes itself, of which each rank would need those of its heads."""
-    cache = next((held for held in (*call[0], *call[1].values()) if is_opaque(held)), None)
+    objects = [held for held in (*call[0], *call[1].values()) if is_object(held)]
+    cache = next((held for held in objects if is_opaque(held) or any(tensors_in(held, objects=True))), None)
     if cache is None:
         return
     message = f"`{type(model).__name__}` passes a `{type(cache).__name__}` with tensors of its own to `{name}`"

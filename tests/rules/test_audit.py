@@ -27,7 +27,8 @@ X = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_see
 # What the default suite tries of the database: entries that come down to operators that aren't entry by entry.
 QUICK = (
     "addmm", "all", "amax", "amin", "any", "argmax", "baddbmm", "bmm", "cat", "constant_pad_nd", "cummax", "cumprod",
-    "cumsum", "diagonal", "dot", "einsum", "expand", "flip", "gather", "index_add", "index_put", "index_select",
+    "cumsum", "diagonal", "dot", "einsum", "expand", "flip", "gather", "index_add", "index_copy", "index_put",
+    "index_select",
     "kthvalue", "linalg.vector_norm", "log_softmax", "logcumsumexp", "logsumexp", "masked_fill",
     "max.reduction_with_dim",
     "mean", "mm", "mode", "mul", "mv", "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.embedding",

@@ -17,7 +17,7 @@ from torch.nn import functional
 import tpplan
 from tests.marking import slow_but
 from tests.runtime.world import Member, world
-from tpplan.calls.arguments import Left
+from tpplan.calls.arguments import Left, Parts
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.ir.layout import REPLICATED
@@ -47,6 +47,23 @@ class Slot:
 
     keys: Tensor | None = None
     values: Tensor | None = None
+
+
+class Holder:
+    """A cache of one layer, of a class that says nothing of itself."""
+
+    def __init__(self) -> None:
+        self.keys: Any = None
+        self.values: Any = None
+        self.length = 0
+
+
+class Nested:
+    """A cache whose layers are made as they are needed, and know it."""
+
+    def __init__(self) -> None:
+        self.layers: list[Holder] = []
+        self.own = self
 
 
 def in_a_list(cache: list[Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,12 +99,60 @@ def one_by_one(cache: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> tupl
     return torch.cat([a for a, _ in cache], 1), torch.cat([b for _, b in cache], 1)
 
 
+def in_an_object(cache: Nested, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if not cache.layers:
+        cache.layers.append(Holder())
+        cache.layers[0].keys, cache.layers[0].values = torch.tensor([]).to(k), torch.tensor([]).to(v)
+    layer = cache.own.layers[0]
+    layer.keys, layer.values = torch.cat([layer.keys, k], 1), torch.cat([layer.values, v], 1)
+    return layer.keys, layer.values
+
+
+def buffers(cache: Holder, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Make the buffers of a cache when its first keys come; the places of these."""
+    if cache.keys is None:
+        shape = (k.shape[0], STEPS[-1][1] + 3, *k.shape[2:])
+        cache.keys, cache.values = torch.zeros(shape, dtype=k.dtype, device=k.device), v.new_zeros(shape)
+    start = cache.length
+    cache.length += k.shape[1]
+    return start, cache.length
+
+
+def by_number(cache: Holder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    start, end = buffers(cache, k, v)
+    places = torch.arange(start, end, device=k.device)
+    cache.keys.index_copy_(1, places, k)
+    cache.values[:, places] = v
+    return cache.keys[:, :end], cache.values[:, :end]
+
+
+def by_slices(cache: Holder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    start, end = buffers(cache, k, v)
+    cache.keys[:, start:end] = k
+    cache.values[:, start:end].copy_(v)
+    return cache.keys[:, :end], cache.values[:, :end]
+
+
+def rolled(cache: Holder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    _, end = buffers(cache, k, v)
+    for held, new in ((cache.keys, k), (cache.values, v)):
+        held.copy_(torch.cat([held, new], 1)[:, -held.shape[1] :])
+    return cache.keys[:, -end:], cache.values[:, -end:]
+
+
+WRITTEN: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[[], Any]]] = {
+    "by number": (by_number, Holder),
+    "by slices": (by_slices, Holder),
+    "rolled": (rolled, Holder),
+}
+
 KINDS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[[], Any]]] = {
     "list": (in_a_list, list),
     "tuple": (in_a_tuple, list),
     "dict": (in_a_dict, dict),
     "dataclass": (in_a_dataclass, Slot),
     "one by one": (one_by_one, list),
+    "object": (in_an_object, Nested),
 }
 
 
@@ -105,7 +170,7 @@ class Attention(nn.Module):
         q = self.q(x).view(batch, length, -1, self.size)
         k, v = (layer(x).view(batch, length, -1, self.size) for layer in (self.k, self.v))
         if cache is not None:
-            k, v = KINDS[self.kind][0](cache, k, v)
+            k, v = (KINDS | WRITTEN)[self.kind][0](cache, k, v)
         k, v = (y.repeat_interleave(self.groups, 2).transpose(1, 2) for y in (k, v))
         mask = torch.ones(length, k.shape[2], dtype=torch.bool).tril(k.shape[2] - length)
         y = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask.to(x.device))
@@ -134,7 +199,7 @@ def build(kind: str, shared: int) -> tuple[nn.Module, Tensor]:
 
 def decoded(model: nn.Module, kind: str, ids: Tensor) -> list[Tensor]:
     """The results of all steps."""
-    caches = [KINDS[kind][1]() for _ in range(2)]
+    caches = [(KINDS | WRITTEN)[kind][1]() for _ in range(2)]
     return [model(ids[:, start:end], caches) for start, end in STEPS]
 
 
@@ -190,8 +255,50 @@ def test_heads_that_several_ranks_hold_are_known_too(shared: int, tp: int) -> No
     assert worst("list", shared, tp) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("kind", "tp"), slow_but([("by number", 2)], [(kind, tp) for kind in WRITTEN for tp in (2, 4)])
+)
+def test_buffers_that_a_cache_makes_and_writes_in_place_are_parts(kind: str, tp: int) -> None:
+    model, ids = build(kind, HEADS)
+    plan = load_plan({"version": 1, "modules": RULES})
+    program = compile_call(Request(model, plan, tp, (ids,), {})).program
+
+    def work(axis: ThreadCommunicator) -> tuple[list[Tensor], list[Holder]]:
+        guard = CallGuard(make_skeleton(model).model, plan, Compiled(program, {}, ()), (ids,), {})
+        own = lower(copy_structure(model), program, SimulatedDistributor(axis), guard).eval()
+        caches = [Holder(), Holder()]
+        with torch.no_grad():
+            return [own(ids[:, start:end], caches) for start, end in STEPS], caches
+
+    with torch.no_grad():
+        expected = decoded(model, kind, ids)
+    for results, caches in run_ranks(tp, work):
+        assert max(float((a - b).abs().max()) for a, b in zip(results, expected, strict=True)) < 1e-12
+        assert {cache.keys.shape[2] for cache in caches} == {HEADS // tp}
+
+
+class Slotted:
+    """A cache that nobody can look into."""
+
+    __slots__ = ("keys", "length", "values")
+
+    def __init__(self) -> None:
+        self.keys: Any = torch.zeros(1)
+        self.values: Any = None
+        self.length = 0
+
+
+def test_a_cache_that_hides_its_tensors_is_refused() -> None:
+    model, ids = build("by number", HEADS)
+    plan = load_plan({"version": 1, "modules": RULES})
+    compiled = compile_call(Request(model, plan, 2, (ids,), {}))
+    guard = CallGuard(make_skeleton(model).model, plan, compiled, (ids,), {})
+    with pytest.raises(tpplan.TpplanError, match=r"TP117.*`caches` is or has an object that keeps tensors"):
+        guard(False, (ids, [Slotted(), Slotted()]), {})
+
+
 def test_parts_that_pass_for_whole_tensors_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Left, "parts_of", lambda *_: {})
+    monkeypatch.setattr(Left, "parts_of", lambda *_: Parts())
     with pytest.raises(tpplan.TpplanError, match="TP117"):
         simulated("list", HEADS, 2)
 

@@ -7,17 +7,17 @@ program says which. A later call is proved with these parts as they lie; by its 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tpplan.compiler.ir.layout import Layout
-from tpplan.compiler.ir.objects import PLAIN, is_opaque, note_alike
+from tpplan.compiler.ir.layout import Layout, sharded
+from tpplan.compiler.ir.objects import PLAIN, is_object, is_opaque, note_alike
 from tpplan.compiler.ir.program import LeftTensor, Program
-from tpplan.compiler.ir.pytree import tensors_of, with_items
-from tpplan.parity.tree import Path, tensors_in
+from tpplan.compiler.ir.pytree import children, is_record, shows_its_state, tensors_in, with_items
+from tpplan.parity.tree import Path
 
 
 def on_meta(_: Path, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -72,6 +72,16 @@ def shows_odd_sequence(
     return False
 
 
+class Parts(dict[Path, Layout]):
+    """The tensors of a call that are a rank's part, by path.
+
+    Attributes:
+        key: the same, quick to hash and to compare.
+    """
+
+    key: tuple[str, ...] = ()
+
+
 class Left:
     """What the calls of a model have left with their callers."""
 
@@ -80,6 +90,8 @@ class Left:
         self._size = program.size
         self._rank = rank
         self._known: dict[Path, LeftTensor] = {}
+        self._tree: dict[str | int, Any] = {}  # the same, by the steps of its paths
+        self._seen: dict[tuple[Path, ...], Parts] = {}
         self.note(program, told=True)
 
     @property
@@ -87,20 +99,99 @@ class Left:
         """How what was left lies, by path."""
         return {path: held.layout for path, held in self._known.items()}
 
-    def parts_of(
+    def parts_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]) -> Parts:
+        """How those tensors of a call lie that an earlier call has left, or what the caller has made of them since.
+
+        A whole tensor in an object, where calls leave parts, becomes this rank's part: a cache that the caller has made
+        or filled elsewhere. This is done at each call, so only the paths that are known are followed.
+        """
+        found: list[Path] = []
+        for name, below in self._tree.items():
+            held = _argument(name, arguments, keywords, names)
+            if held is not None:
+                self._follow(held, below, found)
+        paths = tuple(found)
+        made = self._seen.get(paths)
+        if made is None:
+            made = self._seen[paths] = Parts((path, self._known[path].layout) for path in paths)
+            made.key = tuple(f"{path} {layout!r}" for path, layout in made.items())
+        return made
+
+    def keeps(self, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]) -> bool:
+        """Whether a call passes an object in which calls leave tensors: a cache, which grows from call to call."""
+        return any(is_object(_argument(name, arguments, keywords, names)) for name in self._tree)
+
+    def _follow(self, held: Any, below: Any, found: list[Path]) -> None:
+        """Collect what of `held` is a part; `below` is what is known of it: more steps, or the end of a path."""
+        if isinstance(below, LeftTensor):
+            if isinstance(held, Tensor) and held.dim() == len(below.shape) and self._is_part(below, held):
+                found.append(below.path)
+            return
+        if type(held) is list or type(held) is tuple:
+            count: int = len(held)  # pyright: ignore[reportUnknownArgumentType]
+            for step, further in below.items():
+                if type(step) is int and step < count:
+                    self._follow(held[step], further, found)
+            return
+        own = shows_its_state(cast("type[Any]", type(held))) and not is_record(held)
+        if own:
+            state = cast("dict[Any, Any]", vars(held))
+        elif type(held) is dict:
+            state = cast("dict[Any, Any]", held)
+        else:
+            state = dict[Any, Any](children(held) or ())
+        for step, further in below.items():
+            item = state.get(step)
+            if own and type(further) is LeftTensor and isinstance(item, Tensor) and self._is_whole(further, item):
+                item = state[step] = self._cut(further, item)
+            if item is not None:
+                self._follow(item, further, found)
+
+    def _is_whole(self, known: LeftTensor, tensor: Tensor) -> bool:
+        """Whether a tensor is whole where calls leave parts; one that wants a gradient stays whole."""
+        dim = known.layout.dim
+        if (
+            dim is None
+            or known.layout.within
+            or tensor.requires_grad
+            or tensor.dim() != len(known.shape)
+            or tensor.shape[dim] != known.shape[dim]
+        ):
+            return False
+        return not self._is_part(known, tensor)
+
+    def _cut(self, known: LeftTensor, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        dim, count = known.layout.dim or 0, known.shape[known.layout.dim or 0]
+        with torch.no_grad():
+            stretches = known.layout.intervals(count, self._size, self._rank)
+            made = torch.cat([tensor.narrow(dim, start, length) for start, length in stretches], dim).contiguous()
+        note_alike(made, tensor)
+        return made
+
+    def guesses(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]
-    ) -> dict[Path, Layout]:
-        """How those tensors of a call lie that an earlier call has left, or what the caller has made of them since."""
-        found: dict[Path, Layout] = {}
-        for path, tensor in tensors_of(arguments, keywords, names) if self._known else ():
-            known = self._known.get(path)
-            if known is not None and tensor.dim() == len(known.shape) and self._is_part(known, tensor):
-                found[path] = known.layout
-        return found
+    ) -> Iterator[dict[Path, Layout]]:
+        """How whole tensors in objects may lie of which nothing is known; a proof has to say whether they can.
+
+        They are what a caller made before any call: a cache for all heads, which stand before or after the sequence.
+        """
+        called = [*zip(names, arguments, strict=False), *keywords.items()]
+        whole = {
+            path: tensor
+            for name, held in called
+            if is_object(held)
+            for path, tensor in tensors_in(held, (name,), objects=True)
+            if path not in self._known and tensor.dim() > 2 and tensor.is_floating_point()
+        }
+        for dim in (1, 2):
+            found = {path: sharded(dim) for path, tensor in whole.items() if tensor.shape[dim] >= self._size}
+            if found and len(found) == len(whole):
+                yield found
 
     def whole_shape(self, path: Path, tensor: Tensor, parts: Mapping[Path, Layout]) -> tuple[int, ...] | None:
         """The shape of the whole of which a call's tensor is a part; None if it is whole."""
-        if path not in parts or parts[path].dim is None:
+        if path not in parts or parts[path].dim is None or path not in self._known:
             return None
         dim = parts[path].dim or 0
         return (*tensor.shape[:dim], self._known[path].shape[dim], *tensor.shape[dim + 1 :])
@@ -110,6 +201,14 @@ class Left:
         new = [held for held in program.left if held.path not in self._known]
         told = told or any(held.layout.is_sharded for held in self._known.values())
         self._known |= {held.path: held for held in program.left}
+        self._seen.clear()
+        for held in program.left:
+            below = self._tree
+            for step in held.path[:-1]:
+                if not isinstance(below.get(step), dict):
+                    below[step] = {}
+                below = below[step]
+            below[held.path[-1]] = held
         finding = next((d for d in program.diagnostics if d.code == "TP125"), None)
         if new and not told and finding is not None:
             warnings.warn(finding.text, stacklevel=2)
@@ -121,8 +220,18 @@ class Left:
         return tensor.shape[layout.dim] == layout.local_size(known.shape[layout.dim], self._size, self._rank)
 
 
+def _argument(name: str | int, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]) -> Any:
+    """What a call passes by a name, or by a place such as `*0`; None if it doesn't."""
+    held = keywords.get(str(name))
+    if held is not None:
+        return held
+    place = str(name).removeprefix("*")
+    position = names.index(place) if place in names else int(place) if place.isdecimal() else len(arguments)
+    return arguments[position] if position < len(arguments) else None
+
+
 def _unless_opaque(held: object) -> object:
     return None if is_opaque(held) else held
 
 
-__all__ = ["Left", "on_meta", "sequence_dims", "shows_odd_sequence", "without_opaque"]
+__all__ = ["Left", "Parts", "on_meta", "sequence_dims", "shows_odd_sequence", "without_opaque"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tpplan.calls.arguments import Parts
 from tpplan.calls.key import CallKey
 from tpplan.calls.proofs import Proof
-from tpplan.compiler.ir.layout import Layout
-from tpplan.parity.tree import Path
 
 
 class Decision(NamedTuple):
@@ -29,7 +27,7 @@ class Call(NamedTuple):
     training: bool
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    parts: Mapping[Path, Layout]
+    parts: Parts
 
 
 __all__ = ["Call", "Decision"]

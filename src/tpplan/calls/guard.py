@@ -22,21 +22,21 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.calls.alike import facts_of, refuse_different
-from tpplan.calls.arguments import Left, on_meta, sequence_dims, shows_odd_sequence, without_opaque
+from tpplan.calls.arguments import Left, Parts, on_meta, sequence_dims, shows_odd_sequence, without_opaque
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
-from tpplan.calls.guarded import FirstCall, GuardedCall
+from tpplan.calls.guarded import GuardedCall
 from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
 from tpplan.compat import buffer_versions, hooks_of, own_parameters, without_dispatch_modes
 from tpplan.compiler.ir.hidden import hidden_tensors
-from tpplan.compiler.ir.objects import is_opaque
+from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.ir.pytree import tensors_of, with_tensors
+from tpplan.compiler.ir.pytree import tensors_in, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Asked, Location, Sides
 from tpplan.compiler.pipeline import Compiled, compile_call
@@ -57,6 +57,11 @@ _TP183 = (
     "TPPLAN_DEBUG, or don't compile"
 )
 _NEW = "the ranks' comparison of a call of a new kind"
+_OF_CALLS = "pass `inputs=` like this call to `parallelize`, so that the program is compiled for it"
+_OF_CACHES = (
+    "pass a cache that no other model or plan has filled, and that makes its buffers from the keys and values that it "
+    "is given, by operations that treat all heads alike; each rank has those of its own heads"
+)
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
 
@@ -93,6 +98,7 @@ class CallGuard:
         self._proofs = Proofs(Proof(plan, program))
         self._whole: Proof | None = None
         self._sequence_dims = sequence_dims(program)
+        self._flattens = _splits_rows(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
         self._thawed = ""
         self._changes: Changes | None = None
@@ -108,7 +114,7 @@ class CallGuard:
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
         self._paths = Paths(rank if axis is None else axis.rank, always)
-        kind = self._key(Call(program.training, tuple(arguments), dict(keywords), {})).kind
+        kind = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts())).kind
         self._proofs.cover(kind, self.main)
         self._paths.note(kind, self.main, compiled)
 
@@ -144,14 +150,12 @@ class CallGuard:
         path = self._paths.of(key.kind)
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
-        if _passes_objects(call):
-            if proof.has_met(key):
-                return proof.program, None
-            self._require_alike(call, key.kind)
-            return proof.program, lambda _: FirstCall(self, decision)
         if not self._paths.must_watch(key, proof):
             return proof.program, None
         self._require_alike(call, key.kind)
+        if _passes_objects(call):  # as they are before the call writes to them
+            before = with_tensors(call.arguments, call.keywords, self._names, lambda _, tensor: tensor)
+            call = Call(training, *before, call.parts)
         return proof.program, functools.partial(GuardedCall, self, call, decision)
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
@@ -172,9 +176,15 @@ class CallGuard:
         if proof is None:
             if self._changes is not None and self._changes.compare():
                 self._forget()
-            proof, compiled = self._prove(call)
+            try:
+                proof, compiled = self._prove(call)
+            except UnprovedCallError:
+                if not self._cuts(call):
+                    raise
+                return self._decide(training, arguments, keywords)
             self._proofs.cover(key.kind, proof)
             self._paths.note(key.kind, proof, compiled)
+            key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now
         return call, Decision(proof, key)
 
     def _begin_watched(self, call: Call, lockstep: LockstepCommunicator) -> None:
@@ -285,14 +295,18 @@ class CallGuard:
 
     def _key(self, call: Call) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
-        more: tuple[object, ...] = tuple(call.parts.items())
+        more: tuple[object, ...] = call.parts.key
         if self._asked != _NOTHING:
             more = (*more, *self._answers(call))
         if self._modes:
             more = (*more, self._modes)
         if self._sequence_dims:
             more = (*more, self._is_odd(call), _is_single(call))
-        return self._read(call.training, call.arguments, call.keywords, more)
+        elif self._flattens:
+            more = (*more, _is_single(call))
+        key = self._read(call.training, call.arguments, call.keywords, more)
+        keeps = self._left.keeps(call.arguments, call.keywords, self._names)
+        return key._replace(sizes=()) if keeps else key
 
     def _answers(self, call: Call) -> Iterator[object]:
         """What bodies are told that ask for more than the rest of a key has."""
@@ -314,21 +328,27 @@ class CallGuard:
         return shows_odd_sequence(call.arguments, call.keywords, self._names, self._sequence_dims, size)
 
     # -- proofs ---------------------------------------------------------------------------------------------------
+    def _cuts(self, call: Call) -> bool:
+        """Whether the call can be proved once what its objects hold whole is cut to parts; later calls are then cut."""
+        for parts in self._left.guesses(call.arguments, call.keywords, self._names):
+            try:
+                self._prove(call._replace(parts=Parts({**call.parts, **parts})))
+            except (UnprovedCallError, UnevenShardError):
+                continue
+            return True
+        return False
+
     def _prove(self, call: Call) -> tuple[Proof, Compiled]:
         """The proof of a call of a new kind: one that is there, or with a program of its own."""
         if not self._sequence_dims:
             return self._proved(call, self.main)
         if self._is_odd(call):
-            whole = self._with_whole_sequences()
-            self._refuse_foreign_caches(whole.program, call)
-            return self._proved(call, whole)
+            return self._proved(call, self._with_whole_sequences())
         try:
             return self._proved(call, self.main)
         except UnprovedCallError as error:
             try:
-                whole = self._with_whole_sequences()
-                self._refuse_foreign_caches(whole.program, call)
-                return self._proved(call, whole)
+                return self._proved(call, self._with_whole_sequences())
             except TpplanError:
                 raise error from None
 
@@ -337,6 +357,7 @@ class CallGuard:
     ) -> tuple[Proof, Compiled]:
         """A proof of a call by the plan of `base`, `first` if that covers it, and what was compiled for it."""
         parts = call.parts
+        self._refuse_hidden(call)
 
         def whole(path: Path, tensor: Tensor) -> Tensor:
             return on_meta(path, tensor, self._left.whole_shape(path, tensor, parts))
@@ -359,11 +380,21 @@ class CallGuard:
         self._refuse_difference(program if known is None else known.program, base.plan, call)
         if known is None:
             known = Proof(base.plan, program)
-            if self._foreign(program, base.plan):
-                self._proofs.forget()  # calls with caches, which may now be this program's, are held against it
             self._proofs.add(known)
+            self._flattens |= _splits_rows(program)
         self._left.note(program, told=False)
         return known, compiled
+
+    def _refuse_hidden(self, call: Call) -> None:
+        """Raise for an object of the call that keeps tensors where no proof can see them."""
+        named = [*zip(self._names, call.arguments, strict=False), *call.keywords.items()]
+        for name, held in named:
+            if hides_tensors(held):
+                raise UnprovedCallError(
+                    f"{self._headline(call)}: `{name}` is or has an object that keeps tensors where no proof can see "
+                    "them\n  help: keep them in attributes of plain Python objects (without "
+                    "`__slots__`), in lists or in dicts, as transformers' caches do"
+                )
 
     def _foreign(self, program: Program, plan: Plan) -> str:
         """Why another program by the same plan can't read what this one caches; "" if all can."""
@@ -373,12 +404,12 @@ class CallGuard:
     def _refuse_difference(self, program: Program, plan: Plan, call: Call) -> None:
         """Raise if one model can't be run by the programs that are there and by this one."""
         difference = placement_difference(self.main.program, program) or left_difference(self._left.layouts, program)
-        if not difference and _passes_objects(call):
+        if not difference and any(self._left.guesses(call.arguments, call.keywords, self._names)):
             difference = self._foreign(program, plan)
         if difference:
+            advice = _OF_CACHES if _passes_caches(call) else _OF_CALLS
             raise UnprovedCallError(
-                f"{self._headline(call)}: it needs different reshards, and {difference}\n  help: pass `inputs=` like "
-                "this call to `parallelize`, so that the program is compiled for it"
+                f"{self._headline(call)}: it needs different reshards, and {difference}\n  help: {advice}"
             )
 
     def _headline(self, call: Call) -> str:
@@ -432,14 +463,6 @@ class CallGuard:
             )
         return Proof(plan, program)
 
-    def _refuse_foreign_caches(self, program: Program, call: Call) -> None:
-        """What a cache holds must be split alike by both programs, as each may read what the other has written."""
-        if _passes_objects(call) and program.feature_reshards != self.main.program.feature_reshards:
-            raise UnevenShardError(
-                f"{_TP118}, and the program that keeps it whole splits features differently, so that it can't "
-                f"share a cache\n  help: pad the sequence to a multiple of {program.size}, or pass no cache"
-            )
-
     def _follow_thawed(self) -> None:
         """Have calls proved anew that are to give gradients to parameters which were frozen in their proofs.
 
@@ -467,18 +490,30 @@ class CallGuard:
 
 
 def _passes_objects(call: Call) -> bool:
-    """Whether the call passes an object that the proof leaves out, such as a cache."""
-    return any(is_opaque(held) for held in (*call.arguments, *call.keywords.values()))
+    """Whether the call passes an object that the call may write to, such as a cache."""
+    return any(is_object(held) for held in (*call.arguments, *call.keywords.values()))
+
+
+def _passes_caches(call: Call) -> bool:
+    """Whether an object that it passes holds tensors, or hides what it holds."""
+    objects = [held for held in (*call.arguments, *call.keywords.values()) if is_object(held)]
+    return any(is_opaque(held) or any(tensors_in(held, objects=True)) for held in objects)
+
+
+def _splits_rows(program: Program) -> bool:
+    """Whether it splits first dims: of heads that are flattened with a batch, unless the batch is a single one."""
+    return any(held.dim == 0 for _, reshard in program.reshards() for held in (reshard.source, reshard.target))
 
 
 def _continues(call: Call) -> bool:
     """Whether it passes a cache that earlier calls have filled.
 
-    A proof leaves that out, and what the model does then: a mask for the longer keys takes its rows from the sequence
-    of a value that may be split, as one without a cache takes none. So sequences are whole in such calls.
+    A mask for the longer keys takes its rows from the sequence of a value that may be split, as one without a cache
+    takes none. So sequences are whole in such calls.
     """
-    caches = (a for a in (*call.arguments, *call.keywords.values()) if is_opaque(a) and not isinstance(a, nn.Module))
-    return any(next(iter(hidden_tensors(cache)), None) is not None for cache in caches)
+    objects = (held for held in (*call.arguments, *call.keywords.values()) if is_object(held))
+    caches = (held for held in objects if not isinstance(held, nn.Module))
+    return any(tensor.dim() > 1 for cache in caches for _, tensor in hidden_tensors(cache))
 
 
 def _is_single(call: Call) -> bool:

@@ -53,25 +53,6 @@ class Prover(Protocol):
         ...
 
 
-class FirstCall:
-    """The first call of its kind and sizes, if it can't be watched, as it passes a cache."""
-
-    def __init__(self, prover: Prover, decision: Decision) -> None:
-        """Tell `prover` of the call."""
-        self._prover = prover
-        self._decision = decision
-
-    def run(self, forward: Callable[[], Any]) -> Any:
-        """See `WatchedCall`."""
-        result = forward()
-        self._prover.accept(self._decision)
-        return result
-
-    def repeat(self) -> bool:
-        """See `WatchedCall`."""
-        return False
-
-
 class GuardedCall:
     """One watched call of the root."""
 
@@ -166,4 +147,4 @@ def _refused(departed: Departure | None, way: str) -> UnprovedCallError:
     )
 
 
-__all__ = ["FirstCall", "GuardedCall"]
+__all__ = ["GuardedCall"]

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.ir.objects import PLAIN, is_opaque
-from tpplan.compiler.ir.pytree import children, is_record
+from tpplan.compiler.ir.pytree import children, is_record, shows_its_state
 from tpplan.compiler.trace.capture import argument_names
 
 Part = tuple[object, ...]
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
-_DEPTH = 4
+_DEPTH = 7
+_READ_OTHERWISE = frozenset((float, complex, slice))
 
 
 class Kind(NamedTuple):
@@ -78,6 +78,10 @@ class Identity:
 
     def __repr__(self) -> str:
         return f"<{type(self.held).__name__}>"
+
+
+_forms: dict[object, Identity] = {}
+"""What was read of objects: equal forms are one object, which is cheaper to compare and to hash than what it holds."""
 
 
 class KeyReader:
@@ -162,9 +166,28 @@ class _Seen:
             return kind, held.name
         if is_record(held):
             return kind, *[(name, self.read(item, depth)) for name, item in children(held) or ()]
+        if shows_its_state(kind):
+            return kind, self._read_state(cast("dict[str, Any]", vars(held)), depth)
         if is_opaque(held):
             return (kind, Identity(held)) if isinstance(held, nn.Module) else kind
         return self._read_object(kind, held, depth)
+
+    def _read_state(self, state: dict[str, Any], depth: int) -> object:
+        """What counts of an object; the whole numbers beside tensors are lengths, which count as little as sizes do."""
+        found: list[object] = []
+        lengths: list[tuple[str, int]] = []
+        tensors = len(self.tensors)
+        for name, item in state.items():
+            kind = cast("type[Any]", type(item))
+            if kind is int:
+                lengths.append((name, item))
+            elif kind in PLAIN and kind not in _READ_OTHERWISE:
+                found.append((name, kind, item))
+            else:
+                found.append((name, self.read(item, depth)))
+        found += lengths if len(self.tensors) == tensors else [name for name, _ in lengths]
+        form = tuple(found)
+        return _forms.setdefault(form, Identity(form))
 
     def _read_object(self, kind: type[Any], held: Any, depth: int) -> object:
         if isinstance(held, FunctionType):
@@ -176,10 +199,9 @@ class _Seen:
             return kind, Identity(held.__func__), self.read(held.__self__, depth)
         if isinstance(held, functools.partial):
             return kind, *[self.read(part, depth) for part in (held.func, held.args, held.keywords)]  # pyright: ignore
-        if not _shows_its_state(kind):
-            return kind, Identity(held)
-        state = cast("dict[str, Any]", vars(held))
-        return kind, *[(name, self.read(item, depth)) for name, item in state.items()]
+        if isinstance(held, (torch.Stream, torch.Event)):
+            return kind  # a cache may have one of its own
+        return kind, Identity(held)
 
 
 def _autocast(device: str) -> object:
@@ -191,13 +213,6 @@ def _content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # the variable isn't set yet
         return None
-
-
-@functools.cache
-def _shows_its_state(kind: type) -> bool:
-    """Whether all that an object of this class is stands in its `__dict__`."""
-    own = kind.__mro__[:-1]
-    return all(base.__flags__ & _HEAP_TYPE and not base.__dict__.get("__slots__") for base in own)
 
 
 def _none_by_default(forward: Callable[..., Any]) -> frozenset[str]:

@@ -17,6 +17,7 @@ from typing import Any, cast
 from torch import nn
 
 from tpplan.compiler.ir.objects import PLAIN, is_opaque
+from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.runtime.contents import MISSING, is_same
 
@@ -230,7 +231,9 @@ def _slots(kind: type) -> tuple[str, ...]:
 def _has_flags(held: object) -> bool:
     if type(held) in PLAIN or isinstance(held, (tuple, list, dict, set, frozenset, type, deque)) or callable(held):
         return False
-    return bool(getattr(held, "__dict__", None) or _slots(type(held))) and not is_opaque(held)
+    return bool(getattr(held, "__dict__", None) or _slots(type(held))) and not (
+        is_opaque(held) or any(tensors_in(held, objects=True))
+    )
 
 
 __all__ = ["Settings"]

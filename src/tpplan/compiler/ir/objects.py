@@ -3,8 +3,9 @@
 in:  an argument of a call
 out: whether a capture can be shown it, and a copy that the capture may write to
 
-An object that holds tensors, or will hold them as a key-value cache does, can't be shown to a capture, whose tensors
-have no numbers: it is opaque. Anything else is shown as a copy, since a forward may write to it.
+Objects whose state is all in their `__dict__`, such as key-value caches, are containers of what they hold. One that
+holds tensors elsewhere can't be shown to a capture, whose tensors have no numbers, and neither can modules and
+generators: these are opaque. Anything else is shown as a copy, since a forward may write to it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from tpplan.compiler.ir.pytree import is_record
+from tpplan.compiler.ir.hidden import hidden_tensors
+from tpplan.compiler.ir.pytree import is_record, leaves, shows_its_state
 
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range}
@@ -33,10 +35,32 @@ _DEPTH = 6
 
 
 def is_opaque(held: object) -> bool:
-    """Whether an argument is an object that a proof leaves out, such as a key-value cache."""
+    """Whether an argument is an object that a proof leaves out, as it hides tensors, or is a module or a generator."""
     if type(held) in PLAIN or isinstance(held, (Tensor, tuple, list, dict, *_SHARED)) or is_record(held):
         return False
-    return isinstance(held, (nn.Module, torch.Generator)) or _is_cache(type(held)) or _holds_tensors(held, _DEPTH)
+    if shows_its_state(type(held)):
+        return any(is_opaque(item) for _, item in leaves(held, objects=True) if item is not held)
+    return isinstance(held, (nn.Module, torch.Generator)) or _holds_tensors(held, _DEPTH)
+
+
+def hides_tensors(held: object) -> bool:
+    """Whether an argument, or what it holds, is an object that keeps tensors where no proof can see them."""
+    return any(_hides(item) for _, item in leaves(held, objects=True))
+
+
+def _hides(held: object) -> bool:
+    closed = (Tensor, nn.Module, torch.Generator, FunctionType, MethodType, functools.partial, *_SHARED)
+    if type(held) in PLAIN or isinstance(held, closed) or shows_its_state(type(held)):
+        return False
+    return next(hidden_tensors(held), None) is not None
+
+
+def is_object(held: object) -> bool:
+    """Whether it is no container of Python's, but an object that may hold tensors, or is opaque."""
+    kind = type(held)
+    if kind in PLAIN or kind is Tensor or isinstance(held, (Tensor, tuple, list, dict, *_SHARED)) or is_record(held):
+        return False
+    return shows_its_state(kind) or is_opaque(held)
 
 
 def fresh_object(held: Any) -> Any:
@@ -68,12 +92,6 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **{name: held for name, held in options.items() if name not in own})
 
 
-@functools.cache
-def _is_cache(kind: type) -> bool:
-    """Whether it is one of transformers' caches, which hold no tensors before they are used."""
-    return any(base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in kind.__mro__)
-
-
 def _holds_tensors(held: object, depth: int) -> bool:
     if isinstance(held, Tensor):
         return True
@@ -90,4 +108,4 @@ def _holds_tensors(held: object, depth: int) -> bool:
     return any(_holds_tensors(item, depth - 1) for item in getattr(held, "__dict__", {}).values())
 
 
-__all__ = ["PLAIN", "fresh_object", "is_opaque", "note_alike", "without_checkpoint"]
+__all__ = ["PLAIN", "fresh_object", "hides_tensors", "is_object", "is_opaque", "note_alike", "without_checkpoint"]

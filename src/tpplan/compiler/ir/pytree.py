@@ -6,10 +6,11 @@ out: what they hold, by path; copies with something else in its place
     forward(ids, caches=[[k, v]])   ->   ("ids",), ("caches", 0, 0), ("caches", 0, 1)
 
 Containers are tuples, lists, mappings, records (dataclasses, namespaces, attrs classes), all their subclasses, and
-what is registered with torch's pytree, such as transformers' ModelOutput. Other objects are leaves.
+what is registered with torch's pytree, such as transformers' ModelOutput. Among a call's arguments, objects are
+containers as well whose state is all in their `__dict__`, such as key-value caches. All else is a leaf.
 
-What a body writes into a list, a mapping or a record of its caller's is there after the call, such as keys and values
-that the next call reads.
+What a body writes into a list, a mapping, a record or an object of its caller's is there after the call, such as keys
+and values that the next call reads.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from types import SimpleNamespace
+from enum import Enum
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from tpplan.compat import is_registered_container, rebuild_container
@@ -29,6 +32,7 @@ from tpplan.compiler.ir.trace import Path
 Change = Callable[[Path, Tensor], Tensor]
 Visit = Callable[[Path, Any], Any]
 _LEAVES = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
 
 
 def is_record(held: object) -> bool:
@@ -50,12 +54,24 @@ def _kind_of(kind: type[Any]) -> str | None:
     return None
 
 
-def children(held: Any, immutable: bool = False) -> list[tuple[str | int, Any]] | None:
+@functools.lru_cache(maxsize=4096)
+def shows_its_state(kind: type[Any]) -> bool:
+    """Whether all that an object of this class is stands in its `__dict__`."""
+    if issubclass(kind, (Tensor, nn.Module, torch.Generator, type, Enum, BaseException)):
+        return False
+    if kind.__new__ is not object.__new__ and not isinstance(kind.__new__, FunctionType):
+        return False  # written in C, as `functools.partial` is
+    own = kind.__mro__[:-1]
+    return bool(kind.__dictoffset__) and all(b.__flags__ & _HEAP_TYPE and not b.__dict__.get("__slots__") for b in own)
+
+
+def children(held: Any, immutable: bool = False, objects: bool = False) -> list[tuple[str | int, Any]] | None:
     """What a container holds, by key or place, in order; None of what is no container.
 
     Args:
         held: anything.
         immutable: whether only those are looked into that nobody can write to: tuples.
+        objects: whether objects are containers that show their state.
     """
     own = cast("type[Any]", type(held))
     if own in _LEAVES:
@@ -75,6 +91,8 @@ def children(held: Any, immutable: bool = False) -> list[tuple[str | int, Any]] 
         items: list[Any] = []
         rebuild_container(held, items.append)
         return [*enumerate(items)]
+    if objects and shows_its_state(own):
+        return [*vars(held).items()]
     return None
 
 
@@ -142,16 +160,18 @@ class Walk:
     A container that holds itself counts as a leaf where it comes again.
     """
 
-    def __init__(self, visit: Visit, immutable: bool = False, once: bool = False) -> None:
+    def __init__(self, visit: Visit, immutable: bool = False, once: bool = False, objects: bool = False) -> None:
         """Walk.
 
         Args:
             visit: called for each leaf.
             immutable: whether only tuples are looked into.
             once: whether what sits in several places is visited in the first of them only, and stays one.
+            objects: whether objects are looked into that show their state; only with `once`.
         """
         self._visit = visit
         self._immutable = immutable
+        self._objects = objects
         self._memo: dict[int, tuple[Any, Any]] | None = {} if once else None
         self._open: set[int] = set()
 
@@ -166,23 +186,33 @@ class Walk:
         return made
 
     def _copied(self, held: Any, path: Path) -> Any:
-        items = None if id(held) in self._open else children(held, self._immutable)
+        items = None if id(held) in self._open else children(held, self._immutable, self._objects)
         if items is None:
             return self._visit(path, held)
+        if self._objects and _kind_of(cast("type[Any]", type(held))) is None and not is_registered_container(held):
+            return self._object(held, items, path)
         self._open.add(id(held))
         try:
             return rebuilt(held, [self(item, (*path, key)) for key, item in items])
         finally:
             self._open.discard(id(held))
 
+    def _object(self, held: Any, items: Sequence[tuple[str | int, Any]], path: Path) -> Any:
+        """A copy of an object, made without its constructor; what it holds may hold it in turn."""
+        made = object.__new__(cast("type[Any]", type(held)))
+        assert self._memo is not None
+        self._memo[id(held)] = (held, made)
+        vars(made).update({str(name): self(item, (*path, name)) for name, item in items})
+        return made
 
-def leaves(held: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What nested containers hold, in order, with its path."""
+
+def leaves(held: Any, path: Path = (), objects: bool = False) -> Iterator[tuple[Path, Any]]:
+    """What nested containers hold, in order, with its path; also what objects hold if these are to be looked into."""
     found: list[tuple[Path, Any]] = []
     waiting: list[tuple[Path, Any, frozenset[int]]] = [(path, held, frozenset())]
     while waiting:
         at, item, outer = waiting.pop()
-        inner = None if id(item) in outer else children(item)
+        inner = None if id(item) in outer else children(item, objects=objects)
         if inner is None:
             found.append((at, item))
         else:
@@ -215,12 +245,12 @@ def tensors_of(
         names: of the positional arguments; `*0` and so on stand for those that have none.
     """
     named = [(_name(names, i), argument) for i, argument in enumerate(arguments)]
-    return [found for name, item in (*named, *keywords.items()) for found in tensors_in(item, (name,))]
+    return [found for name, item in (*named, *keywords.items()) for found in tensors_in(item, (name,), objects=True)]
 
 
-def tensors_in(held: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor in nested containers with its path, in order."""
-    return ((at, item) for at, item in leaves(held, path) if isinstance(item, Tensor))
+def tensors_in(held: Any, path: Path = (), objects: bool = False) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in nested containers with its path, in order; also those in objects if wanted."""
+    return ((at, item) for at, item in leaves(held, path, objects) if isinstance(item, Tensor))
 
 
 def with_tensors(
@@ -237,7 +267,11 @@ def with_tensors(
         change: gets a tensor and the first of its paths, and returns the one that takes its place.
         other: the same for what is neither a tensor nor a container.
     """
-    copied = Walk(lambda path, held: change(path, held) if isinstance(held, Tensor) else other(held), once=True)
+
+    def changed(path: Path, held: Any) -> Any:
+        return change(path, held) if isinstance(held, Tensor) else other(held)
+
+    copied = Walk(changed, once=True, objects=True)
     positional = tuple(copied(argument, (_name(names, i),)) for i, argument in enumerate(arguments))
     return positional, {name: copied(argument, (name,)) for name, argument in keywords.items()}
 
@@ -258,6 +292,7 @@ __all__ = [
     "leaves",
     "rebuilt",
     "replaced_at",
+    "shows_its_state",
     "tensors_in",
     "tensors_of",
     "with_items",

@@ -275,6 +275,7 @@ class Trace:
         seeded: random numbers that were drawn after the forward had set the generator.
         asked: what the bodies ask for beside sizes, dtypes and numbers.
         reducing: modules whose bodies' reductions are recorded as functions over classes.
+        in_objects: the places of what is `left` that are in objects, such as caches, which only models read.
     """
 
     root: Frame
@@ -302,6 +303,7 @@ class Trace:
     seeded: frozenset[int] = frozenset()
     asked: Asked = field(default_factory=Asked)
     reducing: frozenset[str] = frozenset()
+    in_objects: frozenset[Path] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

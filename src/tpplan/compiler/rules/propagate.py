@@ -40,6 +40,8 @@ _TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.d
 # Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
 _WRITES = {
     torch.ops.aten.index_add_.default: torch.ops.aten.index_add.default,
+    torch.ops.aten.index_copy.default: torch.ops.aten.index_add.default,
+    torch.ops.aten.index_copy_.default: torch.ops.aten.index_add.default,
     torch.ops.aten.index_put_.default: torch.ops.aten.index_put.default,
     torch.ops.aten.scatter_add_.default: torch.ops.aten.scatter_add.default,
 }

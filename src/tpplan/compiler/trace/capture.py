@@ -25,8 +25,8 @@ from tpplan.compat import Unwatched, named_modules, without_packing
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
-from tpplan.compiler.ir.objects import fresh_object, note_alike
-from tpplan.compiler.ir.pytree import Walk, leaves, tensors_of, with_tensors
+from tpplan.compiler.ir.objects import fresh_object, is_object, note_alike
+from tpplan.compiler.ir.pytree import Walk, leaves, tensors_in, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.ir.trace import (
     Asked,
@@ -55,8 +55,9 @@ from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 _OF_TABLES = frozenset(
     f"aten.{name}"
     for name in (
-        "embedding.default", "gather.default", "index.Tensor", "index_add.default", "index_put.default",
-        "index_select.default", "scatter.src", "scatter.value", "scatter_add.default", "take.default",
+        "embedding.default", "gather.default", "index.Tensor", "index_add.default", "index_copy.default",
+        "index_put.default", "index_select.default", "scatter.src", "scatter.value", "scatter_add.default",
+        "take.default",
     )
 )  # fmt: skip
 _LOOKUPS = _OF_TABLES | {operator_name(target) for target in LOSSES | {GATHER}}
@@ -265,6 +266,9 @@ def _record(
         for path, tensor in tensors_of(*example, called)
         if (value := recorder.held_value(tensor)) is not None and value != inputs.get(path)
     }
+    in_objects = _in_objects(example, called) | dict(_returned(state, _passed_on(skeleton.model, called)))
+    left |= {path: value for path, tensor in in_objects.items() if (value := recorder.held_value(tensor)) is not None}
+    left = {path: value for path, value in left.items() if value != inputs.get(path)}
     foreign = {
         value
         for held in backwards.values()
@@ -302,6 +306,7 @@ def _record(
             frozenset(name for value in recorder.asked_flags for name in parameters.get(value, ())[:1]),
         ),
         recorder.reducing,
+        frozenset(in_objects),
     )
 
 
@@ -341,6 +346,22 @@ def _passed_on(model: nn.Module, names: Sequence[str]) -> set[str]:
     """The names by which a call may pass arguments: the root's, and with `**kwargs` those of the modules inside."""
     kinds = {type(module) for module in model.modules()} if takes_keywords(type(model).forward) else ()
     return {*names, *(name for kind in kinds for name in argument_names(kind.forward))}
+
+
+def _in_objects(call: tuple[tuple[Any, ...], dict[str, Any]], names: Sequence[str]) -> dict[Path, Tensor]:
+    """The tensors of a call that an object holds, which is no container of Python's."""
+    plain = {
+        at for i, held in enumerate(call[0]) for at, _ in tensors_in(held, (names[i] if i < len(names) else f"*{i}",))
+    }
+    plain |= {at for name, held in call[1].items() for at, _ in tensors_in(held, (name,))}
+    return {path: tensor for path, tensor in tensors_of(*call, names) if path not in plain}
+
+
+def _returned(state: Capture, names: Collection[str]) -> Iterator[tuple[Path, Tensor]]:
+    """Tensors in objects among the results that go by an argument's name, such as a cache, and so will be passed."""
+    for path, held in leaves(state.results["", 0]):
+        if path[:1] in {(name,) for name in names} and is_object(held):
+            yield from tensors_in(held, path, objects=True)
 
 
 def _hidden(state: Capture, names: Collection[str]) -> Iterator[tuple[int, str]]:

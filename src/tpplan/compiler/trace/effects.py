@@ -137,7 +137,7 @@ def left_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnosti
                     "from",
                 )
             )
-        elif layout.is_sharded:
+        elif layout.is_sharded and path not in trace.in_objects:
             parts.append(path)
     if parts:
         found.append(
