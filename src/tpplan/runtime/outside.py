@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import implicit_replication
+from tpplan.compiler.ir.pytree import leaves
+from tpplan.runtime.split_logits import SplitLogits, wholes
 
 
 def whole(held: Any) -> Any:
@@ -47,6 +49,11 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
     }
 
 
+def _without_parts(result: Any) -> Any:
+    """A result with whole logits: every rank is here, which may not be so where the caller looks at them."""
+    return wholes(result) if any(isinstance(item, SplitLogits) for _, item in leaves(result)) else result
+
+
 # Whether such a method runs in this thread (or task): in another one, another model may be called at the same time.
 _serves: ContextVar[bool] = ContextVar("tpplan serves", default=False)
 
@@ -64,7 +71,7 @@ def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]
         token = _serves.set(True)
         try:
             with implicit_replication():
-                return method(self, *args, **kwargs)
+                return _without_parts(method(self, *args, **kwargs))
         finally:
             _serves.reset(token)
 
