@@ -41,6 +41,7 @@ def test_a_plan_is_written_for_the_base_model_and_for_the_whole() -> None:
     assert [note.code for note in plan.notes] == ["TP212", "TP212"]
 
 
+@pytest.mark.slow
 def test_the_way_back_is_the_same_plan() -> None:
     """Exported, brought along by a config, imported: the program is the one before."""
     model, plan = exported("llama")
@@ -60,7 +61,7 @@ def test_what_the_model_brings_along_and_the_plan_leaves_whole_is_said() -> None
 @pytest.mark.parametrize(
     ("plan", "family", "code"),
     [
-        ("gpt2", "gpt2", "TP210"),  # another class, three packs, attributes
+        pytest.param("gpt2", "gpt2", "TP210", marks=pytest.mark.slow),  # another class, three packs, attributes
         pytest.param("t5", "t5", "TP210", marks=pytest.mark.slow),  # a bias by heads
         pytest.param("gpt_oss", "gpt_oss", "TP210", marks=pytest.mark.slow),  # a bias that is added once
         ({"version": 1, "modules": {"model.layers.0.mlp.{gate,up}_proj": "colwise",
