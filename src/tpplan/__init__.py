@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tpplan.training import follow
 
 if TYPE_CHECKING:
-    from tpplan import loss
+    from tpplan import generation, loss
     from tpplan.api import (
         Program,
         compile_plan,
@@ -101,6 +101,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile_plan",
     "from_pretrained",
+    "generation",
     "init_weights",
     "load_plan",
     "load_weights",
@@ -170,8 +171,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "__version__":
         value: object = _installed_version()
-    elif name == "loss":
-        value = import_module("tpplan.loss")
+    elif name in ("generation", "loss"):
+        value = import_module(f"tpplan.{name}")
     else:
         value = getattr(import_module("tpplan.api" if name in _API else _ELSEWHERE.get(name, "tpplan.plan")), name)
     globals()[name] = value

@@ -102,6 +102,7 @@ __all__ = [
     "local_of",
     "local_of_one_axis",
     "made_dtensor",
+    "made_wrapper",
     "make_gradient",
     "named_modules",
     "native_apply",
@@ -1285,3 +1286,8 @@ def compiled_inside(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 def read_anew(compiled: Any) -> None:
     """Let a module that `torch.compile` has returned see that its module has become another one."""
     compiled._initialize()
+
+
+def made_wrapper(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of a class of ours without numbers of its own."""
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)  # pyright: ignore

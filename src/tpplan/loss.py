@@ -144,6 +144,23 @@ def linear_cross_entropy(
     return over_classes.linear_cross_entropy(hidden, (local, own_bias), target, weight, loss, part)
 
 
+def part_of(
+    logits: Tensor,
+    model: nn.Module | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    axis: str = "tp",
+    classes: int | None = None,
+) -> tuple[Tensor, ClassPart]:
+    """This rank's part of logits, and which classes these are; the arguments are those of `cross_entropy`.
+
+    Raises:
+        LossError: TP165; see the module.
+    """
+    known = _known(model, mesh, axis, classes, None)
+    local, placed = _of_dtensor(logits, logits.dim() - 1, "logits")
+    return local, _part(local.shape[-1], [*placed, *known], None, "logits")
+
+
 class _Alone:
     """A rank that has all classes."""
 
@@ -271,4 +288,4 @@ def _refusal(message: str, way_out: str) -> LossError:
     return LossError([Diagnostic(code="TP165", message=message, help=way_out)])
 
 
-__all__ = ["LossError", "cross_entropy", "linear_cross_entropy"]
+__all__ = ["LossError", "cross_entropy", "linear_cross_entropy", "part_of"]

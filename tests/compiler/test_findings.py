@@ -89,6 +89,8 @@ ELSEWHERE = {
     "TP160": "adapters/test_plans.py",
     "TP185": "runtime/test_compile_calls.py",
     "TP199": "cli/test_main.py",
+    **dict.fromkeys(("TP210", "TP211", "TP212", "TP213", "TP214"), "suggest/test_export.py"),
+    **dict.fromkeys(("TP215", "TP216"), "suggest/test_import_deepspeed.py"),
 }
 
 

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inputs", "hf", "training"),
     ("suggest",),
     ("initialize",),
+    ("generation",),
     ("checkpoint", "loss"),
     ("runtime",),
     ("compiler",),

@@ -39,3 +39,7 @@ def test_finetune_and_then_lora(tmp_path: Path) -> None:
 def test_fsdp_around_tensor_parallelism(tmp_path: Path) -> None:
     _check(_run("fsdp.py", 4, tmp_path, "--steps", "8"), tmp_path, "fsdp")
     assert (tmp_path / "out" / "fsdp" / "model.safetensors").is_file()
+
+
+def test_serving_answers_as_the_unsharded_model_does(tmp_path: Path) -> None:
+    assert "5 of 5 answers are those of the unsharded model" in _run("serve.py", 2, tmp_path)

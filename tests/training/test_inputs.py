@@ -79,3 +79,42 @@ def _generated(member: Member) -> list[int]:
 def test_generating_with_caches_that_hold_each_ranks_heads_is_no_difference() -> None:
     first, second = world(2).run(_generated)
     assert first == second and len(first) == 11
+
+
+def _prompts(rank: int) -> list[dict[str, Any]]:
+    """What the ranks are asked to generate from: the second time each is of a kind that was proved before."""
+    return [
+        {"inputs": IDS, "max_new_tokens": 2},
+        {"inputs": IDS + rank, "max_new_tokens": 2},
+        {"inputs": torch.arange(12 + 6 * rank).view(-1, 6), "max_new_tokens": 2},
+        {"inputs": IDS, "max_new_tokens": 2 + rank},
+        {"inputs": IDS, "max_new_tokens": 2, "do_sample": True},
+        {"inputs": IDS, "max_new_tokens": 3},
+    ]
+
+
+def _served(member: Member) -> list[str]:
+    model = sharded(member, "llama").eval()
+    found: list[str] = []
+    for prompt in _prompts(member.rank):
+        torch.manual_seed(member.rank if "do_sample" in prompt else 0)
+        try:
+            made = model.generate(**{"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | prompt)
+            found.append(str(tuple(made.shape)))
+        except DifferentInputsError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+def test_each_prompt_is_compared_before_anything_is_generated() -> None:
+    """Without it, ranks would wait for each other, or give numbers that no model makes."""
+    first, second = world(2).run(_served, seconds=60.0)
+    assert first == second
+    expected = (
+        "(2, 8)", "`inputs` has different numbers", "`inputs` is int64(2, 6) and int64(3, 6)",
+        "`max_new_tokens` is 2 and 3", "`the random state` has different numbers", "(2, 9)",
+    )  # fmt: skip
+    for answer, said in zip(first, expected, strict=True):
+        assert said in answer, (said, answer)
+        assert answer == said or answer.startswith("TP192 different-inputs"), answer

@@ -32,7 +32,7 @@ from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
-from tpplan.compat import buffer_versions, hooks_of, own_parameters, without_dispatch_modes
+from tpplan.compat import buffer_versions, hooks_of, own_parameters, random_state, without_dispatch_modes
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
 from tpplan.compiler.ir.program import Program
@@ -57,6 +57,7 @@ _TP183 = (
     "TPPLAN_DEBUG, or don't compile"
 )
 _NEW = "the ranks' comparison of a call of a new kind"
+_PROMPT = "the ranks' comparison of a prompt for `generate`"
 _OF_CALLS = "pass `inputs=` like this call to `parallelize`, so that the program is compiled for it"
 _OF_CACHES = (
     "pass a cache that no other model or plan has filled, and that makes its buffers from the keys and values that it "
@@ -202,6 +203,25 @@ class CallGuard:
         if self._axis is not None and (kind not in self._compared or has_left()):
             refuse_different(exchange(self._axis.group, _NEW, facts_of(call, self._names)))
             self._compared.add(kind)
+
+    def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
+        """Raise if ranks were asked to generate from different prompts, with other options, or from other seeds.
+
+        Args:
+            arguments, keywords: of `generate`. Objects, such as a cache, aren't compared.
+            draws: whether tokens are drawn.
+
+        Raises:
+            DifferentInputsError: TP192.
+        """
+        if self._axis is None:
+            return
+        names = ("inputs", "generation_config")
+        named = {names[i] if i < len(names) else f"*{i}": held for i, held in enumerate(arguments)} | keywords
+        plain = {name: held for name, held in named.items() if isinstance(held, (Tensor, bool, int, float, str))}
+        if draws:
+            plain["the random state"] = random_state()
+        refuse_different(exchange(self._axis.group, _PROMPT, facts_of(Call(False, (), plain, Parts()), ())))
 
     def _forget(self) -> None:
         self._changed = True

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.cli import bench, checkpoint, demo, explain, rule, schema, suggest, validate, verify
+from tpplan.cli import bench, checkpoint, demo, explain, export, rule, schema, suggest, validate, verify
 from tpplan.cli.exit_codes import BROKEN_PIPE, FAILED, INTERRUPTED, UsageError, exit_code
 
 if TYPE_CHECKING:
     from tpplan.plan import Diagnostic
 
-_COMMANDS = (validate, explain, verify, suggest, checkpoint, demo, bench, rule, schema)
+_COMMANDS = (validate, explain, verify, suggest, export, checkpoint, demo, bench, rule, schema)
 _EXAMPLES = """\
 examples:
   tpplan validate plans/llama.yaml                     check a plan by itself

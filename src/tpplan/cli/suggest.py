@@ -21,6 +21,7 @@ _EXAMPLES = """\
   tpplan suggest --model ./config.json --tp 4 --sequence-parallel
   tpplan suggest --model my_package.models:make_model --tp 2
   tpplan suggest --model hf:qwen3 --from-hf                 the plan that the model brings along, in tpplan's words
+  tpplan suggest --model ./checkpoint --from-deepspeed ds_config.json
   tpplan suggest --model hf:gpt2 --tp 4 | tpplan validate - --model hf:gpt2 --tp 4
 
 Linear layers are paired by the flow of the data between them, not by their names, and the compiler proves the plan
@@ -53,14 +54,22 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="write the plan that a transformers model brings along, in tpplan's words; it isn't proved",
     )
+    parser.add_argument(
+        "--from-deepspeed",
+        metavar="FILE",
+        help="write what DeepSpeed's AutoTP config says, in tpplan's words; it isn't proved",
+    )
     add_model_arguments(parser, required=True)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the plan; findings that keep one from being found are raised."""
-    if arguments.from_hf and arguments.sequence_parallel:
-        raise UsageError("--from-hf writes the plan as it is; leave out --sequence-parallel")
+    source = "--from-hf" if arguments.from_hf else "--from-deepspeed" if arguments.from_deepspeed else ""
+    if source and arguments.sequence_parallel:
+        raise UsageError(f"{source} writes the plan as it is; leave out --sequence-parallel")
+    if arguments.from_hf and arguments.from_deepspeed:
+        raise UsageError("--from-hf and --from-deepspeed are two plans; leave out one of them")
     model, inputs = model_and_inputs(arguments)
     text = _text(model, inputs, arguments)
     if arguments.output is None:
@@ -81,4 +90,8 @@ def _text(model: nn.Module, inputs: Any, arguments: argparse.Namespace) -> str:
         from tpplan.suggest import import_plan
 
         return import_plan(model, plan_name(model))
+    if arguments.from_deepspeed:
+        from tpplan.suggest import import_deepspeed
+
+        return import_deepspeed(model, Path(arguments.from_deepspeed), plan_name(model))
     return suggest_text(model, ranks_of(arguments), arguments.sequence_parallel, inputs, training=arguments.training)

@@ -20,6 +20,7 @@ from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, Param
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.trace.capture import argument_names
+from tpplan.runtime.class_rows import ClassPart
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
@@ -29,6 +30,7 @@ from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_cla
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
+from tpplan.runtime.split_logits import SplitLogits
 from tpplan.runtime.split_norm import split_norm_body
 from tpplan.runtime.standalone import alone_moves
 
@@ -102,7 +104,7 @@ def prepare(
             axis=axis,
             entries=tuple(s for r in spec.entries for s in _entries(module, r, steps(r, place=_place(spec, r, True)))),
             exits=tuple(s for r in spec.exits for s in _exits(r, steps(r, fresh, _place(spec, r, False)))),
-            alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context),
+            alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context, is_root),
             split_classes=_split_classes(program.boundaries.get(spec.name, ())),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
             parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
@@ -271,10 +273,12 @@ def _exits(held: Reshard | Boundary, step: Move) -> list[ExitStep]:
 
 
 def _alone(
-    name: str, module: nn.Module, held: Sequence[Boundary], handed_out: HandedOut, context: CallContext
+    name: str, module: nn.Module, held: Sequence[Boundary], handed_out: HandedOut, context: CallContext, is_root: bool
 ) -> ModuleRuntime:
-    """What happens at a module's boundary if it is called by itself."""
+    """What happens at a module's boundary if it is called by itself; at the root's, if `generate` calls it."""
     moves = alone_moves(name, held, handed_out.axis, context)
+    if is_root:
+        moves = [(at, _kept_split(at, handed_out.axis) if _splits_classes(at) else move) for at, move in moves]
     return ModuleRuntime(
         label="",
         axis=handed_out.axis,
@@ -287,8 +291,17 @@ def _alone(
 
 def _split_classes(held: Sequence[Boundary]) -> tuple[int, ...]:
     """Of results that are split along their last dim in one stretch, its size as a whole."""
-    results = [(at.layout, at.shape) for at in held if not at.inward]
-    return tuple(dict.fromkeys(s[-1] for h, s in results if h.is_sharded and h.is_plain and h.dim == len(s) - 1))
+    return tuple(dict.fromkeys(at.shape[-1] for at in held if _splits_classes(at)))
+
+
+def _splits_classes(at: Boundary) -> bool:
+    layout = at.layout
+    return not at.inward and layout.is_sharded and layout.is_plain and layout.dim == len(at.shape) - 1
+
+
+def _kept_split(at: Boundary, axis: Communicator) -> Callable[[Tensor], Tensor]:
+    part = ClassPart(axis, at.shape[-1])
+    return lambda tensor: SplitLogits.of(tensor, part)
 
 
 class _Steps:

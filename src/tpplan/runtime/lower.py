@@ -60,6 +60,10 @@ class Guard(Protocol):
         """The program for a module that is called by itself; None for the one that is in place."""
         ...
 
+    def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
+        """Raise if ranks were asked to generate from different prompts, or from other seeds, if they draw."""
+        ...
+
 
 class Distributor(Protocol):
     """Makes a rank's part of a tensor, and the parameter that holds it."""
@@ -290,6 +294,11 @@ class Variants:
         if program is not self._current:
             self._change_to(program)
         return None if watch is None else watch(self._replaced_bodies())
+
+    def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
+        """See `CallGuard`."""
+        if self._guard is not None:
+            self._guard.require_alike_prompt(arguments, keywords, draws)
 
     def _replaced_bodies(self) -> frozenset[str]:
         """The modules whose bodies the program in place replaces."""

@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import implicit_replication
+from tpplan.compiler.ir.pytree import leaves
+from tpplan.runtime.split_logits import SplitLogits, wholes
 
 
 def whole(held: Any) -> Any:
@@ -48,6 +50,20 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
     }
 
 
+def _compare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hold a prompt against that of the other ranks: each of the many calls that follow would be wrong, or wait."""
+    guard: Any = model.__dict__["_tpplan"].guard
+    if guard is not None:
+        config: Any = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+        draws = bool(kwargs.get("do_sample", getattr(config, "do_sample", False)))
+        guard.require_alike_prompt(args, kwargs, draws)
+
+
+def _without_parts(result: Any) -> Any:
+    """A result with whole logits: every rank is here, which may not be so where the caller looks at them."""
+    return wholes(result) if any(isinstance(item, SplitLogits) for _, item in leaves(result)) else result
+
+
 # Whether such a method runs in this thread (or task): in another one, another model may be called at the same time.
 _serves: ContextVar[bool] = ContextVar("tpplan serves", default=False)
 
@@ -72,8 +88,10 @@ def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _serves.get() or not is_outside(self):
             return method(self, *args, **kwargs)
+        if method.__name__ == "generate":
+            _compare(self, args, kwargs)
         with serving(), implicit_replication():
-            return method(self, *args, **kwargs)
+            return _without_parts(method(self, *args, **kwargs))
 
     return call
 
