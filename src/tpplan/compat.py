@@ -90,6 +90,7 @@ __all__ = [
     "innermost_mode",
     "interleaved_shard",
     "interleaving",
+    "is_checkpointed",
     "is_localized",
     "is_localizer",
     "is_of_fsdp",
@@ -752,6 +753,12 @@ def packs_saved_tensors() -> object:
     hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
     return None if f"{getattr(pack, '__module__', None)}.".startswith("torch.") else pack
+
+
+def is_checkpointed() -> bool:
+    """Whether an activation checkpoint counts what autograd saves for the backward."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from tpplan.compat import (
     innermost_mode,
     own_buffers,
     own_parameters,
+    runs_backward,
     set_compiler,
     skip_frame,
 )
@@ -44,7 +45,7 @@ from tpplan.runtime.randomness import ReplicatedRandomness
 from tpplan.runtime.reshard import trace_with
 
 if TYPE_CHECKING:
-    from tpplan.runtime.modules import ModuleRuntime
+    from tpplan.runtime.module_runtime import ModuleRuntime
 
 ENTRY = "_tpplan_entry"
 """The attribute of a class whose `forward` a base class has wrapped, as those of transformers' layers do."""
@@ -91,6 +92,7 @@ def _run_inner_compiled(module: nn.Module, compiler: object, args: tuple[Any, ..
     """Run a body in Python, by a function mode that Dynamo doesn't read; the modules that it calls are compiled."""
     handed_out = runtime_of(module).handed_out
     before, handed_out.compiler = handed_out.compiler, compiler
+    handed_out.compiled_by = compiler
     count_as_compiled()
     try:
         return module.forward(*args, **kwargs)
@@ -116,11 +118,13 @@ def runtime_of(module: nn.Module) -> ModuleRuntime:
 def leave_uncompiled(module: nn.Module) -> bool:
     """Whether a region has to run as without a compiler.
 
-    Its call is watched, its draws are told apart one by one, it runs from its record, or it is under a dispatch mode:
-    Dynamo compiles nothing there, and would never again compile what it has met.
+    Its call is watched, or was when it ran for the first time; its draws are told apart one by one; it runs from its
+    record; or it is under a dispatch mode, where Dynamo compiles nothing, nor ever again what it has met there.
     """
     runtime = runtime_of(module)
-    watched, draws = runtime.handed_out.watched, module.training and MARK in module.__dict__
+    recalled = runtime.handed_out.recalled if runs_backward() else None
+    watched = runtime.handed_out.watched if recalled is None else recalled.watched
+    draws = module.training and MARK in module.__dict__
     told_apart = draws and isinstance(runtime.random, (CallersStream, MixedStreams))
     if not watched and not told_apart and not _replays(module) and innermost_mode() is None:
         return False
