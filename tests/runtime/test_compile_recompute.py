@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ import tpplan
 from tests.compiler.toys import HIDDEN
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS, assert_same_run, tolerance
-from tests.runtime.test_compile import Graphs, compile_in_place, compile_layers, fresh, layers_of, run
+from tests.runtime.test_compile import WAYS, Graphs, compile_in_place, compile_layers, fresh, layers_of, run
 from tests.runtime.test_recompute import (
     TENSOR,
     TOLERANCE,
     Scaled,
-    around,
     direct,
     parallel,
     plainly,
@@ -29,6 +27,7 @@ from tests.runtime.test_recompute import (
     stack,
     step,
     worst,
+    x,
 )
 from tests.runtime.test_recompute import Run as Checkpoint
 from tests.runtime.world import Member, world
@@ -69,24 +68,36 @@ def _checkpoints(member: Member) -> None:
 
 
 def test_a_call_that_ran_without_a_compiler_is_recomputed_without() -> None:
-    world(2).run(_uncompiled)
+    world(2).run(_hooked)
 
 
-def _uncompiled(member: Member) -> None:
-    """The first call is watched. With a hook it isn't run again for the compiler, nor inside of a checkpoint."""
+def _hooked(member: Member) -> None:
+    """The first call is watched. With a hook it isn't run again for the compiler."""
     stock, model = stack(direct, reentrant), parallel(member, stack(direct, reentrant), "sequence")
     with fresh():
         compile_layers(model, backend="aot_eager")
         model.get_submodule("layers.0.norm").register_forward_hook(lambda module, args, output: None)
         for _ in range(2):
             assert worst(shown(model, step), shown(stock, step)) < TOLERANCE
-    loop = partial(around, run=direct)
-    for way in (compile_in_place, compile_layers):
-        stock, model = stack(), parallel(member, stack(), "sequence")
-        with fresh():
-            way(model, backend="aot_eager")
-            for _ in range(2):
-                assert worst(shown(model, loop), shown(stock, loop)) < TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["compile_layers", pytest.param("compile_in_place", marks=pytest.mark.sweep)])
+def test_a_checkpoint_around_a_compiled_model_counts_what_is_saved_once(way: str) -> None:
+    world(2).run(_around, way)
+
+
+def _around(member: Member, way: str) -> None:
+    stock, model = stack(), parallel(member, stack(), "sequence")
+    with fresh():
+        WAYS[way](model, backend="aot_eager")
+        for _ in range(2):
+            assert worst(shown(model, _step_around), shown(stock, _step_around)) < TOLERANCE
+
+
+def _step_around(model: nn.Module) -> list[Tensor]:
+    made = direct(model, x())
+    made.square().mean().backward()
+    return [made]
 
 
 class Labelled(nn.Module):

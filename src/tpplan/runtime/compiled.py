@@ -57,16 +57,30 @@ class CompiledCallError(TpplanError):
     """A sharded model can't be compiled in this way."""
 
 
-def run_compiled(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a region whose outermost module is `module`, its body by `compiler`. Nothing else is compiled meanwhile."""
+def run_compiled(
+    module: nn.Module,
+    compiler: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+) -> Any:
+    """Run a region whose outermost module is `module`, its body by `compiler`. Nothing else is compiled meanwhile.
+
+    Args:
+        module: the module.
+        compiler: what compiles the frames of a thread.
+        args, kwargs: the arguments of its call.
+        forward: what runs it as without a compiler; `module.forward` unless told otherwise.
+    """
+    forward = module.forward if forward is None else forward
     runtime = runtime_of(module)
     handed_out = runtime.handed_out
     again = handed_out.entered is module  # its random context is open already
     drawn = runtime.random if module.training and MARK in module.__dict__ and not again else None
     if leave_uncompiled(module):
-        return module.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     if _makes_class_calls(module):
-        return _run_inner_compiled(module, compiler, args, kwargs)
+        return _run_inner_compiled(module, compiler, lambda: forward(*args, **kwargs))
     places = _places(module, handed_out)
     lent = [(held, name, held[name]) for held, name, _, _ in places if name in held]
     before, handed_out.placed = handed_out.placed, True
@@ -88,14 +102,14 @@ def _makes_class_calls(module: nn.Module) -> bool:
     return runtime is not None and runtime.classes is not None and runtime.classes.makes_calls
 
 
-def _run_inner_compiled(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_inner_compiled(module: nn.Module, compiler: object, forward: Callable[[], Any]) -> Any:
     """Run a body in Python, by a function mode that Dynamo doesn't read; the modules that it calls are compiled."""
     handed_out = runtime_of(module).handed_out
     before, handed_out.compiler = handed_out.compiler, compiler
     handed_out.compiled_by = compiler
     count_as_compiled()
     try:
-        return module.forward(*args, **kwargs)
+        return forward()
     finally:
         handed_out.compiler = before
 

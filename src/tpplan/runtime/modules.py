@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tpplan.compat import active_compiler, is_traced, runs_backward, skip_frame, without_function_modes
 from tpplan.plan import InternalError
 from tpplan.runtime.communicator import ProcessGroupCommunicator
-from tpplan.runtime.compiled import leave_uncompiled, run_compiled, run_inside, runtime_of, trace_call, trace_root
+from tpplan.runtime.compiled import run_compiled, run_inside, runtime_of, trace_call, trace_root
 from tpplan.runtime.compiled_entry import call_compiled, is_compiled_inside
 from tpplan.runtime.copying import here_only
 from tpplan.runtime.faults import leave
@@ -173,10 +173,10 @@ class ShardedRoot(ShardedModule):
         if writes is not None:
             writes.forwards += 1
         try:
-            if compiler is None or leave_uncompiled(self):
+            if compiler is None:
                 result = super().forward(*args, **kwargs)
             else:
-                result = run_compiled(self, compiler, args, kwargs)
+                result = run_compiled(self, compiler, args, kwargs, super().forward)
             if serves() and runtime.alone is not None and not torch.is_grad_enabled():
                 result = runtime.alone.leave(result)  # `generate` and the like choose among all classes
             return result
