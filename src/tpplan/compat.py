@@ -88,6 +88,7 @@ __all__ = [
     "hooks_of",
     "implicit_replication",
     "innermost_mode",
+    "inside_transform",
     "interleaved_shard",
     "interleaving",
     "is_checkpointed",
@@ -98,6 +99,7 @@ __all__ = [
     "is_reentrant_checkpoint",
     "is_registered_container",
     "is_traced",
+    "let_data_be_set",
     "lie_alike",
     "like_distributed",
     "local_of",
@@ -698,6 +700,27 @@ def handle_operator(
 def handler_of(operator: OpOverload) -> Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]:
     """What DTensor runs `operator` by."""
     return DTensor._op_dispatcher._custom_op_handlers[operator]  # pyright: ignore
+
+
+@functools.cache
+def let_data_be_set() -> None:
+    """From now on let `tensor.data = other` reach the numbers of a DTensor; torch sets only what is around these."""
+    stock: Any = torch._C.TensorBase.data
+
+    def put(tensor: DTensor, value: Tensor) -> None:
+        if isinstance(value, DTensor) and value.placements != tensor.placements:
+            with torch.no_grad():
+                value = value.redistribute(tensor.device_mesh, tensor.placements)
+        stock.__set__(tensor, value)
+        if isinstance(value, DTensor):
+            tensor._local_tensor, tensor._spec = value._local_tensor.detach(), value._spec  # pyright: ignore
+
+    DTensor.data = property(lambda tensor: stock.__get__(tensor), put)  # pyright: ignore
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is under way, such as `vmap`."""
+    return cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:

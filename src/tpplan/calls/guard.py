@@ -32,7 +32,7 @@ from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
-from tpplan.compat import buffer_versions, hooks_of, own_parameters, without_dispatch_modes
+from tpplan.compat import buffer_versions, hooks_of, inside_transform, own_parameters, without_dispatch_modes
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.program import Program
@@ -57,6 +57,10 @@ _TP183 = (
     "TPPLAN_DEBUG, or don't compile"
 )
 _NEW = "the ranks' comparison of a call of a new kind"
+_INSIDE_TRANSFORM = (
+    "TP117 unproved-call: a sharded model was called inside of a transform of torch.func (`grad`, `vmap`, `jvp`), "
+    "which isn't proved\n  help: differentiate by `backward` or `torch.autograd.grad`; pass a batch as a batch"
+)
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
 
@@ -156,6 +160,8 @@ class CallGuard:
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""
+        if inside_transform():
+            raise UnprovedCallError(_INSIDE_TRANSFORM)
         if torch.is_grad_enabled():
             self._follow_thawed()
         if self._changes is not None:
