@@ -71,6 +71,7 @@ __all__ = [
     "computed_weights",
     "copy_all",
     "copy_hook",
+    "copy_without_gradients",
     "count_as_compiled",
     "derive_class",
     "fake_mesh",
@@ -716,6 +717,20 @@ def let_data_be_set() -> None:
             tensor._local_tensor, tensor._spec = value._local_tensor.detach(), value._spec  # pyright: ignore
 
     DTensor.data = property(lambda tensor: stock.__get__(tensor), put)  # pyright: ignore
+
+
+@functools.cache
+def copy_without_gradients() -> None:
+    """From now on let copies of DTensors that are parameters have no gradient, as copies of other parameters."""
+    stock: Any = DTensor.__deepcopy__
+
+    def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
+        made: DTensor = stock(tensor, memo)
+        if isinstance(tensor, torch.nn.Parameter):
+            made.grad = None
+        return made
+
+    DTensor.__deepcopy__ = copied  # pyright: ignore
 
 
 def inside_transform() -> bool:

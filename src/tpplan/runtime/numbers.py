@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tpplan.compat import OpOverload, handle_operator, handler_of, let_data_be_set, local_of
+from tpplan.compat import OpOverload, copy_without_gradients, handle_operator, handler_of, let_data_be_set, local_of
 from tpplan.runtime.packed_operations import split_first
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -38,6 +38,7 @@ def take_whole_numbers() -> None:
 def write_whole_numbers(device: str) -> None:
     """From now on let numbers be written into DTensors on `device` as into the whole tensors."""
     let_data_be_set()
+    copy_without_gradients()
     if device == "cpu":  # elsewhere torch draws a part's numbers as those of the whole
         for name in ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"):
             handle_operator(getattr(torch.ops.aten, name).default, _draw)
