@@ -722,7 +722,7 @@ def let_data_be_set() -> None:
 @functools.cache
 def copy_without_gradients() -> None:
     """From now on let copies of DTensors that are parameters have no gradient, as copies of other parameters."""
-    stock: Any = DTensor.__deepcopy__
+    stock = cast("Any", DTensor).__deepcopy__
 
     def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         made: DTensor = stock(tensor, memo)
