@@ -27,7 +27,7 @@ from tpplan.runtime.agreement import agree
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lockstep import ranks_of
 from tpplan.runtime.lower import lower, wrap_around
-from tpplan.runtime.numbers import take_whole_numbers
+from tpplan.runtime.numbers import take_whole_numbers, write_whole_numbers
 from tpplan.runtime.replicas import follow_wrappers
 from tpplan.runtime.stepping import step_on_parts
 from tpplan.runtime.wrapped import bare
@@ -178,6 +178,7 @@ def _parallelize(
     follow_wrappers()
     step_on_parts()
     take_whole_numbers()
+    write_whole_numbers(over.device_type)
 
 
 def plan_name(model: nn.Module) -> str:

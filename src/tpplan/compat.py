@@ -71,6 +71,7 @@ __all__ = [
     "computed_weights",
     "copy_all",
     "copy_hook",
+    "copy_without_gradients",
     "count_as_compiled",
     "derive_class",
     "fake_mesh",
@@ -88,8 +89,10 @@ __all__ = [
     "hooks_of",
     "implicit_replication",
     "innermost_mode",
+    "inside_transform",
     "interleaved_shard",
     "interleaving",
+    "is_checkpointed",
     "is_localized",
     "is_localizer",
     "is_of_fsdp",
@@ -97,6 +100,7 @@ __all__ = [
     "is_reentrant_checkpoint",
     "is_registered_container",
     "is_traced",
+    "let_data_be_set",
     "lie_alike",
     "like_distributed",
     "local_of",
@@ -700,6 +704,41 @@ def handler_of(operator: OpOverload) -> Callable[[OpOverload, tuple[Any, ...], d
     return DTensor._op_dispatcher._custom_op_handlers[operator]  # pyright: ignore
 
 
+@functools.cache
+def let_data_be_set() -> None:
+    """From now on let `tensor.data = other` reach the numbers of a DTensor; torch sets only what is around these."""
+    stock: Any = torch._C.TensorBase.data
+
+    def put(tensor: DTensor, value: Tensor) -> None:
+        if isinstance(value, DTensor) and value.placements != tensor.placements:
+            with torch.no_grad():
+                value = value.redistribute(tensor.device_mesh, tensor.placements)
+        stock.__set__(tensor, value)
+        if isinstance(value, DTensor):
+            tensor._local_tensor, tensor._spec = value._local_tensor.detach(), value._spec  # pyright: ignore
+
+    DTensor.data = property(lambda tensor: stock.__get__(tensor), put)  # pyright: ignore
+
+
+@functools.cache
+def copy_without_gradients() -> None:
+    """From now on let copies of DTensors that are parameters have no gradient, as copies of other parameters."""
+    stock = cast("Any", DTensor).__deepcopy__
+
+    def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
+        made: DTensor = stock(tensor, memo)
+        if isinstance(tensor, torch.nn.Parameter):
+            made.grad = None
+        return made
+
+    DTensor.__deepcopy__ = copied  # pyright: ignore
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func is under way, such as `vmap`."""
+    return cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None
+
+
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:
     """The norm of each of several tensors, computed in `dtype`."""
     return cast("Any", torch)._foreach_norm(list(tensors), order, dtype=dtype) if tensors else ()
@@ -753,6 +792,12 @@ def packs_saved_tensors() -> object:
     hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
     return None if f"{getattr(pack, '__module__', None)}.".startswith("torch.") else pack
+
+
+def is_checkpointed() -> bool:
+    """Whether an activation checkpoint counts what autograd saves for the backward."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 @contextmanager

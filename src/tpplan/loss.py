@@ -24,7 +24,8 @@ from tpplan.plan import Diagnostic, PlanError
 from tpplan.runtime import classes as over_classes
 from tpplan.runtime.classes import ClassPart, Loss
 from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator
-from tpplan.runtime.modules import RUNTIME, ModuleRuntime, ShardedRoot
+from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
+from tpplan.runtime.modules import ShardedRoot
 from tpplan.runtime.packed import PackedShard
 
 _REDUCTIONS = ("mean", "sum", "none")

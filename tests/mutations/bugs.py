@@ -49,10 +49,10 @@ BUGS = (
     Bug("the guard forgets gradient sums", "calls/proofs.py",
         "if summed != {p.name for p in other.summed_parameters}:", "if False:", _GUARD),
     # What a rank computes.
-    Bug("a rowwise product isn't reduced", "runtime/modules.py",
+    Bug("a rowwise product isn't reduced", "runtime/layers.py",
         "        if runtime.exits:\n            result = runtime.exits[0].step(result)\n        return result if bias",
         "        return result if bias", _PARITY),
-    Bug("a rowwise bias is added twice", "runtime/modules.py",
+    Bug("a rowwise bias is added twice", "runtime/layers.py",
         "return result if bias is None else result + bias.to(result.dtype)",
         "return result if bias is None else result + 2 * bias.to(result.dtype)", _PARITY),
     Bug("a bias counted once is added on every rank", "runtime/parameters.py",

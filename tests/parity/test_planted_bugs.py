@@ -13,7 +13,9 @@ from tests.parity.subjects import subject, with_module, with_parameter
 from tpplan.compiler.ir.layout import Collective
 from tpplan.parity import ParityReport, verify_program
 from tpplan.runtime.distribute import MeshDistributor
-from tpplan.runtime.modules import RUNTIME, ReducedLinear, swapped_class
+from tpplan.runtime.layers import ReducedLinear
+from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.runtime.swapped import swapped_class
 
 
 @pytest.fixture

@@ -112,12 +112,18 @@ def run(model: nn.Module, keywords: dict[str, Any]) -> Run:
     return Run([o.detach() for o in outputs], gradients, counted(there), counted(back))
 
 
+def tiny(name: str, way: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model: of two layers where the graphs of layers are to be shared, else of one, which is traced faster."""
+    layers = "layers" if name == "torch_transformer" else "num_hidden_layers"
+    return tiny_model(name, **{layers: 2 if "layers" in way else 1}, **options)
+
+
 def check(member: Member, name: str, plan: str, way: str, backend: str) -> None:
-    """Three steps of a compiled model, and one in evaluation, against the stock one; collectives by the program."""
+    """Three steps of a compiled model, and two calls in evaluation, against the stock one; collectives as predicted."""
     dtype = torch.float32 if backend == "inductor" else torch.float64
-    stock, keywords = tiny_model(name, dtype=dtype)
+    stock, keywords = tiny(name, way, dtype=dtype)
     reference = run(stock, keywords)
-    program = tpplan.compile_plan(tiny_model(name, device="meta")[0], PLANS / f"{plan}.yaml", 2, keywords)
+    program = tpplan.compile_plan(tiny(name, way, device="meta")[0], PLANS / f"{plan}.yaml", 2, keywords)
     there, both = (
         Counter({kind.replace("-", ""): n for kind, n in program.count_collectives(backward=back).items()})
         for back in (False, True)
@@ -152,7 +158,11 @@ def run_forward(model: nn.Module, keywords: dict[str, Any]) -> torch.Tensor:
 
 QUICK = [
     ("torch_transformer", "torch_transformer-sequence", "compile_layers", "aot_eager"),
+]
+OTHERS = [
     ("torch_transformer", "torch_transformer", "compile_whole", "aot_eager"),
+    ("llama", "llama-sequence", "compile_whole", "aot_eager"),
+    ("gpt2", "gpt2", "wrap_layers", "inductor"),
 ]
 
 
@@ -170,6 +180,12 @@ def _cases(member: Member, cases: list[tuple[str, str, str, str]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: "-".join(case[1:]))
+def test_shipped_plans_compile(case: tuple[str, str, str, str]) -> None:
+    world(2).run(_cases, [case])
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["llama", "llama-sequence", "gpt2", "gpt2-sequence", "phi3-sequence"])
 def test_shipped_plans_compile_in_every_way(plan: str) -> None:
     name = plan.removesuffix("-sequence")
@@ -187,7 +203,8 @@ def _alone(member: Member) -> None:
     for plan in ("torch_transformer", "torch_transformer-sequence"):
         sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), keywords)
         x = torch.randn(3, 12, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        for name in ("blocks.0", "blocks.1", "blocks.1.attention", "blocks.0.mlp.up"):
+        parts = ("blocks.0", "blocks.1.attention", "blocks.0.mlp.up") if "sequence" in plan else ("blocks.1",)
+        for name in parts:
             with fresh() as counters:
                 graphs = Graphs("aot_eager")
                 theirs, ours = stock.get_submodule(name), sharded.get_submodule(name)
@@ -231,13 +248,16 @@ def test_dynamic_sizes_compile_nothing_again() -> None:
 
 
 def _dynamic(member: Member) -> None:
-    stock, keywords = tiny_model("torch_transformer")
     # By layers there are two: the first block is given the whole stream, and splits it.
-    cases = (("torch_transformer-sequence", "compile_layers", 2), ("torch_transformer", "compile_in_place", 1))
-    for plan, way, graphs_of_all in cases:
+    cases = (
+        ("torch_transformer-sequence", "compile_layers", "eager", 2),
+        ("torch_transformer", "compile_in_place", "aot_eager", 1),
+    )
+    for plan, way, backend, graphs_of_all in cases:
+        stock, keywords = tiny("torch_transformer", way)
         sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), keywords)
         with fresh() as counters:
-            graphs = Graphs("aot_eager")
+            graphs = Graphs(backend)
             WAYS[way](sharded, backend=graphs, fullgraph=True, dynamic=True)
             for batch, length in ((3, 12), (2, 12), (5, 16)):
                 _compare(sharded, stock, batch, length)
@@ -262,15 +282,15 @@ def test_dropout_draws_what_it_draws_without_a_compiler() -> None:
 
 
 def _dropout(member: Member) -> None:
-    stock, keywords = tiny_model("torch_transformer", dropout=0.3)
+    stock, keywords = tiny_model("torch_transformer", dropout=0.3, layers=1)
     found: list[Run] = []
-    for way in (None, "compile_layers", "compile_in_place"):
+    for way, backend in ((None, ""), ("compile_layers", "aot_eager"), ("compile_in_place", "eager")):
         sharded = tpplan.parallelize(
             copy.deepcopy(stock), PLANS / "torch_transformer-sequence.yaml", member.mesh(), keywords
         )
         with fresh():
             if way is not None:
-                WAYS[way](sharded, backend="aot_eager")
+                WAYS[way](sharded, backend=backend)
             for seed in range(2):
                 torch.manual_seed(seed)
                 sharded.zero_grad()
@@ -278,7 +298,7 @@ def _dropout(member: Member) -> None:
     for other in (found[2:4], found[4:]):
         for one, two in zip(found[:2], other, strict=True):
             assert_same_run(two, one, tolerance(torch.float64))
-    compiled = compile_in_place(sharded, backend="aot_eager", fullgraph=True)  # pyright: ignore
+    compiled = compile_in_place(sharded, backend="eager", fullgraph=True)  # pyright: ignore
     with fresh(), pytest.raises(tpplan.TpplanError, match="TP181"):
         compiled(**keywords)
     compiled.eval()
@@ -322,10 +342,10 @@ def test_a_model_that_was_compiled_before_is_parallelized_inside() -> None:
 
 
 def _before(member: Member) -> None:
-    stock, keywords = tiny_model("torch_transformer")
+    stock, keywords = tiny_model("torch_transformer", layers=1)
     for way in WAYS.values():
         with fresh() as counters:
-            graphs = Graphs("aot_eager")
+            graphs = Graphs("eager")
             model = way(copy.deepcopy(stock), backend=graphs, fullgraph=True)
             model(**keywords)
             count = len(graphs.seen)
@@ -337,39 +357,6 @@ def _before(member: Member) -> None:
                 assert_same_run(run(compiled, keywords), run(stock, keywords), tolerance(torch.float64))
             assert len(graphs.seen) > count
             assert not counters["graph_break"]
-
-
-@pytest.mark.slow
-def test_activation_checkpoints_around_compiled_blocks_recompute_them() -> None:
-    world(2).run(_checkpoints)
-
-
-def _checkpoints(member: Member) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)  # pyright: ignore
-
-    stock, keywords = tiny_model("torch_transformer")
-    sharded = tpplan.parallelize(
-        copy.deepcopy(stock), PLANS / "torch_transformer-sequence.yaml", member.mesh(), keywords
-    )
-    with fresh():
-        layers = layers_of(sharded)
-        for index, layer in enumerate(layers):
-            layer.compile(backend="aot_eager", fullgraph=True)
-            layers[index] = Checkpointed(layer)
-        for _ in range(2):
-            sharded.zero_grad()
-            stock.zero_grad()
-            found = run(sharded, keywords)
-            found.gradients = {name.replace(".inner", ""): held for name, held in found.gradients.items()}
-            assert_same_run(found, run(stock, keywords), tolerance(torch.float64))
 
 
 def test_calls_that_are_watched_for_good_say_that_nothing_is_compiled() -> None:

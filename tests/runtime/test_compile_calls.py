@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS, assert_same_run, tolerance
-from tests.runtime.test_compile import Graphs, compile_in_place, compile_layers, fresh, layers_of, run
+from tests.runtime.test_compile import WAYS, Graphs, compile_in_place, compile_layers, fresh, layers_of, run
 from tests.runtime.vocabulary import LLAMA, SEQUENCE, gradient_error, llama, tokens
 from tests.runtime.world import Member, world
 
@@ -30,32 +30,41 @@ class Around(nn.Module):
         return self.inner(input_ids=input_ids, labels=labels).loss * 2
 
 
+_LOSSES = {"tp": (LLAMA, "compile_in_place"), "tp+sp": (LLAMA | SEQUENCE, "compile_layers")}
+_MORE = {"tp, layers": (LLAMA, "compile_layers"), "tp+sp, whole": (LLAMA | SEQUENCE, "compile_in_place")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", [LLAMA, LLAMA | SEQUENCE], ids=["tp", "tp+sp"])
-def test_a_loss_over_split_classes_runs_in_python_and_the_rest_is_compiled(rules: dict[str, Any]) -> None:
-    world(2).run(_labels, rules)
+@pytest.mark.parametrize("kind", _LOSSES)
+def test_a_loss_over_split_classes_runs_in_python_and_the_rest_is_compiled(kind: str) -> None:
+    world(2).run(_labels, *_LOSSES[kind])
 
 
-def _labels(member: Member, rules: dict[str, Any]) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", _MORE)
+def test_each_way_to_compile_around_a_loss(kind: str) -> None:
+    world(2).run(_labels, *_MORE[kind])
+
+
+def _labels(member: Member, rules: dict[str, Any], way: str) -> None:
     stock, (ids, labels) = llama(), tokens()
     given = {"input_ids": ids, "labels": labels}
     stock(**given).loss.backward()
-    for way in (compile_in_place, compile_layers):
-        model = tpplan.parallelize(copy.deepcopy(stock), {"version": 1, "modules": rules}, member.mesh())
-        with fresh() as counters:
-            graphs = Graphs("aot_eager")
-            compiled = way(model, backend=graphs, fullgraph=True)
-            for step in range(3):
-                compiled.zero_grad()
-                made = compiled(**given)
-                made.loss.backward()
-                torch.testing.assert_close(made.loss, stock(**given).loss)
-                assert gradient_error(stock, model) <= 2e-5, (way, step)
-            assert len(graphs.seen) == 1
-            assert not counters["graph_break"]
-            compiled.eval()
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(**given).loss, stock(**given).loss)
+    model = tpplan.parallelize(copy.deepcopy(stock), {"version": 1, "modules": rules}, member.mesh())
+    with fresh() as counters:
+        graphs = Graphs("aot_eager")
+        compiled = WAYS[way](model, backend=graphs, fullgraph=True)
+        for step in range(3):
+            compiled.zero_grad()
+            made = compiled(**given)
+            made.loss.backward()
+            torch.testing.assert_close(made.loss, stock(**given).loss)
+            assert gradient_error(stock, model) <= 2e-5, step
+        assert len(graphs.seen) == 1
+        assert not counters["graph_break"]
+        compiled.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(**given).loss, stock(**given).loss)
 
 
 @pytest.mark.slow
@@ -93,38 +102,39 @@ def test_compiled_layers_generate_the_tokens_of_the_stock_model() -> None:
 
 
 def _generate(member: Member) -> None:
-    stock, keywords = tiny_model("llama", dtype=torch.float32, use_cache=True)
+    stock, keywords = tiny_model("llama", dtype=torch.float32, use_cache=True, num_hidden_layers=1)
     stock.eval()
     sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / "llama.yaml", member.mesh(), keywords)
     ids = keywords["input_ids"][:, :5]
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = stock.generate(ids, **options)  # pyright: ignore
     with fresh():
-        graphs = Graphs("aot_eager")
+        graphs = Graphs("eager")
         compile_layers(sharded, backend=graphs, dynamic=True)
         for _ in range(2):
             assert torch.equal(sharded.generate(ids, **options), expected)  # pyright: ignore
         assert graphs.seen
 
 
-@pytest.mark.slow
-def test_layers_that_transformers_recomputes_are_compiled() -> None:
-    world(2).run(_recomputed)
+@pytest.mark.parametrize(
+    "plan", [pytest.param("llama-sequence", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.sweep)]
+)
+def test_layers_that_transformers_recomputes_are_compiled(plan: str) -> None:
+    world(2).run(_recomputed, plan)
 
 
-def _recomputed(member: Member) -> None:
-    stock, keywords = tiny_model("llama", dtype=torch.float32)
+def _recomputed(member: Member, plan: str) -> None:
+    stock, keywords = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
     reference = run(stock, keywords)
-    for plan in ("llama", "llama-sequence"):
-        sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), keywords)
-        sharded.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
-        with fresh():
-            graphs = Graphs("aot_eager")
-            compile_layers(sharded, backend=graphs)
-            for _ in range(3):
-                sharded.zero_grad()
-                assert_same_run(run(sharded, keywords), reference, tolerance(torch.float32))
-            assert graphs.seen
+    sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), keywords)
+    sharded.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+    with fresh():
+        graphs = Graphs("aot_eager")
+        compile_layers(sharded, backend=graphs)
+        for _ in range(3):
+            sharded.zero_grad()
+            assert_same_run(run(sharded, keywords), reference, tolerance(torch.float32))
+        assert graphs.seen
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from tpplan import kernels
 from tpplan.compat import fake_process_group
 from tpplan.compiler.ir.program import KernelUse
 from tpplan.runtime.kernels import active_uses
-from tpplan.runtime.modules import stock_class
+from tpplan.runtime.writes import stock_class
 
 pytestmark = pytest.mark.skipif(
     kernels.available("cpu").name == "triton", reason="kernels run here, in Triton's interpreter"

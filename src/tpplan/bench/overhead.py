@@ -21,7 +21,7 @@ from tpplan.bench.decode import time_generation
 from tpplan.bench.rounds import processor_seconds, time_interleaved
 from tpplan.bench.subjects import ToySizes, first_tensor, torch_plan, toy_call, toy_llama
 from tpplan.compat import fake_process_group
-from tpplan.runtime.modules import RUNTIME
+from tpplan.runtime.module_runtime import RUNTIME
 
 SIZE = 2
 _GUARDS = 20  # one alone is too short for the clock

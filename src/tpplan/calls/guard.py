@@ -32,7 +32,14 @@ from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
-from tpplan.compat import buffer_versions, hooks_of, own_parameters, random_state, without_dispatch_modes
+from tpplan.compat import (
+    buffer_versions,
+    hooks_of,
+    inside_transform,
+    own_parameters,
+    random_state,
+    without_dispatch_modes,
+)
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
 from tpplan.compiler.ir.program import Program
@@ -62,6 +69,10 @@ _OF_CALLS = "pass `inputs=` like this call to `parallelize`, so that the program
 _OF_CACHES = (
     "pass a cache that no other model or plan has filled, and that makes its buffers from the keys and values that it "
     "is given, by operations that treat all heads alike; each rank has those of its own heads"
+)
+_INSIDE_TRANSFORM = (
+    "TP117 unproved-call: a sharded model was called inside of a transform of torch.func (`grad`, `vmap`, `jvp`), "
+    "which isn't proved\n  help: differentiate by `backward` or `torch.autograd.grad`; pass a batch as a batch"
 )
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
@@ -161,6 +172,8 @@ class CallGuard:
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""
+        if inside_transform():
+            raise UnprovedCallError(_INSIDE_TRANSFORM)
         if torch.is_grad_enabled():
             self._follow_thawed()
         if self._changes is not None:

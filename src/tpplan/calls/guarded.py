@@ -16,6 +16,7 @@ from tpplan.calls.decision import Call, Decision
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
+from tpplan.compat import is_checkpointed
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
 from tpplan.compiler.trace.surroundings import generators
@@ -98,7 +99,7 @@ class GuardedCall:
 
     def repeat(self) -> bool:
         """See `WatchedCall`."""
-        left = not self._repeats() or self._versions != self._prover.buffer_versions()
+        left = not self._repeats() or is_checkpointed() or self._versions != self._prover.buffer_versions()
         if self._prover.on_any_rank(left or not self._prover.leaves_nothing(self._decision)):
             return False
         for restore in self._generators:
@@ -128,7 +129,7 @@ class GuardedCall:
                 raise _refused(left, "which its proof doesn't cover")
             self._prover.accept(self._decision)
             return result
-        if writes or not self._repeats() or versions != self._prover.buffer_versions():
+        if writes or not self._repeats() or is_checkpointed() or versions != self._prover.buffer_versions():
             raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
         for restore in repeats:
             restore()

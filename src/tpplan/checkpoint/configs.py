@@ -10,7 +10,7 @@ from torch import nn
 
 from tpplan.checkpoint.files import problem
 from tpplan.checkpoint.writer import sync
-from tpplan.runtime.modules import stock_class
+from tpplan.runtime.writes import stock_class
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:

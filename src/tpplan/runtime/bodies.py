@@ -26,13 +26,14 @@ from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
-from tpplan.runtime.modules import EntryStep, ExitStep, ModuleRuntime, stock_class
+from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.split_logits import SplitLogits
 from tpplan.runtime.split_norm import split_norm_body
 from tpplan.runtime.standalone import alone_moves
+from tpplan.runtime.writes import stock_class
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from tpplan.compat import (
     innermost_mode,
     own_buffers,
     own_parameters,
+    runs_backward,
     set_compiler,
     skip_frame,
 )
@@ -44,7 +45,7 @@ from tpplan.runtime.randomness import ReplicatedRandomness
 from tpplan.runtime.reshard import trace_with
 
 if TYPE_CHECKING:
-    from tpplan.runtime.modules import ModuleRuntime
+    from tpplan.runtime.module_runtime import ModuleRuntime
 
 ENTRY = "_tpplan_entry"
 """The attribute of a class whose `forward` a base class has wrapped, as those of transformers' layers do."""
@@ -56,16 +57,30 @@ class CompiledCallError(TpplanError):
     """A sharded model can't be compiled in this way."""
 
 
-def run_compiled(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a region whose outermost module is `module`, its body by `compiler`. Nothing else is compiled meanwhile."""
+def run_compiled(
+    module: nn.Module,
+    compiler: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+) -> Any:
+    """Run a region whose outermost module is `module`, its body by `compiler`. Nothing else is compiled meanwhile.
+
+    Args:
+        module: the module.
+        compiler: what compiles the frames of a thread.
+        args, kwargs: the arguments of its call.
+        forward: what runs it as without a compiler; `module.forward` unless told otherwise.
+    """
+    forward = module.forward if forward is None else forward
     runtime = runtime_of(module)
     handed_out = runtime.handed_out
     again = handed_out.entered is module  # its random context is open already
     drawn = runtime.random if module.training and MARK in module.__dict__ and not again else None
     if leave_uncompiled(module):
-        return module.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     if _makes_class_calls(module):
-        return _run_inner_compiled(module, compiler, args, kwargs)
+        return _run_inner_compiled(module, compiler, lambda: forward(*args, **kwargs))
     places = _places(module, handed_out)
     lent = [(held, name, held[name]) for held, name, _, _ in places if name in held]
     before, handed_out.placed = handed_out.placed, True
@@ -87,13 +102,14 @@ def _makes_class_calls(module: nn.Module) -> bool:
     return runtime is not None and runtime.classes is not None and runtime.classes.makes_calls
 
 
-def _run_inner_compiled(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_inner_compiled(module: nn.Module, compiler: object, forward: Callable[[], Any]) -> Any:
     """Run a body in Python, by a function mode that Dynamo doesn't read; the modules that it calls are compiled."""
     handed_out = runtime_of(module).handed_out
     before, handed_out.compiler = handed_out.compiler, compiler
+    handed_out.compiled_by = compiler
     count_as_compiled()
     try:
-        return module.forward(*args, **kwargs)
+        return forward()
     finally:
         handed_out.compiler = before
 
@@ -116,11 +132,13 @@ def runtime_of(module: nn.Module) -> ModuleRuntime:
 def leave_uncompiled(module: nn.Module) -> bool:
     """Whether a region has to run as without a compiler.
 
-    Its call is watched, its draws are told apart one by one, it runs from its record, or it is under a dispatch mode:
-    Dynamo compiles nothing there, and would never again compile what it has met.
+    Its call is watched, or was when it ran for the first time; its draws are told apart one by one; it runs from its
+    record; or it is under a dispatch mode, where Dynamo compiles nothing, nor ever again what it has met there.
     """
     runtime = runtime_of(module)
-    watched, draws = runtime.handed_out.watched, module.training and MARK in module.__dict__
+    recalled = runtime.handed_out.recalled if runs_backward() else None
+    watched = runtime.handed_out.watched if recalled is None else recalled.watched
+    draws = module.training and MARK in module.__dict__
     told_apart = draws and isinstance(runtime.random, (CallersStream, MixedStreams))
     if not watched and not told_apart and not _replays(module) and innermost_mode() is None:
         return False

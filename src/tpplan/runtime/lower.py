@@ -24,24 +24,18 @@ from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.compiled_entry import become, carrying_class
 from tpplan.runtime.lockstep import LockstepCommunicator
-from tpplan.runtime.modules import (
-    RUNTIME,
-    ModuleRuntime,
-    ShardedModule,
-    become,
-    carrying_class,
-    replaces_body,
-    stock_class,
-    swapped_class,
-)
+from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
+from tpplan.runtime.modules import ShardedModule
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.placements import check_modules, follow
 from tpplan.runtime.pretrained import wrapper_class
 from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.state import give_wholes, take_parts
+from tpplan.runtime.swapped import replaces_body, swapped_class
 from tpplan.runtime.watched import WatchedCall
-from tpplan.runtime.writes import WRITES, Outside, Watched, Writes, watched_class
+from tpplan.runtime.writes import WRITES, Outside, Watched, Writes, stock_class, watched_class
 
 
 class Guard(Protocol):

@@ -20,9 +20,8 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout, reshard_between
 from tpplan.compiler.ir.pytree import Walk
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.plan import TpplanError
-from tpplan.runtime.modules import stock_class
 from tpplan.runtime.reshard import make_reshard
-from tpplan.runtime.writes import WRITES, Outside, Writes
+from tpplan.runtime.writes import WRITES, Outside, Writes, stock_class
 
 Path = tuple[str | int, ...]
 

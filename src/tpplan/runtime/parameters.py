@@ -172,7 +172,9 @@ class HandedOut:
         entered: the outermost module of the innermost region.
         regions: what regions read, by their outermost module, once that is worked out.
         compiler: what compiles the modules that a body calls which isn't compiled itself.
+        compiled_by: the same, of the call under way or ended last.
         uncompiled: whether a region was to be compiled in a forward that is watched, and wasn't.
+        recalled: the call of which a part was recomputed last.
     """
 
     def __init__(self, axis: Communicator, context: CallContext | None = None) -> None:
@@ -189,16 +191,27 @@ class HandedOut:
         self.watched = False
         self.placed = False
         self.uncompiled = False
+        self.recalled: Ran | None = None
         self.compiler: object = None
+        self.compiled_by: object = None
         self.apart = False
         self.entered: nn.Module | None = None
         self.regions: dict[nn.Module, tuple[Wanted, ...]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the model has of it: nothing was compiled for that, nor called."""
+        return self.__dict__ | {"regions": {}, "compiler": None, "compiled_by": None, "recalled": None}
+
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
         self.shards = {}
+        self.begin()
         if summed and torch.is_grad_enabled():
             self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
+
+    def begin(self) -> None:
+        """Begin a call, of which nothing has been compiled yet."""
+        self.uncompiled, self.compiler, self.compiled_by = False, None, None
 
     def add(self, parameters: Sequence[Tensor], read: Callable[..., tuple[Tensor, ...]]) -> None:
         """Hand out `parameters`, read by one node."""
@@ -216,7 +229,7 @@ class HandedOut:
     def note(self, alone: bool) -> None:
         """Remember how a call ran that has ended, of which a part may be recomputed."""
         if not torch.compiler.is_compiling():
-            self.calls.note(Ran(self, self.context.batch, alone))
+            self.calls.note(Ran(self, self.context.batch, alone, self.uncompiled, self.compiled_by))
 
     def recall(self) -> bool:
         """Put in place what the call ran by of which a part is recomputed; whether that was a module by itself."""
@@ -226,6 +239,7 @@ class HandedOut:
         if self.again is not None:
             self.again(ran)
         ran.handed_out.context.batch = ran.batch
+        ran.handed_out.recalled = ran
         return ran.alone
 
 

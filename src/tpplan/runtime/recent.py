@@ -30,11 +30,15 @@ class Ran(NamedTuple):
         handed_out: of the program that it ran by.
         batch: its first size, where a reshard needs that.
         alone: whether it was a module that was called by itself.
+        watched: whether it was watched, so that what was to be compiled ran as it is.
+        compiler: what compiled the modules that its body called, where the body itself ran in Python.
     """
 
     handed_out: HandedOut
     batch: int | None
     alone: bool
+    watched: bool = False
+    compiler: object = None
 
 
 class RecentCalls:

@@ -21,8 +21,8 @@ from torch.nn import functional
 from tpplan.compiler.ir.program import SplitNorm
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.kernels import Body, Stock
-from tpplan.runtime.modules import stock_class
 from tpplan.runtime.reshard import Move
+from tpplan.runtime.writes import stock_class
 
 
 def split_norm_body(

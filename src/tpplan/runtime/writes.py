@@ -201,6 +201,12 @@ def _note(module: nn.Module, name: str) -> None:
         writes.note(module, name)
 
 
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote, of a module that was swapped or wasn't."""
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in kinds if not issubclass(kind, Watched))
+
+
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -234,4 +240,4 @@ def _as_stock(module: nn.Module, stock: type[nn.Module], protocol: Any) -> tuple
     )
 
 
-__all__ = ["CHECKS", "HOOKS", "WRITES", "Watched", "Writes", "watched_class"]
+__all__ = ["CHECKS", "HOOKS", "WRITES", "Watched", "Writes", "stock_class", "watched_class"]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import ProcessGroupCommunicator
-from tpplan.runtime.modules import RUNTIME, ModuleRuntime
+from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 
 
 class TrainingError(TpplanError):

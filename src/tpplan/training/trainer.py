@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.loss import cross_entropy
-from tpplan.runtime.modules import RUNTIME, ShardedRoot
+from tpplan.runtime.module_runtime import RUNTIME
+from tpplan.runtime.modules import ShardedRoot
 from tpplan.runtime.outside import serving
 from tpplan.runtime.pretrained import whole_state_of
 from tpplan.training.follow import wrap
