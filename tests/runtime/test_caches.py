@@ -148,7 +148,8 @@ def shares(member: Member, name: str) -> list[float]:
     for settings in ({}, {"cache_implementation": "static"}):
         held: list[int] = []
         for model in (stock, sharded):
-            made = model.generate(tokens(2, 7), return_dict_in_generate=True, **SETTINGS, **settings)
+            generate: Any = model.generate
+            made = generate(tokens(2, 7), return_dict_in_generate=True, **SETTINGS, **settings)
             tensors = [tensor for _, tensor in hidden_tensors(made.past_key_values) if tensor.dim() > 2]
             held.append(sum(tensor.numel() * tensor.itemsize for tensor in tensors))
         found.append(held[1] / held[0])
