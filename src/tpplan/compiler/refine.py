@@ -26,7 +26,7 @@ from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.trace import ForeignBackward, Frame
 from tpplan.compiler.place.conflicts import uses_of_values
 from tpplan.compiler.problem import Attributes, Learned, Problem
-from tpplan.plan import CompileError
+from tpplan.plan import CompileError, Diagnostic
 
 _TRIALS = 96  # of attributes, for one place
 
@@ -39,6 +39,8 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     """
     if mismatch.backward is not None:
         return _make_whole(problem, subject, learned, mismatch, mismatch.backward)
+    if mismatch.cut is not None:
+        return _keep_whole(subject, learned, {mismatch.cut}, failures.of_check(subject, mismatch, problem.binding))
     attributes = _localised(problem, subject, learned, mismatch)
     if attributes is not None:
         return replace(learned, attributes=attributes)
@@ -61,10 +63,16 @@ def _make_whole(
 ) -> Learned:
     """Keep whole what a backward reads and makes, if it isn't right for a part; report it where that doesn't help."""
     finding = failures.of_backward(subject, mismatch, backward, problem.binding)
+    if backward.sealed:
+        raise CompileError([*learned.findings, finding])
     values = {value for value in (*backward.inputs, *backward.outputs) if value is not None}
+    return _keep_whole(subject, learned, values, finding)
+
+
+def _keep_whole(subject: CheckInput, learned: Learned, values: set[int], finding: Diagnostic) -> Learned:
     whole = learned.constraints.whole
     places = uses_of_values(values - subject.trace.parameters.keys(), subject.instance)
-    if backward.sealed or not places - whole:
+    if not places - whole:
         raise CompileError([*learned.findings, finding])
     return learned.constrained(finding, whole=whole | places)
 

@@ -27,11 +27,11 @@ from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Pack, reshard_between
-from tpplan.compiler.ir.program import LocalAttribute
+from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
+from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
 from tpplan.compiler.rules.propagate import Propagator
@@ -141,6 +141,8 @@ def _check_rank(
         whole, place = frames[frame.module, frame.call]
         unfinished = not frame.exits and bool(whole.exits)
         differs = compare(given, whole, frame, values, operands, unfinished, reason if frame is failed else "")
+        if differs is None and whole.cuts:
+            differs = _cut(given, whole, frame, replays=frame.module in recorded)
         if differs is None and whole.backwards and failed is None:
             differs = _backward(given, whole, frame)
         if differs is not None:
@@ -175,6 +177,27 @@ def _hidden_backward(instance: Instance, style: Style | None = None) -> Mismatch
         return Mismatch(frame, None, len(frame.body), None, None, message, backward=frame.backwards[0])
     found = (_hidden_backward(child, style) for child in instance.children)
     return next((mismatch for mismatch in found if mismatch is not None), None)
+
+
+def _cut(given: CheckInput, whole: Frame, local: Frame, replays: bool) -> Mismatch | None:
+    """The first slice that takes all of a split sequence, and not all of a longer one.
+
+    A length that the body asks for is a rank's own in the run on local shapes, and another number isn't. A body that
+    runs from its record asks for nothing.
+    """
+    cuts = zip(whole.cuts, whole.cuts if replays else local.cuts, strict=False)
+    different = (mine for mine, its in cuts if replays or mine.beyond != its.beyond)
+    wrong = next((cut for cut in different if _splits(given, cut)), None)
+    if wrong is None:
+        return None
+    count = given.trace.values[wrong.value].shape[wrong.dim] + wrong.beyond
+    message = f"it takes the first {count} entries of a split sequence, which are all of it in the example alone"
+    return Mismatch(whole, None, len(whole.body), None, None, message, cut=wrong.value)
+
+
+def _splits(given: CheckInput, cut: Cut) -> bool:
+    layout, shape = given.assignment.layouts.get(cut.value, REPLICATED), given.trace.values[cut.value].shape
+    return layout.dim == cut.dim and splits_sequence(layout, shape)
 
 
 def _backward(given: CheckInput, whole: Frame, local: Frame) -> Mismatch | None:

@@ -167,6 +167,21 @@ class ForeignBackward:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The first entries of a tensor, of which a body asks for all that there are, or more: torch records nothing.
+
+    Attributes:
+        value: the tensor.
+        dim: of it.
+        beyond: how many more the body asks for than there are.
+    """
+
+    value: int
+    dim: int
+    beyond: int
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """One call of one module.
 
@@ -176,6 +191,7 @@ class Frame:
         entries, exits: the tensors passed in and out.
         body: operations and inner frames, in order of execution.
         backwards: code in its backward that torch didn't derive.
+        cuts: where it takes the first entries of a tensor, which are all.
     """
 
     module: str
@@ -184,6 +200,7 @@ class Frame:
     exits: tuple[Crossing, ...]
     body: tuple[Operation | Frame, ...]
     backwards: tuple[ForeignBackward, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     def walk(self) -> Iterator[Frame]:
         """This frame and every inner one, in order of execution."""

@@ -436,7 +436,7 @@ def _record_call(
         recorder.gradless.update(crossing.target for crossing in outward.crossings)
     state.results[name, call] = result
     recorder.frames[-1].body.append(
-        Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body))
+        Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body), cuts=tuple(frame.cuts))
     )
     if recorder.listening:
         recorder.frames[-1].steps.append(Heard(name, call, tuple(frame.steps)))

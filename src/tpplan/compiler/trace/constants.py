@@ -7,7 +7,7 @@ to compare. Nor has what torch makes of the list in `x[:, [-2]]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tpplan.compat import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.steps import BRANCHES, step_of
+from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
@@ -55,6 +56,30 @@ def _row(item: Any) -> Any:
     return torch.tensor(item) if type(item) is list and item and all(type(n) is int for n in item) else item  # pyright: ignore
 
 
+def _stops(index: Any, dims: int) -> Iterator[tuple[int, int]]:
+    """The dims of a tensor that an index slices from the first entry up to some number, and these numbers."""
+    items: tuple[Any, ...] = index if type(index) is tuple else (index,)  # pyright: ignore[reportUnknownVariableType]
+    taken = [_dims_of(item) for item in items]
+    dim = 0
+    for item, count in zip(items, taken, strict=True):
+        if item is Ellipsis:
+            dim += dims - sum(taken)
+        elif isinstance(item, slice) and _takes_first(item):
+            yield dim, item.stop
+        dim += count
+
+
+def _takes_first(item: Any) -> bool:
+    return type(item.stop) is int and item.stop > 0 and not item.start and item.step in (None, 1)
+
+
+def _dims_of(item: Any) -> int:
+    """How many dims of a tensor an item of an index is for."""
+    if item is None or item is Ellipsis or type(item) is bool:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+
+
 class ConstantWatcher(TorchFunctionMode):
     """Notes the numbers that meta tensors are made of, and hooks on tensors."""
 
@@ -77,6 +102,7 @@ class ConstantWatcher(TorchFunctionMode):
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
+            self._note_cuts(args[0], args[1])
         if func is torch.autograd.grad:
             return record_gradient(self._recorder, args, keywords)
         if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func):
@@ -130,6 +156,14 @@ class ConstantWatcher(TorchFunctionMode):
 
             return self._recorder.record_whole(call.operation, call.arguments, on_one)
         return self._recorder.record_whole(call.operation, call.arguments, run)
+
+    def _note_cuts(self, tensor: Tensor, index: Any) -> None:
+        """Note slices that take so many of the first entries as there are, or more: torch does nothing for these."""
+        value = self._recorder.held_value(tensor) if self._recorder.frames else None
+        if value is not None:
+            for dim, stop in _stops(index, tensor.dim()):
+                if stop >= tensor.shape[dim]:
+                    self._recorder.frames[-1].cuts.append(Cut(value, dim, stop - tensor.shape[dim]))
 
     def _refuse_state(self, func: Any, tensor: Tensor) -> None:
         """Refuse what the model's own code asks of autograd or of memory."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.ir.steps import Heard, Step
-from tpplan.compiler.ir.trace import Frame, Location, Operation
+from tpplan.compiler.ir.trace import Cut, Frame, Location, Operation
 
 
 @dataclass(slots=True)
@@ -22,6 +22,7 @@ class OpenFrame:
     body: list[Operation | Frame]
     steps: list[Step | Heard] = field(default_factory=list[Step | Heard])
     differentiates: bool = field(default_factory=torch.is_grad_enabled)
+    cuts: list[Cut] = field(default_factory=list[Cut])
 
 
 @dataclass(slots=True)
