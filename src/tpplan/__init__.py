@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tpplan.calls.warm import warm_up
     from tpplan.checkpoint.files import CheckpointError
     from tpplan.compiler.ir.script import ReplayError
+    from tpplan.compiler.search import UnplacedError
     from tpplan.initialize.findings import InitializationError
     from tpplan.kernels.errors import KernelArgumentError
     from tpplan.loss import LossError
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         load_plan,
     )
     from tpplan.pretrained import from_pretrained
+    from tpplan.runtime.around import ChangedAroundError
     from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.class_scope import ClassCallError
     from tpplan.runtime.clipping import clip_grad_norm_
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AloneError",
+    "ChangedAroundError",
     "CheckpointError",
     "ClassCallError",
     "CompileError",
@@ -92,6 +95,7 @@ __all__ = [
     "TpplanError",
     "TrainingError",
     "UnevenShardError",
+    "UnplacedError",
     "UnprovedCallError",
     "UnshardedError",
     "VerifyError",
@@ -131,6 +135,7 @@ _API = frozenset(
 _ELSEWHERE = {
     "from_pretrained": "tpplan.pretrained",
     "AloneError": "tpplan.runtime.standalone",
+    "ChangedAroundError": "tpplan.runtime.around",
     "CheckpointError": "tpplan.checkpoint.files",
     "DataParallelError": "tpplan.runtime.averaging",
     "clip_grad_norm_": "tpplan.runtime.clipping",
@@ -150,6 +155,7 @@ _ELSEWHERE = {
     "TrainingError": "tpplan.training.sharding",
     "SecondDerivativeError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
+    "UnplacedError": "tpplan.compiler.search",
     "UnprovedCallError": "tpplan.calls.errors",
     "UnshardedError": "tpplan.parity.errors",
     "VerifyError": "tpplan.parity.errors",

@@ -13,6 +13,7 @@ runs by the program of the prompt, or by that with whole sequences, since the ra
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -163,8 +164,7 @@ class _Prompt:
             model, axis = lowered_on_shapes(self.model, program, rank)
         taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
         arguments, keywords = with_tensors(*call, self.names, _on_meta)
-        passed = [tensor for _, tensor in tensors_of(arguments, keywords, self.names)]
-        before = {id(tensor) for tensor in passed}
+        before = [weakref.ref(tensor) for _, tensor in tensors_of(arguments, keywords, self.names)]
         around, meter = Surroundings(model), StorageMeter(_behind((arguments, keywords)))
         try:
             shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful)
@@ -172,7 +172,8 @@ class _Prompt:
                 result = model(*arguments, **keywords)
         finally:
             around.restore()
-        found = dict(self._left_by(result, (arguments, keywords), before))
+        passed = {id(tensor) for held in before if (tensor := held()) is not None}
+        found = dict(self._left_by(result, (arguments, keywords), passed))
         behind = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in found.values())}
         shapes = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in found.items()}
         storage = sum(held.nbytes() for held in behind.values())

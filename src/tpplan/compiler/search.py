@@ -21,6 +21,7 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.explain import failures
 from tpplan.compiler.explain.warnings import gathers_columns
 from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.place.assign import assign
@@ -208,8 +209,15 @@ def _effect_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
         *effect_findings(trace.kept, trace.outside, layouts),
         *hidden_findings(trace.hidden, layouts),
         *seeded_findings(trace.seeded, layouts),
-        *left_findings(trace, layouts),
+        *left_findings(trace, layouts, _split_lengths(problem, placed)),
     ]
+
+
+def _split_lengths(problem: Problem, placed: Placed) -> set[int]:
+    """The lengths of the sequences that reshards split or join."""
+    moved = [move for frame in placed.assignment.frames for move in (*frame.entries, *frame.exits)]
+    held = [(layout, problem.trace.values[move.value].shape) for move in moved for layout in (move.source, move.target)]
+    return {shape[layout.dim or 0] // layout.interleave for layout, shape in held if splits_sequence(layout, shape)}
 
 
 __all__ = ["Solved", "UnplacedError", "search"]

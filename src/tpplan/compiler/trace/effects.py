@@ -117,17 +117,24 @@ def hidden_findings(hidden: Mapping[int, str], layouts: Mapping[int, Layout]) ->
     ]
 
 
-def left_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnostic]:
+def left_findings(trace: Trace, layouts: Mapping[int, Layout], lengths: Collection[int]) -> list[Diagnostic]:
     """Say of which tensors the caller's lists and dicts will hold a part; report those that no later call could take.
 
     Features and heads have the example's size in every call, so that a part of them is known by its size. A part of a
     sequence isn't, nor is a term of a sum.
+
+    Args:
+        trace: what calls leave.
+        layouts: by value.
+        lengths: of the sequences that are split; the states of a mixer are (batch, features, more) as well.
     """
     found: list[Diagnostic] = []
     parts: list[Path] = []
     for path, value in trace.left.items():
         layout = layouts.get(value, REPLICATED)
-        if layout == PARTIAL or (layout.is_sharded and splits_sequence(layout, trace.values[value].shape)):
+        shape = trace.values[value].shape
+        length = shape[layout.dim or 0] // layout.interleave if splits_sequence(layout, shape) and shape else None
+        if layout == PARTIAL or (layout.is_sharded and length in lengths):
             found.append(
                 Diagnostic(
                     code="TP107",
