@@ -120,6 +120,7 @@ def _refusals(member: Member, folder: str) -> list[str]:
         {"use_cpu": False},
         {"optim": "adafactor"},
         {"fsdp": "full_shard"},
+        {"accelerator_config": {"dispatch_batches": True}},
     )
     for option in options:
         with launched(member):
@@ -163,11 +164,12 @@ def test_how_accelerate_is_set_up(kind: str, config: dict[str, Any], ranks: tupl
 
 
 def test_what_cannot_be_done_is_said_at_start(tmp_path: Path) -> None:
-    rebalance, blind, adafactor, fsdp, unaware = world(2).run(_refusals, str(tmp_path))[0]
+    rebalance, blind, adafactor, fsdp, dispatch, unaware = world(2).run(_refusals, str(tmp_path))[0]
     assert rebalance.startswith("TP191 loop-option: `train_sampling_strategy='batch_rebalance'`")
     assert blind.startswith("TP190 loop-unaware: ") and "accelerate sees 1" in blind and "use_cpu=True" in blind
     assert adafactor.startswith("TP191 loop-option: ") and "Adafactor" in adafactor
     assert fsdp.startswith("TP191 loop-option: `fsdp`")
+    assert dispatch.startswith("TP191 loop-option: with dispatch_batches")
     assert unaware.startswith("TP190 loop-unaware: ") and "ParallelismConfig(tp_size=2)" in unaware
 
 

@@ -29,7 +29,7 @@ from tpplan.runtime.pretrained import whole_state_of
 from tpplan.runtime.state import without_replicas
 from tpplan.runtime.writes import WRITES, Writes
 from tpplan.training.follow import wrap
-from tpplan.training.sharding import Sharding, check, refusal, sharding_of
+from tpplan.training.sharding import Sharding, check, keep_reading, sharding_of
 from tpplan.training.states import has_parts, parts_of_state, refuse_plain, whole_state
 
 _Stock = Callable[..., Any]
@@ -103,12 +103,7 @@ def _prepare_data_loader(stock: _Stock, self: Any, data_loader: Any, *args: Any,
     size = _sharing(self)
     if size > 1 and isinstance(data_loader, DataLoader):
         _seed_alike(cast("DataLoader[Any]", data_loader), size)
-        dispatches = self.dispatch_batches
-        if dispatches and self.parallelism_config.data_parallel_size > 1:
-            raise refusal(
-                "with dispatch_batches accelerate gives the same batches to all replicas of the model",
-                "leave dispatch_batches out, and let the data set give the same on all ranks that share a model",
-            )
+        keep_reading(self.dataloader_config)
     return stock(self, data_loader, *args, **kwargs)
 
 

@@ -134,4 +134,19 @@ def refusal(message: str, way_out: str) -> TrainingError:
     return TrainingError(f"TP191 loop-option: {message}\n  help: {way_out}")
 
 
-__all__ = ["Sharding", "TrainingError", "blind", "check", "mismatch", "refusal", "sharding_of"]
+def keep_reading(settings: Any) -> None:
+    """Let each rank read the data set itself, also one without a length, which accelerate else reads on one rank.
+
+    Raises:
+        TrainingError: TP191; `settings` of accelerate ask for the latter.
+    """
+    if settings.dispatch_batches:
+        raise refusal(
+            "with dispatch_batches accelerate leaves out batches where ranks share a model, and gives the same ones to "
+            "all replicas",
+            "leave dispatch_batches out, and let the data set give the same on all ranks that share a model",
+        )
+    settings.dispatch_batches = False
+
+
+__all__ = ["Sharding", "TrainingError", "blind", "check", "keep_reading", "mismatch", "refusal", "sharding_of"]

@@ -23,7 +23,7 @@ from tpplan.runtime.modules import ShardedRoot
 from tpplan.runtime.outside import serving
 from tpplan.runtime.pretrained import whole_state_of
 from tpplan.training.follow import wrap
-from tpplan.training.sharding import Sharding, blind, refusal, sharding_of
+from tpplan.training.sharding import Sharding, blind, keep_reading, refusal, sharding_of
 
 _Stock = Callable[..., Any]
 
@@ -45,8 +45,8 @@ def _build_accelerator_args(stock: _Stock, self: Any, **kwargs: Any) -> dict[str
 
         found["parallelism_config"] = ParallelismConfig(tp_size=sharding.size, dp_shard_size=sharding.replicas)
     data = found.get("dataloader_config")
-    if data is not None and data.dispatch_batches is None and sharding.replicas > 1:
-        data.dispatch_batches = False  # it would give all replicas the same
+    if data is not None:
+        keep_reading(data)
     return found
 
 
