@@ -31,7 +31,8 @@ def _pair(
     return ours, stock
 
 
-@pytest.mark.parametrize("plan", [pytest.param("llama", marks=pytest.mark.slow), "llama-sequence"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
 def test_life_with_one_adapter_is_that_of_the_unsharded_model(plan: str) -> None:
     world(2).run(_life, plan)
 

@@ -24,6 +24,17 @@ from tpplan.compat import fake_process_group
 
 QUICK = ["ddp accumulated", "replicate", "replicate by fsdp"]
 HSDP = ["hsdp"]
+SLOW = [
+    "kept",
+    "of everything",
+    "checkpointed",
+    "accumulated",
+    "two forwards",
+    "half, packs",
+    "ddp packs",
+    "ddp shared",
+]
+SWEPT = [name for name in CASES if name not in (*SLOW, *HSDP)]
 
 
 @pytest.mark.processes
@@ -32,17 +43,18 @@ def test_two_replicas_of_whole_models_are_the_unsharded_one() -> None:
         assert found == dict.fromkeys(QUICK, "")
 
 
-@pytest.mark.slow
 @pytest.mark.processes
-def test_two_replicas_of_two_parts_are_the_unsharded_model() -> None:
-    names = [name for name in CASES if name not in HSDP]
+@pytest.mark.parametrize(
+    "names", [pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(SWEPT, marks=pytest.mark.sweep)], ids=len
+)
+def test_two_replicas_of_two_parts_are_the_unsharded_model(names: list[str]) -> None:
     for found in world(4).run(run_cases, names, (2, 2), seconds=900):
         assert found == dict.fromkeys(names, "")
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.sweep)], ids=str)
 def test_replicas_of_replicas_that_cut_their_parameters(shape: tuple[int, ...]) -> None:
     for found in world(4).run(run_cases, HSDP, shape, ("replicate", "dp", "tp"), seconds=600):
         assert found == dict.fromkeys(HSDP, "")

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 
 import tpplan
 from tests.compiler.toys import HIDDEN, Block, Mlp
+from tests.marking import sweep_but
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS as SHIPPED
 from tests.runtime.world import Member, world
@@ -365,14 +366,14 @@ def test_a_checkpoint_recomputes_as_its_call_ran() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", sweep_but(["sequence"], PLANS))
 def test_each_way_recomputes_as_its_call_ran(plan: str) -> None:
     check(world(2).run(ways, plan, list(WAYS)), 45)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", sweep_but(["sequence"], PLANS))
 @pytest.mark.parametrize(("function", "least"), [(outside, 6), (wrapped, 3), (enabled, 2), (dropped, 3)])
 def test_checkpoints_elsewhere(plan: str, function: Any, least: int) -> None:
     check(world(2).run(function, plan), least)

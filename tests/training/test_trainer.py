@@ -92,7 +92,7 @@ LIMITS = {"bfloat16": 1e-2, "best at the end": 1e-3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["tp", "sp"])
 def test_runs_of_all_kinds(sequence: bool, tmp_path: Path) -> None:
     told = [(run, sequence, str(tmp_path / f"ours {name}")) for name, run in RUNS.items()]
     every = world(2).run(sharded_outcomes, told)[0]
