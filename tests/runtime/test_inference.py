@@ -118,6 +118,9 @@ def ran(stock: nn.Module, plan_name: str, tp: int, kind: str, settings: dict[str
         seen: list[Any] = []
         call = first_call(kind, stock)
         with torch.no_grad():
+            if guarded:  # the first call of a kind may be run twice, as its mask decides which program it needs
+                own(**next_call(own(**call, **settings), call), **settings)
+                call = first_call(kind, stock)
             for _ in range(2):
                 meter.sent.clear()
                 result = own(**call, **settings)

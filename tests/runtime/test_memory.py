@@ -109,6 +109,7 @@ def _takes(member: Member, broadcast: bool) -> tuple[int, int]:
     """The bytes of a tensor, and the most memory that sharding takes beside the model."""
     model = Stack(1024, 16)
     largest = max(p.nbytes for p in model.parameters())
+    gc.collect()  # what earlier tests left in this process
     with peak(0.005) as seen:
         _sharded(member, model, 1024, broadcast=broadcast)
     assert sum(local_of(p).nbytes for p in model.parameters()) > 200 * MIB

@@ -112,6 +112,65 @@ def test_what_counts_its_calls_is_not_run_again() -> None:
     assert on_ranks(Counts().double(), MLP, 2, ((x(),), {}), work) == [[(1, 1), (3, 3), (4, 4)]] * 2
 
 
+class Store:
+    """What a caller passes to be written to."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+        self.calls = 0
+        self.log: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+
+
+class Stores(Body):
+    """Leaves its input with the caller, and takes a side by its numbers."""
+
+    def forward(self, x: Tensor, store: Store) -> Tensor:
+        store.calls += 1
+        store.log.append(x)
+        store.by_name[f"{store.calls}"] = x
+        store.last = x
+        return super().forward(x)
+
+
+class Fills(Stores):
+    """Writes to a tensor of the caller's, too."""
+
+    def forward(self, x: Tensor, store: Store) -> Tensor:
+        assert store.last is not None
+        with torch.no_grad():
+            store.last += 1
+        return super().forward(x, store)
+
+
+def test_a_call_that_is_run_again_leaves_its_callers_objects_as_one_run_does() -> None:
+    def work(own: Any, _: CallGuard) -> list[Any]:
+        store = Store()
+        given = [x(scale=scale) for scale in (1.0, 1000.0, 1.0)]
+        made = [own(held, store) for held in given]
+        with torch.no_grad():
+            assert all(torch.allclose(ours, stock(held, Store())) for ours, held in zip(made, given, strict=True))
+        assert [*store.by_name] == ["1", "2", "3"] and all(map(torch.equal, store.log, given))
+        return [store.calls, len(store.log), store.last is store.log[-1]]
+
+    stock = Stores(large).double()
+    assert on_ranks(stock, MLP, 2, ((x(), Store()), {}), work) == [[3, 3, True]] * 2
+
+
+def test_a_call_that_wrote_to_its_callers_tensors_is_not_run_again() -> None:
+    def work(own: Any, _: CallGuard) -> tuple[int, float]:
+        store = Store()
+        store.last = torch.zeros(1)
+        with pytest.raises(UnprovedCallError, match="TP131"):
+            own(x(scale=1000.0), store)
+        held = store.log[0] if store.log else None
+        return store.calls, -1.0 if held is None else float(held.detach().abs().max() > 100)
+
+    example = Store()
+    example.last = torch.zeros(1)
+    assert on_ranks(Fills(large).double(), MLP, 2, ((x(), example), {}), work) == [(1, 1.0)] * 2
+
+
 @pytest.mark.parametrize("between", [large, large_alike])
 def test_both_sides_of_a_branch_on_numbers_run_by_their_own_programs(between: Any) -> None:
     calls = [((x(scale=scale),), {}) for scale in (1.0, 1000.0, 1.0, 1.0, 1000.0)]

@@ -58,6 +58,8 @@ class Changes:
         self._children = {module: contents.children(module) for module in self._names}
         self._tensors = {module: contents.tensors(module) for module in self._names}
         self._attributes = {module: contents.attributes(module) for module in self._names}
+        for module, name in self._writes.local:  # the next program may well have the stock model's number there
+            self._attributes[module][name] = contents.kept(getattr(self._stock[module], name, MISSING))
         self._hooks = Hooks(model, self._stock)
         self._tables = Tables(self._names)
         self._settings = self._find_settings()
@@ -191,7 +193,7 @@ class Changes:
                 (self._attributes[module], {n: v for n, v in vars(module).items() if n not in NOT_ATTRIBUTES}),
             )
             for before, now in tables:
-                names = {*before, *now}
+                names = {n for n in (*before, *now) if self._writes.local.get((module, n), MISSING) != now.get(n)}
                 yield from ((module, n) for n in names if not is_same(before.get(n, MISSING), now.get(n, MISSING)))
             before, now = self._tensors[module], contents.tensors(module)
             yield from ((module, name) for name in {*before, *now} if before.get(name) != now.get(name))

@@ -29,6 +29,7 @@ from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guarded import GuardedCall
 from tpplan.calls.key import CallKey, KeyReader, Kind
+from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.watch import Departure
@@ -165,10 +166,11 @@ class CallGuard:
         if not self._paths.must_watch(key, proof):
             return proof.program, None
         self._require_alike(call, key.kind)
+        passed = Passed(arguments, keywords)
         if _passes_objects(call):  # as they are before the call writes to them
             before = with_tensors(call.arguments, call.keywords, self._names, lambda _, tensor: tensor)
             call = Call(training, *before, call.parts)
-        return proof.program, functools.partial(GuardedCall, self, call, decision)
+        return proof.program, functools.partial(GuardedCall, self, call, decision, passed)
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""

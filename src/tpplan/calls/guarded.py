@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.passed import Passed
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
 from tpplan.compat import is_checkpointed
@@ -22,8 +21,6 @@ from tpplan.compiler.ir.trace import Sides
 from tpplan.compiler.trace.surroundings import generators
 from tpplan.plan import TpplanError
 from tpplan.runtime.watched import AGAIN
-
-_PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 class Prover(Protocol):
@@ -57,17 +54,21 @@ class Prover(Protocol):
 class GuardedCall:
     """One watched call of the root."""
 
-    def __init__(self, prover: Prover, call: Call, decision: Decision, replaced: frozenset[str]) -> None:
+    def __init__(
+        self, prover: Prover, call: Call, decision: Decision, passed: Passed, replaced: frozenset[str]
+    ) -> None:
         """Watch a call.
 
         Args:
             prover: the guard.
             call, decision: the call, and the proof that it runs by.
+            passed: what the caller's arguments hold.
             replaced: modules whose bodies the program replaces.
         """
         self._prover = prover
         self._call = call
         self._decision = decision
+        self._passed = passed
         self._replaced = replaced
         self._versions: list[int] = []
         self._generators: list[Callable[[], object]] = []
@@ -99,9 +100,10 @@ class GuardedCall:
 
     def repeat(self) -> bool:
         """See `WatchedCall`."""
-        left = not self._repeats() or is_checkpointed() or self._versions != self._prover.buffer_versions()
+        left = not self._passed.is_restorable or is_checkpointed() or self._versions != self._prover.buffer_versions()
         if self._prover.on_any_rank(left or not self._prover.leaves_nothing(self._decision)):
             return False
+        self._passed.restore()
         for restore in self._generators:
             restore()
         return True
@@ -129,15 +131,13 @@ class GuardedCall:
                 raise _refused(left, "which its proof doesn't cover")
             self._prover.accept(self._decision)
             return result
-        if writes or not self._repeats() or is_checkpointed() or versions != self._prover.buffer_versions():
+        kept = writes or not self._passed.is_restorable or versions != self._prover.buffer_versions()
+        if self._prover.on_any_rank(kept or is_checkpointed()):
             raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
+        self._passed.restore()
         for restore in repeats:
             restore()
         return AGAIN
-
-    def _repeats(self) -> bool:
-        """Whether the call could leave nothing with its caller that a second run would leave again."""
-        return all(isinstance(item, _PLAIN) for item in (*self._call.arguments, *self._call.keywords.values()))
 
 
 def _refused(departed: Departure | None, way: str) -> UnprovedCallError:

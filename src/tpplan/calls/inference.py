@@ -164,7 +164,7 @@ class _Prompt:
             model, axis = lowered_on_shapes(self.model, program, rank)
         taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
         arguments, keywords = with_tensors(*call, self.names, _on_meta)
-        before = [weakref.ref(tensor) for _, tensor in tensors_of(arguments, keywords, self.names)]
+        before = [weakref.ref(item) for _, item in leaves((arguments, keywords)) if isinstance(item, Tensor)]
         around, meter = Surroundings(model), StorageMeter(_behind((arguments, keywords)))
         try:
             shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful)

@@ -25,6 +25,7 @@ from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
@@ -223,9 +224,9 @@ def _with_reason(warning: Diagnostic, reasons: Sequence[Diagnostic]) -> Diagnost
     return warning
 
 
-def _filled(trace: Trace, features: frozenset[int]) -> frozenset[int]:
-    """Of these numbers of features those that tensors made anew, such as the first state of a scan, have as a size."""
-    made = (
+def _filled(trace: Trace, features: Features) -> Features:
+    """Of these features those whose number tensors made anew, such as the first state of a scan, have as a size."""
+    made = {
         size
         for frame in trace.root.walk()
         for node in frame.body
@@ -233,8 +234,8 @@ def _filled(trace: Trace, features: frozenset[int]) -> frozenset[int]:
         for output in node.outputs
         if output is not None
         for size in trace.values[output].shape
-    )
-    return features.intersection(made)
+    }
+    return frozenset(packs for packs in features if sum(pack.size for pack in packs) in made)
 
 
 def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, Capture]:

@@ -13,7 +13,7 @@ from typing import Any
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.check.compare import CheckInput
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.layout import Features, Layout
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import Trace
@@ -34,7 +34,7 @@ class Problem:
         binding: what the plan says of modules and parameters.
         flow: the trace, as a data flow.
         results: what each call of a module returned, by module and call.
-        heads, features: numbers of them by which values may be split where nothing else works.
+        heads, features: the numbers of heads, and the features, by which values may be split where nothing else works.
         read: the counts of a module that its body reads.
     """
 
@@ -43,7 +43,7 @@ class Problem:
     flow: DataFlow
     results: Mapping[tuple[str, int], Any]
     heads: frozenset[int]
-    features: frozenset[int]
+    features: Features
     read: Callable[[str], frozenset[str]]
 
     @property

@@ -120,8 +120,11 @@ def _fact(layout: Layout, tensor: Tensor) -> str:
     """What must be the same on all ranks."""
     shape = [str(size) for size in tensor.shape]
     whole = layout == REPLICATED or layout.forward == "R"
-    if layout.is_sharded and not layout.is_plain:
-        shape = [str(tensor.dim())]
+    if layout.is_sharded:
+        if layout.is_plain and layout.dim is not None:
+            shape[layout.dim] = "…"  # parts may be uneven
+        else:
+            shape = [str(tensor.dim())]
     text = f"{dtype_name(tensor.dtype)} ({', '.join(shape)})"
     return f"{text} with checksum {checksum(tensor):08x}" if whole else f"{text} as {layout}"
 

@@ -38,14 +38,14 @@ class Packed:
         binding: with the modules' packs.
         findings: packs that don't fit.
         heads: the numbers of heads into which sharded features are viewed, as far as the axis divides them.
-        features: the numbers of features that are split.
+        features: the features that are split, as packs: each stretch, and the stretches of a layer together.
         notes: columns that stay whole, since they make a single head.
     """
 
     binding: Binding
     findings: list[Diagnostic]
     heads: frozenset[int]
-    features: frozenset[int]
+    features: frozenset[tuple[Pack, ...]]
     notes: list[Diagnostic]
 
 
@@ -120,7 +120,7 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
             modules[name] = _like_others(bound, [modules[n] for n in uses])
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
-    features = frozenset(n for b in modules.values() for n in _made(b))
+    features = frozenset(packs for b in modules.values() for packs in _made(b))
     return Packed(binding, once(findings), heads, features, once(single))
 
 
@@ -134,11 +134,12 @@ def _like_others(bound: Bound, used: Sequence[Bound]) -> Bound:
     return bound
 
 
-def _made(bound: Bound) -> list[int]:
-    """The stretches of the features that a column makes."""
+def _made(bound: Bound) -> list[tuple[Pack, ...]]:
+    """The features that a column makes: each stretch, and all together."""
     if bound.form is None or bound.style is not Style.COLWISE:
         return []
-    return [pack.size for pack in bound.packs] or [bound.form.outputs]
+    packs = bound.packs or (Pack(bound.form.outputs),)
+    return [packs, *((pack,) for pack in packs)]
 
 
 def _with_parameters(

@@ -19,7 +19,7 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.region import picks_of
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
-from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS, picked_dim, picked_stretch
+from tpplan.compiler.rules.packed import EXPAND, PICKS, SELECT, SPLITS, VIEWS, picked_dim, picked_stretch
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
 _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
@@ -246,8 +246,11 @@ class Readers:
         """Whether a vector is added that has a number for each of the features: each is a head."""
         others = [i for i in operation.inputs if i != seen]
         parameter = self.parameter_behind(others[0]) if len(others) == 1 else None
-        last = at.dim == len(self.trace.values[seen].shape) - 1
-        return last and parameter is not None and self.trace.values[parameter].shape == (count,)
+        if parameter is None or self.trace.values[parameter].shape != (count,):
+            return False
+        shape = self.trace.values[others[0]].shape
+        dim = at.dim - len(self.trace.values[seen].shape) + len(shape)
+        return dim >= 0 and shape[dim] == count and count not in (*shape[:dim], *shape[dim + 1 :])
 
     def _after(self, at: _Dim, operation: Operation) -> list[_Dim]:
         """Where the dim is after an operation that keeps or splits it: one dim, or those that it was split into."""
@@ -256,6 +259,8 @@ class Readers:
             return []
         before, after = self.trace.values[at.value].shape, self.trace.values[outputs[0]].shape
         name = operation.name
+        if name == "aten.cat.default" and len(after) == len(before):
+            return [_Dim(outputs[0], at.dim, at.unit)] if _argument(operation, 1, 0) % len(after) != at.dim else []
         if operation.inputs[0] != at.value:
             return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
         if name in VIEWS:
@@ -276,6 +281,8 @@ class Readers:
             return [_Dim(outputs[0], at.dim - (place < at.dim), at.unit)] if place != at.dim else []
         if name == CONVOLUTION:
             return [_Dim(outputs[0], 1, at.unit)] if at.dim == 1 and operation.arguments[GROUPS] == after[1] else []
+        if name == EXPAND and len(after) == len(before) and after[at.dim] == before[at.dim]:
+            return [_Dim(outputs[0], at.dim, at.unit)]
         if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
             return [_Dim(outputs[0], at.dim, at.unit)]  # what it cuts or pads is another dim
         if name in ("aten.transpose.int", "aten.permute.default"):

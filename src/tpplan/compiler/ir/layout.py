@@ -81,6 +81,10 @@ class Pack(NamedTuple):
         return self.replicas == 1 or self.is_even(size)
 
 
+Features = frozenset[tuple[Pack, ...]]
+"""Ways to split features: the stretches of a dim that counts them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The placement of a value on the axis, with the placement of its gradient.

@@ -30,13 +30,13 @@ PLAIN = frozenset(
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _CONTAINERS = (tuple, list, dict, set, frozenset)
-_SHARED = (type, ModuleType, BuiltinFunctionType, Enum)
+SHARED = (type, ModuleType, BuiltinFunctionType, Enum)
 _DEPTH = 6
 
 
 def is_opaque(held: object) -> bool:
     """Whether an argument is an object that a proof leaves out, as it hides tensors, or is a module or a generator."""
-    if type(held) in PLAIN or isinstance(held, (Tensor, tuple, list, dict, *_SHARED)) or is_record(held):
+    if type(held) in PLAIN or isinstance(held, (Tensor, tuple, list, dict, *SHARED)) or is_record(held):
         return False
     if shows_its_state(type(held)):
         return any(is_opaque(item) for _, item in leaves(held, objects=True) if item is not held)
@@ -49,7 +49,7 @@ def hides_tensors(held: object) -> bool:
 
 
 def _hides(held: object) -> bool:
-    closed = (Tensor, nn.Module, torch.Generator, FunctionType, MethodType, functools.partial, *_SHARED)
+    closed = (Tensor, nn.Module, torch.Generator, FunctionType, MethodType, functools.partial, *SHARED)
     if type(held) in PLAIN or isinstance(held, closed) or shows_its_state(type(held)):
         return False
     return next(hidden_tensors(held), None) is not None
@@ -58,14 +58,14 @@ def _hides(held: object) -> bool:
 def is_object(held: object) -> bool:
     """Whether it is no container of Python's, but an object that may hold tensors, or is opaque."""
     kind = type(held)
-    if kind in PLAIN or kind is Tensor or isinstance(held, (Tensor, tuple, list, dict, *_SHARED)) or is_record(held):
+    if kind in PLAIN or kind is Tensor or isinstance(held, (Tensor, tuple, list, dict, *SHARED)) or is_record(held):
         return False
     return shows_its_state(kind) or is_opaque(held)
 
 
 def fresh_object(held: Any) -> Any:
     """A copy that a capture may write to; `held` itself if it can't be written to, or can't be copied."""
-    if type(held) in PLAIN or isinstance(held, (Tensor, FunctionType, *_SHARED)) or is_opaque(held):
+    if type(held) in PLAIN or isinstance(held, (Tensor, FunctionType, *SHARED)) or is_opaque(held):
         return held
     try:
         return copy.deepcopy(held)
@@ -95,7 +95,7 @@ def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 def _holds_tensors(held: object, depth: int) -> bool:
     if isinstance(held, Tensor):
         return True
-    if type(held) in PLAIN or isinstance(held, _SHARED) or not depth:
+    if type(held) in PLAIN or isinstance(held, SHARED) or not depth:
         return False
     if isinstance(held, Mapping):
         return any(_holds_tensors(item, depth - 1) for item in held.values())  # pyright: ignore
@@ -108,4 +108,13 @@ def _holds_tensors(held: object, depth: int) -> bool:
     return any(_holds_tensors(item, depth - 1) for item in getattr(held, "__dict__", {}).values())
 
 
-__all__ = ["PLAIN", "fresh_object", "hides_tensors", "is_object", "is_opaque", "note_alike", "without_checkpoint"]
+__all__ = [
+    "PLAIN",
+    "SHARED",
+    "fresh_object",
+    "hides_tensors",
+    "is_object",
+    "is_opaque",
+    "note_alike",
+    "without_checkpoint",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpplan.compiler.ir.layout import Layout
+from tpplan.compiler.ir.layout import Features, Layout
 from tpplan.compiler.rewrite.recognise import Norm
 from tpplan.compiler.rules.propagate import Outcome, Refusal
 
@@ -131,7 +131,7 @@ class Constraints:
         whole: values that must be replicated there, and their gradient whole, as code in the backward is right for no
             part of it.
         heads: numbers of heads; a dim of such a size may be split at any boundary. Empty until that is worth a try.
-        features: numbers of features; a tensor made anew with a dim of such a size may be split. Empty until then.
+        features: ways to split features; a tensor made anew with a dim of so many may be split. Empty until then.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
     """
@@ -142,7 +142,7 @@ class Constraints:
     reduced_biases: frozenset[Place] = frozenset()
     whole: frozenset[Place] = frozenset()
     heads: frozenset[int] = frozenset()
-    features: frozenset[int] = frozenset()
+    features: Features = frozenset()
     slice_constants: bool = False
     sequence: bool = False
 

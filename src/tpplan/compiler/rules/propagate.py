@@ -22,7 +22,16 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from tpplan.compat import NoRule, OperatorMeta, propagate
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.inner_gradient import GRADIENT
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, layout_of, sharded
+from tpplan.compiler.ir.layout import (
+    PARTIAL,
+    REPLICATED,
+    REPLICATED_PARTIAL,
+    Features,
+    Layout,
+    Pack,
+    layout_of,
+    sharded,
+)
 from tpplan.compiler.ir.layout import packed as split_in_packs
 from tpplan.compiler.ir.operators import Operator, lookup, with_dims_from_the_front
 from tpplan.compiler.ir.program import splits_sequence
@@ -83,12 +92,12 @@ class Propagator:
     """Answers for one axis size; remembers what it asked."""
 
     def __init__(
-        self, size: int, batch: int, heads: frozenset[int] = frozenset(), features: frozenset[int] = frozenset()
+        self, size: int, batch: int, heads: frozenset[int] = frozenset(), features: Features = frozenset()
     ) -> None:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`.
 
-        A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or of
-        `features`, may be split.
+        A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or for
+        one of `features`, may be split.
         """
         self.size = size
         self.batch = batch
@@ -96,7 +105,7 @@ class Propagator:
         self.features = features
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
-    def splitting(self, heads: frozenset[int], features: frozenset[int] = frozenset()) -> Propagator:
+    def splitting(self, heads: frozenset[int], features: Features = frozenset()) -> Propagator:
         """The same rules for these numbers of heads and features; what either asks, both remember."""
         other = Propagator(self.size, self.batch, heads, features)
         other._rules = self._rules
@@ -124,7 +133,7 @@ class Propagator:
                 return found
             return [*found, *self._by_heads(node, values, operands), *_partial_zeros(node, values)]
         if node.overwritten:
-            if node.name == _COPY and len({held for _, held in operands}) == 1 and operands[0][1].is_plain:
+            if node.name == _COPY and len({held for _, held in operands}) == 1 and not operands[0][1].within:
                 return [Outcome((operands[0][1],))]  # each rank fills its part of the tensor from its part of the other
             return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
         operator = lookup(node.name)
@@ -210,11 +219,10 @@ class Propagator:
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
     ) -> list[Outcome]:
         """The ways in which each rank makes what belongs to its heads or features, from replicated values or none."""
-        counts = (
-            self.heads | self.features if node.name in FILLS else self.heads if node.name == packed.EXPAND else None
-        )
-        if not counts:
+        fills = node.name in FILLS
+        if not (self.heads or (fills and self.features)) or not (fills or node.name == packed.EXPAND):
             return []
+        ways = {(Pack(n),) for n in self.heads} | (self.features if fills else set())
         (output,) = (o for o in node.outputs if o is not None)
         after = values[output]
         before = values[operands[0][0]].shape if operands else ()
@@ -222,7 +230,12 @@ class Propagator:
         if node.name == packed.EXPAND and (len(before) != len(after.shape) or whole_gradient):
             return []
         parameter = frozenset(i for i, _ in operands if values[i].parameter is not None and values[i].differentiable)
-        grown = [sharded(d) for d, n in enumerate(after.shape) if n in counts and (not before or before[d] == 1)]
+        grown = [
+            split_in_packs(dim, packs)
+            for dim, count in enumerate(after.shape)
+            for packs in sorted(ways)
+            if sum(pack.size for pack in packs) == count and (not before or before[dim] == 1)
+        ]
         rows = after.shape[0] if after.shape and self.batch > 1 and (not before or before[0] == 1) else 0
         if rows in {self.batch * n for n in self.heads}:
             grown.append(sharded(0, interleave=self.batch))
