@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,11 +72,12 @@ def _is_same(now: Items, before: Items) -> bool:
 
 def _writer(held: Any) -> Callable[[Any, Items], None] | None:
     """What puts items back into a container or an object; None if nothing is known to."""
-    if type(held) is list:
+    kind = cast("type[Any]", type(held))
+    if kind is list:
         return _write_list
-    if type(held) in (dict, OrderedDict, defaultdict):
+    if kind in (dict, OrderedDict, defaultdict):
         return _write_mapping
-    return _write_state if shows_its_state(type(held)) else None
+    return _write_state if shows_its_state(kind) else None
 
 
 def _write_list(held: list[Any], items: Items) -> None:
@@ -89,7 +90,7 @@ def _write_mapping(held: MutableMapping[Any, Any], items: Items) -> None:
 
 
 def _write_state(held: Any, items: Items) -> None:
-    _write_mapping(vars(held), items)
+    _write_mapping(cast("dict[Any, Any]", vars(held)), items)
 
 
 __all__ = ["Passed"]

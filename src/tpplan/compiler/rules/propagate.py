@@ -222,7 +222,8 @@ class Propagator:
         fills = node.name in FILLS
         if not (self.heads or (fills and self.features)) or not (fills or node.name == packed.EXPAND):
             return []
-        ways = {(Pack(n),) for n in self.heads} | (self.features if fills else set())
+        heads: Features = frozenset((Pack(n),) for n in self.heads)
+        ways = heads | self.features if fills else heads
         (output,) = (o for o in node.outputs if o is not None)
         after = values[output]
         before = values[operands[0][0]].shape if operands else ()
