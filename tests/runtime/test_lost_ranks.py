@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard  # pyright: ignore
 from torch.distributed.tensor import DTensor
 
 import tpplan
@@ -119,14 +120,16 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def one(rank: int, fault: str, folder: str) -> None:
+def one(rank: int, fault: str, folder: str, rows: int = 1) -> None:
     torch.set_num_threads(1)
     seconds = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=seconds)
+    ranks = 2 * rows
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=seconds)
     model = stack()
-    tpplan.parallelize(
-        model, {"version": 1, "modules": PLANS["tensor"]}, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), (x(),)
-    )
+    mesh = init_device_mesh("cpu", (rows, 2), mesh_dim_names=("dp", "tp"))
+    tpplan.parallelize(model, {"version": 1, "modules": PLANS["tensor"]}, mesh["tp"], (x(),))
+    if rows > 1:
+        fully_shard(model, mesh=mesh["dp"])  # pyright: ignore
     model(x()).sum().backward()
     began = time.monotonic()
     try:
@@ -152,3 +155,14 @@ def test_the_others_are_told_within_the_timeout(fault: str, tmp_path: Path) -> N
     assert float(seconds) < 3 * SECONDS
     own = tmp_path / f"{fault}.1"
     assert FAULTS[fault][2] in (own.read_text() if own.exists() else ""), own.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", ["dies", "raises"])
+def test_beside_a_data_parallel_axis_those_of_its_row_are_told_and_the_others_end(fault: str, tmp_path: Path) -> None:
+    start_forked(one, (fault, str(tmp_path), 2), 4, True)
+    _, text = (tmp_path / f"{fault}.0").read_text().split("\n", 1)
+    assert text.startswith("LostRankError: TP176 lost-rank: ") and FAULTS[fault][1] in text, text
+    for rank in (0, 2, 3):
+        assert float((tmp_path / f"{fault}.{rank}").read_text().split("\n", 1)[0]) < 3 * SECONDS
