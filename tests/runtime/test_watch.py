@@ -171,6 +171,51 @@ def test_a_call_that_wrote_to_its_callers_tensors_is_not_run_again() -> None:
     assert on_ranks(Fills(large).double(), MLP, 2, ((x(), example), {}), work) == [(1, 1.0)] * 2
 
 
+class Cache:
+    """Of a user's, that grows or counts."""
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+        self.count = 0
+
+
+class Steered(Stores):
+    """Takes another path when its cache has counted to four."""
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        h = self.up(x)
+        if cache.kept is None:
+            cache.kept = torch.zeros_like(h)
+        cache.kept.copy_(h.detach())
+        cache.count += 1
+        return self.down(torch.softmax(h, -1) if cache.count > 3 else h.relu())
+
+
+class Grows(Stores):
+    """Takes another path when its cache has grown to four inputs."""
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        h = self.up(x)
+        cache.kept = h.detach() if cache.kept is None else torch.cat([cache.kept, h.detach()], 1)
+        return self.down(torch.softmax(h, -1) if cache.kept.shape[1] > 3 * x.shape[1] else h.relu())
+
+
+@pytest.mark.parametrize("kind", [Steered, Grows])
+def test_what_a_cache_counts_or_how_far_it_has_grown_may_steer_the_path(kind: type[Stores]) -> None:
+    stock = kind(longer).double()
+
+    def work(own: Any, _: CallGuard) -> list[bool]:
+        ours, theirs = Cache(), Cache()
+        for _step in range(3):
+            assert torch.allclose(own(x(), ours), stock(x(), theirs))
+        for _step in range(2):  # `copy_` to a cache isn't run again, and a softmax over split features not proved
+            with pytest.raises(UnprovedCallError, match="calls `softmax`"):
+                own(x(), ours)
+        return [True]
+
+    assert on_ranks(stock, MLP, 2, ((x(), Cache()), {}), work) == [[True]] * 2
+
+
 @pytest.mark.parametrize("between", [large, large_alike])
 def test_both_sides_of_a_branch_on_numbers_run_by_their_own_programs(between: Any) -> None:
     calls = [((x(scale=scale),), {}) for scale in (1.0, 1000.0, 1.0, 1.0, 1000.0)]

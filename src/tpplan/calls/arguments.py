@@ -117,10 +117,6 @@ class Left:
             made.key = tuple(f"{path} {layout!r}" for path, layout in made.items())
         return made
 
-    def keeps(self, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]) -> bool:
-        """Whether a call passes an object in which calls leave tensors: a cache, which grows from call to call."""
-        return any(is_object(_argument(name, arguments, keywords, names)) for name in self._tree)
-
     def _follow(self, held: Any, below: Any, found: list[Path]) -> None:
         """Collect what of `held` is a part; `below` is what is known of it: more steps, or the end of a path."""
         if isinstance(below, LeftTensor):

@@ -339,9 +339,7 @@ class CallGuard:
             more = (*more, self._is_odd(call), _is_single(call))
         elif self._flattens:
             more = (*more, _is_single(call))
-        key = self._read(call.training, call.arguments, call.keywords, more)
-        keeps = self._left.keeps(call.arguments, call.keywords, self._names)
-        return key._replace(sizes=()) if keeps else key
+        return self._read(call.training, call.arguments, call.keywords, more)
 
     def _answers(self, call: Call) -> Iterator[object]:
         """What bodies are told that ask for more than the rest of a key has."""

@@ -19,6 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from itertools import groupby
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ from tpplan.compiler.trace.capture import argument_names
 
 Part = tuple[object, ...]
 _DEPTH = 7
+_MANY = 16
 _READ_OTHERWISE = frozenset((float, complex, slice))
 
 
@@ -51,11 +53,12 @@ class CallKey(NamedTuple):
 
     Attributes:
         kind: all but the sizes.
-        sizes: of all tensors, in the order of the call.
+        sizes: of all tensors, in the order of the call. Of objects, such as caches: the lengths that they note as well;
+            what is the same one after the other counts once.
     """
 
     kind: Kind
-    sizes: tuple[torch.Size, ...]
+    sizes: tuple[object, ...]
 
 
 class Identity:
@@ -117,19 +120,28 @@ class KeyReader:
                 found.append((name, read(held)))
         found.append(seen.aliases())
         ambient = (recorded, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
-        return CallKey(Kind((*ambient, *seen.devices), tuple(found)), tuple(seen.sizes))
+        return CallKey(Kind((*ambient, *seen.devices), tuple(found)), seen.all_sizes())
 
 
 class _Seen:
     """What a call's arguments show while they are read."""
 
-    __slots__ = ("_recorded", "devices", "sizes", "tensors")
+    __slots__ = ("_lengths", "_recorded", "devices", "sizes", "tensors")
 
     def __init__(self, recorded: bool) -> None:
         self._recorded = recorded
         self.devices: list[str] = []
         self.sizes: list[torch.Size] = []
         self.tensors: list[int] = []
+        self._lengths: list[int] = []
+
+    def all_sizes(self) -> tuple[object, ...]:
+        """The sizes of all tensors, and the lengths that objects note."""
+        if not self._lengths and len(self.sizes) < _MANY:
+            return tuple(self.sizes)
+        return tuple((size, len([*alike])) for size, alike in groupby(self.sizes)), tuple(
+            k for k, _ in groupby(self._lengths)
+        )
 
     def aliases(self) -> Part:
         """Which tensors are one, if any sits in several places."""
@@ -173,7 +185,7 @@ class _Seen:
         return self._read_object(kind, held, depth)
 
     def _read_state(self, state: dict[str, Any], depth: int) -> object:
-        """What counts of an object; the whole numbers beside tensors are lengths, which count as little as sizes do."""
+        """What counts of an object; the whole numbers beside tensors are lengths, which count as sizes do."""
         found: list[object] = []
         lengths: list[tuple[str, int]] = []
         tensors = len(self.tensors)
@@ -185,7 +197,11 @@ class _Seen:
                 found.append((name, kind, item))
             else:
                 found.append((name, self.read(item, depth)))
-        found += lengths if len(self.tensors) == tensors else [name for name, _ in lengths]
+        if len(self.tensors) == tensors:
+            found += lengths
+        else:
+            found += [name for name, _ in lengths]
+            self._lengths += [length for _, length in lengths]
         form = tuple(found)
         return _forms.setdefault(form, Identity(form))
 
