@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tpplan.calls.key import CallKey, Kind, Part
 from tpplan.calls.mixture import Mixture, signature
 from tpplan.calls.proofs import Proof
-from tpplan.calls.watch import Departure, departure, proved_steps
+from tpplan.calls.watch import Departure, Proved, departure
 from tpplan.compiler.ir.steps import Step, Stream
 from tpplan.compiler.ir.trace import Location
 from tpplan.compiler.pipeline import Compiled
@@ -38,6 +38,18 @@ class Path:
     free: set[Location] = field(default_factory=set[Location])
     drawn: set[Location] = field(default_factory=set[Location])
     watched: bool = False
+    _known: dict[tuple[int, frozenset[str]], tuple[int, Proved]] = field(
+        default_factory=dict[tuple[int, frozenset[str]], tuple[int, Proved]]
+    )
+
+    def known_steps(self, proof: Proof, replaced: frozenset[str]) -> Proved:
+        """The steps of calls that run by the program of `proof`, the latest first."""
+        count, proved = self._known.get((id(proof), replaced), (0, None))
+        if proved is None or count != len(self.streams):
+            streams = [stream for owner, stream in reversed(self.streams) if owner is proof]
+            proved = Proved.of(streams, replaced)
+            self._known[id(proof), replaced] = len(self.streams), proved
+        return proved
 
 
 class Paths:
@@ -96,8 +108,8 @@ class Paths:
         pieces of several proofs, if one of them took the same sides of all branches.
         """
         path = self.of(key.kind)
-        streams = [stream for owner, stream in reversed(path.streams) if owner is proof]
-        real, *proved = proved_steps(streams, steps, replaced)
+        known = path.known_steps(proof, replaced)
+        real, proved = known.without_varying(steps), known.steps
         departures = [departure(each, real) for each in proved]
         if None in departures:
             return None

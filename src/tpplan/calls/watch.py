@@ -56,24 +56,35 @@ class Departure:
         return self.proved is not None and self.real is not None and self.proved[:3] == self.real[:3]
 
 
-def proved_steps(streams: Sequence[Stream], real: Sequence[Step], replaced: frozenset[str]) -> list[list[Step]]:
-    """The steps of a call and of its proofs, without those that may differ between two runs that are alike.
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """The steps of proofs, without those that may differ between two runs that are alike.
 
-    Args:
-        streams: the steps of the proofs.
-        real: those of the call.
-        replaced: modules whose bodies are replaced at run time, and so take no steps of their own.
-
-    Returns:
-        The steps of the call, then those of each proof.
+    Attributes:
+        steps: of each proof.
+        varying: code whose steps aren't compared.
     """
-    varying = frozenset[CodeType]().union(*(stream.varying_code() for stream in streams))
-    runs: list[Iterable[Step]] = [real, *(stream.flat(replaced) for stream in streams)]
-    return [[step for step in steps if step.code not in varying] for steps in runs]
+
+    steps: list[list[Step]]
+    varying: frozenset[CodeType]
+
+    @classmethod
+    def of(cls, streams: Sequence[Stream], replaced: frozenset[str]) -> Proved:
+        """The steps of these proofs; modules in `replaced` have other bodies at run time, and so no steps."""
+        varying = frozenset[CodeType]().union(*(stream.varying_code() for stream in streams))
+        return cls(
+            [[step for step in stream.flat(replaced) if step.code not in varying] for stream in streams], varying
+        )
+
+    def without_varying(self, steps: Sequence[Step]) -> list[Step]:
+        """Those steps of a call that are compared."""
+        return [step for step in steps if step.code not in self.varying] if self.varying else [*steps]
 
 
 def departure(proved: Sequence[Step], real: Sequence[Step]) -> Departure | None:
     """The first step at which a call left a proved path; None if there is none."""
+    if proved == real:
+        return None
     for mine, its in zip_longest(proved, real):
         if mine != its:
             return Departure(mine, its)
@@ -105,4 +116,4 @@ class Watch(TorchFunctionMode):
         return result
 
 
-__all__ = ["Departure", "Watch", "departure", "proved_steps", "sides"]
+__all__ = ["Departure", "Proved", "Watch", "departure", "sides"]
