@@ -48,6 +48,6 @@ def generated(member: Member, family: str, plan: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["t5", "bart", "whisper", "bart-sequence"])
+@pytest.mark.parametrize("plan", ["t5", "bart", "whisper", "t5-sequence", "bart-sequence"])
 def test_a_model_with_an_encoder_generates_the_same_tokens(plan: str) -> None:
     assert world(2).run(generated, plan.removesuffix("-sequence"), plan) == [[], []]

@@ -13,7 +13,9 @@ import tpplan
 from tests.marking import slow_but
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS
+from tests.runtime.simulated import on_ranks
 from tests.runtime.world import Member, world
+from tests.zoo.architectures import build
 
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 
@@ -90,6 +92,28 @@ def test_each_module_takes_and_gives_whole_tensors(plan: str) -> None:
     for errors in world(2).run(alone, plan.removesuffix("-sequence"), plan):
         assert len(errors) > 15
         assert {path: error for path, error in errors.items() if error > 1e-12} == {}
+
+
+def encoded(model: Any) -> list[Tensor]:
+    """An encoder by itself, as `generate` calls it, and one of its blocks, which hands biases by heads on."""
+    ids = torch.randint(3, 80, (2, 8), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = model.get_encoder()(input_ids=ids, output_hidden_states=True)
+        block = model.encoder.block[0](whole.last_hidden_state)
+        made = model(encoder_outputs=whole, decoder_input_ids=ids)
+    return [whole.last_hidden_state, *whole.hidden_states, *block, made.logits]
+
+
+@pytest.mark.slow
+def test_an_encoder_is_called_by_itself_where_only_a_split_sequence_makes_something_of_its_blocks() -> None:
+    model, inputs = build("t5")
+    torch.manual_seed(0)
+    stock: Any = type(model)(model.config).eval()  # pyright: ignore
+    example = (), {name: torch.ones(held.shape, dtype=held.dtype) for name, held in inputs.items()}
+    expected = encoded(stock)
+    for ours in on_ranks(stock, str(PLANS / "t5-sequence.yaml"), 2, example, lambda m, _: encoded(m.eval())):
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def wanting(member: Member) -> str:

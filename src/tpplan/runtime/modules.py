@@ -45,7 +45,7 @@ class ShardedModule(Watched):
         if runtime.classes is not None and is_compiled_inside(runtime):
             return run_inside(self, args, kwargs)
         if runtime.handed_out.shards is None and starts_alone(runtime.handed_out):
-            return call_alone(self, ShardedModule.forward, args, kwargs)
+            return call_alone(self, ShardedModule.forward, args, kwargs, super().forward)
         if runtime.moving or (runtime.entries and torch.is_grad_enabled()):
             args, kwargs = runtime.enter(args, kwargs)
         lent = [(o, n, o.__dict__[n]) for o, n in runtime.borrowed if n in o.__dict__] if runtime.borrowed else ()

@@ -5,6 +5,7 @@ By the user, who has whole tensors and wants whole ones; or once more in a backw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,16 @@ from tpplan.compat import runs_backward
 from tpplan.runtime.compiled import runtime_of
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.outside import whole_arguments
+from tpplan.runtime.parameters import HandedOut
 
 
-def call_alone(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_alone(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stock: Callable[..., Any] | None = None,
+) -> Any:
     """A module that is called outside of the root's forward: by itself, or once more by an activation checkpoint.
 
     Args:
@@ -24,10 +32,14 @@ def call_alone(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
         forward: what runs it, of a class of ours, without what is wrapped around that, as transformers' checkpoints
             are; or by a compiler.
         args, kwargs: the arguments.
+        stock: the stock forward of the module, where no compiler runs it. It is what runs if the program in place
+            makes nothing of this module; those inside of it, which may hand on parts, are then called by themselves.
     """
     alone = _is_alone(module)
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
     handed_out = runtime.handed_out
+    if alone and runtime.alone is None:
+        return _around(handed_out, stock or functools.partial(forward, module), args, kwargs)
     handed_out.within, recalled = True, handed_out.recalled
     if recalled is not None and runs_backward():
         handed_out.compiler = recalled.compiler
@@ -59,14 +71,25 @@ def call_around(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
     """As `call_alone`, of a module that has sharded ones inside and isn't one itself."""
     alone = _is_alone(module)
     handed_out = runtime_of(module).handed_out
-    handed_out.apart, handed_out.within = alone, not alone  # apart: the modules inside are called by themselves, each
+    if alone:
+        return _around(handed_out, functools.partial(forward, module), args, kwargs)
+    handed_out.within = True
     try:
-        if alone:
-            args, kwargs = whole_arguments(args, kwargs)
         return forward(module, *args, **kwargs)
     finally:
+        handed_out.within = False
+        handed_out.note(False)
+
+
+def _around(handed_out: HandedOut, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module that works on whole tensors, as each of those inside is called by itself."""
+    handed_out.apart = True
+    try:
+        args, kwargs = whole_arguments(args, kwargs)
+        return forward(*args, **kwargs)
+    finally:
         handed_out.apart = handed_out.within = False
-        handed_out.note(alone)
+        handed_out.note(True)
 
 
 __all__ = ["call_alone", "call_around"]
