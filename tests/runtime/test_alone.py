@@ -134,3 +134,29 @@ def test_a_gradient_that_the_proof_does_not_have_is_refused() -> None:
     for text in world(2).run(wanting):
         assert text.startswith("TP117 unproved-call: `model.layers.0.self_attn` is called by itself")
         assert "`position_embeddings.0` doesn't require grad there" in text
+
+
+def shown(model: Any) -> list[Tensor]:
+    """All that a model and its encoder can show, after attention was told to show its weights."""
+    model.model.config._attn_implementation = "eager"
+    sound = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 80, (2, 8), generator=torch.Generator().manual_seed(1))
+    flags = {"output_attentions": True, "output_hidden_states": True}
+    with torch.no_grad():
+        alone = model.get_encoder()(sound, **flags)
+        made = model(encoder_outputs=alone, decoder_input_ids=ids, **flags)
+    seen = (alone.hidden_states, alone.attentions, made.decoder_hidden_states, made.decoder_attentions)
+    return [tensor for held in (*seen, made.cross_attentions) for tensor in held]
+
+
+@pytest.mark.slow
+def test_modules_show_all_that_a_setting_of_later_lets_them_show() -> None:
+    model, inputs = build("whisper")
+    torch.manual_seed(0)
+    stock: Any = type(model)(model.config).eval()  # pyright: ignore
+    example = (), {name: torch.ones(held.shape, dtype=held.dtype) for name, held in inputs.items()}
+    ours = on_ranks(stock, str(PLANS / "whisper.yaml"), 2, example, lambda m, _: shown(m.eval()))
+    expected = shown(stock)
+    assert len(expected) == 12
+    for one, other in zip(ours[0], expected, strict=True):
+        torch.testing.assert_close(one, other)

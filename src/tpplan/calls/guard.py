@@ -110,6 +110,7 @@ class CallGuard:
         self._device = torch.device(program.device)
         self._proofs = Proofs(Proof(plan, program))
         self._whole: Proof | None = None
+        self._alone: Proof | None = None
         self._sequence_dims = sequence_dims(program)
         self._flattens = _splits_rows(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
@@ -240,6 +241,7 @@ class CallGuard:
 
     def _forget(self) -> None:
         self._changed = True
+        self._alone = None
         self._proofs.forget()
         self._paths.forget()
 
@@ -326,7 +328,21 @@ class CallGuard:
         if torch.is_grad_enabled():
             self._follow_thawed()
             self._refuse_thawed()
-        return (self._with_whole_sequences() if self._sequence_dims else self.main).program
+        if self._alone is None:
+            self._alone = self._of_single_modules()
+        return self._alone.program
+
+    def _of_single_modules(self) -> Proof:
+        """The example's proof with all sequences whole; once settings were changed, as it is under these.
+
+        That a program of before covers it isn't enough: modules may return what they didn't, as attention its weights.
+        """
+        base = self._with_whole_sequences() if self._sequence_dims else self.main
+        if not self._changed:
+            return base
+        example = Call(self.main.program.training, *self._example, Parts())
+        _, compiled = self._proved(example, base)
+        return Proof(base.plan, compiled.program)
 
     def _key(self, call: Call) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
@@ -509,7 +525,7 @@ class CallGuard:
             self._frozen.remove((owner, leaf, name))
         if thawed:
             self._thawed = thawed[0][2]
-            self._whole = None
+            self._whole = self._alone = None
             self._forget()
 
     def _refuse_thawed(self) -> None:

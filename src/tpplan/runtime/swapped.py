@@ -86,6 +86,7 @@ def swapped_class(
     name = f"{_PREFIX[style]}{stock.__name__}"
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}
     own = {"forward": as_called(base.forward, stock.forward), "__module__": stock.__module__, "__doc__": stock.__doc__}
+    own["__qualname__"] = stock.__qualname__  # by `str` of a class transformers looks up which outputs it can record
     read = {held: _OwnTensor(held) for held in tensors if not hasattr(stock, held)}
     return with_entry(type(name, (base, stock), methods | own | read), base.forward)
 
