@@ -132,6 +132,7 @@ CASES = [("llama", QUICK), *((name, [*WAYS]) for name in ("llama", "llama-sequen
 CASES += [
     (name, ["static", "static turns", "ragged static"]) for name in ("gemma3_text", "gpt_oss-sequence", "mistral")
 ]
+CASES += [("gpt_bigcode", ["turns"])]  # whose attention goes another way for one token than for several
 
 
 @pytest.mark.processes
