@@ -18,7 +18,7 @@ SOURCES = src tests docs/tutorials
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow mutations sweep zoo states demo lint layers style types format docs bench gpu wheel clean
+.PHONY: help setup test test-slow mutations sweep zoo states generation demo lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint       style, types and layers             make format     let ruff fix what it can"
 	@echo "make zoo        try every architecture, and write docs/coverage.md"
 	@echo "make states     try every use of parameters and states, and write docs/state.md"
+	@echo "make generation try every way of generating, and write docs/generation.md"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
 	@echo "make gpu        test and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
 	@echo "make mutations  plant bugs, and say which tests notice"
@@ -66,6 +67,9 @@ zoo: $(VENV)/.extra-dev
 
 states: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.checkpoint.page $(ARGS)
+
+generation: $(VENV)/.extra-dev
+	$(BIN)/python -m tests.generation.page $(ARGS)
 
 demo: $(VENV)/.extra-demo
 	$(BIN)/tpplan demo $(ARGS)
