@@ -106,12 +106,12 @@ def test_a_cache_made_for_all_heads_is_cut_by_the_first_call() -> None:
 
 def test_a_cache_that_tells_heads_apart_is_refused() -> None:
     stock, example = tiny("llama")
-    for cache in (filled(stock, layered(ByHeads)), layered(ByHeads)(stock.config)):
+    cache = filled(stock, layered(ByHeads))
 
-        def work(model: Any, _: object, cache: Any = cache) -> str:
-            with pytest.raises(tpplan.TpplanError, match="TP117") as caught:
-                continued(model.eval(), copy.deepcopy(cache))
-            return str(caught.value)
+    def work(model: Any, _: object) -> str:
+        with pytest.raises(tpplan.TpplanError, match="TP117") as caught:
+            continued(model.eval(), copy.deepcopy(cache))
+        return str(caught.value)
 
-        for said in on_ranks(stock, "plans/llama.yaml", RANKS, ((), example), work):
-            assert "operations that treat all heads alike" in said
+    for said in on_ranks(stock, "plans/llama.yaml", RANKS, ((), example), work):
+        assert "operations that treat all heads alike" in said
