@@ -116,6 +116,65 @@ def _generate(member: Member) -> None:
         assert graphs.seen
 
 
+def decoded(call: Any, cache: Any, ids: Tensor) -> Tensor:
+    """Tokens by a loop of a user's, with a cache of theirs."""
+    positions = torch.arange(ids.shape[1])
+    found = [ids]
+    with torch.no_grad():
+        for _ in range(4):
+            logits = call(input_ids=found[-1], position_ids=positions[None], past_key_values=cache, use_cache=True)[0]
+            found.append(logits[:, -1:].argmax(-1))
+            positions = positions[-1:] + 1
+    return torch.cat(found, 1)
+
+
+@pytest.mark.slow
+def test_static_caches_compile_nothing_after_the_first_steps() -> None:
+    """`generate` compiles a token's call itself where a cache is static; a loop may compile the model, or a step."""
+    world(2).run(_static_caches, "llama-sequence", ("generate",))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("plan", ["llama-sequence", "gemma3_text", "gpt_oss-sequence", "mistral"])
+def test_static_caches_compile_nothing_after_the_first_steps_in_any_way(plan: str) -> None:
+    world(2).run(_static_caches, plan, ("generate", "model", "around"))
+
+
+def _static_caches(member: Member, plan: str, ways: tuple[str, ...]) -> None:
+    from transformers import CompileConfig, StaticCache
+
+    from tests.runtime.test_caches import SETTINGS, tiny
+
+    stock, example = tiny(plan.removesuffix("-sequence"))
+    sharded: Any = tpplan.parallelize(copy.deepcopy(stock), f"plans/{plan}.yaml", member.mesh(), example)
+    ids = torch.randint(4, 88, (2, 8), generator=torch.Generator().manual_seed(0))
+    expected = stock.generate(ids, cache_implementation="static", **SETTINGS)[:, :12]
+    graphs = Graphs("eager")
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return graphs(graph, inputs)  # a function, as `generate` copies what is in a config
+
+    def step(**keywords: Any) -> Any:
+        return sharded(**keywords)
+
+    def generated() -> Tensor:
+        config = CompileConfig(backend=backend, mode=None, fullgraph=True)  # pyright: ignore
+        config._compile_all_devices = True  # pyright: ignore
+        return sharded.generate(ids, cache_implementation="static", compile_config=config, **SETTINGS)
+
+    whole: Any = torch.compile(sharded, backend=backend, fullgraph=True)
+    calls = {"model": whole, "around": torch.compile(step, backend=backend)}
+    for way in ways:
+        with fresh():
+            graphs.seen.clear()
+            for turn in range(3):
+                with torch.compiler.set_stance("fail_on_recompile" if turn == 2 else "default"):
+                    cache = StaticCache(config=stock.config, max_cache_len=16)
+                    found = generated() if way == "generate" else decoded(calls[way], cache, ids)
+                assert torch.equal(found[:, :12], expected), (way, turn)
+            assert 1 <= len(graphs.seen) <= 3, way  # a prompt, a token, one of any length
+
+
 @pytest.mark.parametrize(
     "plan", [pytest.param("llama-sequence", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.sweep)]
 )
