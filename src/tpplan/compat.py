@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.experimental import implicit_replication as _implicit_replication
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
@@ -434,7 +435,7 @@ def _asked(question: _Question) -> tuple[Placement | None, ...] | NoRule | None:
         schema_info=propagator.op_to_schema_info.get(operator) or single_dim.get(operator),
     )
     try:
-        sharding = propagator.propagate_op_sharding_non_cached(schema)
+        sharding = _MetaPropagator(propagator).propagate_op_sharding_non_cached(schema)
     except Exception as error:  # the propagator raises bare RuntimeErrors, NotImplementedErrors and assertions alike
         viewed = _view_placement(operator, arguments, size)
         if viewed is not None:
@@ -451,6 +452,55 @@ def _asked(question: _Question) -> tuple[Placement | None, ...] | NoRule | None:
         return ()
     outputs: list[DTensorSpec | None] = [*output] if isinstance(output, (list, tuple)) else [output]  # pyright: ignore
     return tuple([None if spec is None else spec.placements[0] for spec in outputs])
+
+
+class _MetaPropagator(ShardingPropagator):
+    """A propagator that asks meta tensors for the geometry of results: torch's asks fake ones, which takes longest."""
+
+    def __init__(self, propagator: ShardingPropagator) -> None:
+        self.__dict__ = propagator.__dict__  # its tables, as they are
+
+    def _propagate_tensor_meta_non_cached(self, op_schema: OpSchema) -> Any:
+        arguments = (op_schema.args_schema, op_schema.kwargs_schema)
+        tensors: list[Tensor] = []
+        try:
+            on_meta: Any = _on_meta(arguments, tensors)
+            if not tensors:
+                raise _NotOnMetaError
+            made: Any = op_schema.op(*on_meta[0], **on_meta[1])
+            return _geometry(made)
+        except Exception:  # whatever an operator can't do there
+            return super()._propagate_tensor_meta_non_cached(op_schema)
+
+
+class _NotOnMetaError(Exception):
+    """An operation would make a real tensor."""
+
+
+def _on_meta(held: Any, tensors: list[Tensor]) -> Any:
+    """Arguments of an operation with tensors on `meta` in place of specs, which are noted."""
+    if isinstance(held, DTensorSpec):
+        meta = held.tensor_meta
+        assert meta is not None
+        tensors.append(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta"))
+        return tensors[-1]
+    if isinstance(held, (list, tuple)):
+        return type(held)(_on_meta(item, tensors) for item in held)  # pyright: ignore
+    if isinstance(held, dict):
+        return {name: _on_meta(item, tensors) for name, item in held.items()}  # pyright: ignore
+    if isinstance(held, torch.device):
+        raise _NotOnMetaError
+    return held
+
+
+def _geometry(made: Any) -> Any:
+    """What the propagator is told of results."""
+    if isinstance(made, Tensor):
+        return TensorMeta(made.shape, made.stride(), made.dtype)
+    if isinstance(made, (list, tuple)):
+        found = [_geometry(item) if isinstance(item, Tensor) else None for item in made]  # pyright: ignore
+        return tuple(found) if isinstance(made, tuple) else found
+    return None
 
 
 def register_sharding(operator: OpOverload, rule: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tpplan.compiler.ir.layout import Layout, sharded
 from tpplan.compiler.ir.objects import PLAIN, is_object, is_opaque, note_alike
 from tpplan.compiler.ir.program import LeftTensor, Program
-from tpplan.compiler.ir.pytree import children, is_record, shows_its_state, tensors_in, with_items
+from tpplan.compiler.ir.pytree import children, has_own_state, tensors_in, with_items
 from tpplan.parity.tree import Path
 
 
@@ -82,6 +82,38 @@ class Parts(dict[Path, Layout]):
     key: tuple[str, ...] = ()
 
 
+class _Place:
+    """Where a call leaves a tensor, and what tells a rank's part of it from the whole.
+
+    Attributes:
+        number: of the place, among those of the model.
+        known: what the program says of it.
+        dim, count: the split dim and what a rank has of it; None of a tensor that is whole on each rank.
+        dims: how many dims it has.
+    """
+
+    __slots__ = ("count", "dim", "dims", "known", "number")
+
+    def __init__(self, number: int, known: LeftTensor, size: int, rank: int) -> None:
+        layout = known.layout
+        self.number, self.known = number, known
+        self.dim, self.dims = layout.dim, len(known.shape)
+        self.count = None if layout.dim is None else layout.local_size(known.shape[layout.dim], size, rank)
+
+    def has_part(self, tensor: Tensor) -> bool:
+        """Whether a tensor that stands there is this rank's part."""
+        if self.dim is None:  # whole on each rank; only its gradient isn't
+            return tensor.dim() == self.dims and tensor.requires_grad and not tensor.is_leaf
+        shape = tensor.shape
+        return len(shape) == self.dims and shape[self.dim] == self.count
+
+    def has_whole(self, tensor: Tensor) -> bool:
+        """Whether a tensor is whole where calls leave parts; one that wants a gradient stays whole."""
+        if self.dim is None or self.known.layout.within or tensor.requires_grad or tensor.dim() != self.dims:
+            return False
+        return tensor.shape[self.dim] == self.known.shape[self.dim] and not self.has_part(tensor)
+
+
 class Left:
     """What the calls of a model have left with their callers."""
 
@@ -90,8 +122,9 @@ class Left:
         self._size = program.size
         self._rank = rank
         self._known: dict[Path, LeftTensor] = {}
-        self._tree: dict[str | int, Any] = {}  # the same, by the steps of its paths
-        self._seen: dict[tuple[Path, ...], Parts] = {}
+        self._places: list[_Place] = []
+        self._tree: dict[str | int, Any] = {}  # the places, by the steps of their paths
+        self._seen: dict[tuple[int, ...], Parts] = {}
         self.note(program, told=True)
 
     @property
@@ -105,56 +138,44 @@ class Left:
         A whole tensor in an object, where calls leave parts, becomes this rank's part: a cache that the caller has made
         or filled elsewhere. This is done at each call, so only the paths that are known are followed.
         """
-        found: list[Path] = []
+        found: list[int] = []
         for name, below in self._tree.items():
             held = _argument(name, arguments, keywords, names)
             if held is not None:
                 self._follow(held, below, found)
-        paths = tuple(found)
-        made = self._seen.get(paths)
+        numbers = tuple(found)
+        made = self._seen.get(numbers)
         if made is None:
-            made = self._seen[paths] = Parts((path, self._known[path].layout) for path in paths)
+            known = [self._places[number].known for number in numbers]
+            made = self._seen[numbers] = Parts((left.path, left.layout) for left in known)
             made.key = tuple(f"{path} {layout!r}" for path, layout in made.items())
         return made
 
-    def _follow(self, held: Any, below: Any, found: list[Path]) -> None:
+    def _follow(self, held: Any, below: Any, found: list[int]) -> None:
         """Collect what of `held` is a part; `below` is what is known of it: more steps, or the end of a path."""
-        if isinstance(below, LeftTensor):
-            if isinstance(held, Tensor) and held.dim() == len(below.shape) and self._is_part(below, held):
-                found.append(below.path)
+        if type(below) is _Place:
+            if isinstance(held, Tensor) and below.has_part(held):
+                found.append(below.number)
             return
-        if type(held) is list or type(held) is tuple:
-            count: int = len(held)  # pyright: ignore[reportUnknownArgumentType]
+        kind = cast("type[Any]", type(held))
+        if kind is list or kind is tuple:
             for step, further in below.items():
-                if type(step) is int and step < count:
+                if type(step) is int and step < len(held):
                     self._follow(held[step], further, found)
             return
-        own = shows_its_state(cast("type[Any]", type(held))) and not is_record(held)
-        if own:
-            state = cast("dict[Any, Any]", vars(held))
-        elif type(held) is dict:
-            state = cast("dict[Any, Any]", held)
-        else:
-            state = dict[Any, Any](children(held) or ())
+        own = has_own_state(kind)
+        state: dict[Any, Any] = held.__dict__ if own else held if kind is dict else dict(children(held) or ())
         for step, further in below.items():
             item = state.get(step)
-            if own and type(further) is LeftTensor and isinstance(item, Tensor) and self._is_whole(further, item):
-                item = state[step] = self._cut(further, item)
-            if item is not None:
-                self._follow(item, further, found)
-
-    def _is_whole(self, known: LeftTensor, tensor: Tensor) -> bool:
-        """Whether a tensor is whole where calls leave parts; one that wants a gradient stays whole."""
-        dim = known.layout.dim
-        if (
-            dim is None
-            or known.layout.within
-            or tensor.requires_grad
-            or tensor.dim() != len(known.shape)
-            or tensor.shape[dim] != known.shape[dim]
-        ):
-            return False
-        return not self._is_part(known, tensor)
+            if type(further) is not _Place:
+                if item is not None:
+                    self._follow(item, further, found)
+            elif isinstance(item, Tensor):
+                if further.has_part(item):
+                    found.append(further.number)
+                elif own and further.has_whole(item):
+                    item = state[step] = self._cut(further.known, item)
+                    self._follow(item, further, found)
 
     def _cut(self, known: LeftTensor, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
@@ -197,23 +218,23 @@ class Left:
         new = [held for held in program.left if held.path not in self._known]
         told = told or any(held.layout.is_sharded for held in self._known.values())
         self._known |= {held.path: held for held in program.left}
-        self._seen.clear()
-        for held in program.left:
-            below = self._tree
-            for step in held.path[:-1]:
-                if not isinstance(below.get(step), dict):
-                    below[step] = {}
-                below = below[step]
-            below[held.path[-1]] = held
+        self._lay_out()
         finding = next((d for d in program.diagnostics if d.code == "TP125"), None)
         if new and not told and finding is not None:
             warnings.warn(finding.text, stacklevel=2)
 
-    def _is_part(self, known: LeftTensor, tensor: Tensor) -> bool:
-        layout = known.layout
-        if layout.dim is None:  # whole on each rank; only its gradient isn't
-            return tensor.requires_grad and not tensor.is_leaf
-        return tensor.shape[layout.dim] == layout.local_size(known.shape[layout.dim], self._size, self._rank)
+    def _lay_out(self) -> None:
+        """Lay the places out by the steps of their paths."""
+        self._seen.clear()
+        self._tree.clear()
+        self._places = [_Place(i, held, self._size, self._rank) for i, held in enumerate(self._known.values())]
+        for place in self._places:
+            below, path = self._tree, place.known.path
+            for step in path[:-1]:
+                if not isinstance(below.get(step), dict):
+                    below[step] = {}
+                below = below[step]
+            below[path[-1]] = place
 
 
 def _argument(name: str | int, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]) -> Any:

@@ -74,7 +74,8 @@ class Changes:
             UnprovedCallError: what no proof can follow.
         """
         writes = self._writes
-        changed = self._look_at_settings() | self._hooks.look(module for module, name in writes.noted if name == HOOKS)
+        noted = [module for module, name in writes.noted if name == HOOKS] if writes.noted else ()
+        changed = self._look_at_settings() | self._hooks.look(noted)
         if writes.modes:
             writes.modes = False
             self._find_modes()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, cast
 
 from torch import nn
@@ -115,11 +116,15 @@ class Settings:
         self._held = [table.held for table in self._tables]
         self._before = [table.before for table in self._tables]
         # `True == 1`: of tables with numbers the types are compared as well.
-        self._numbered = [(t.held, t.kinds) for t in self._tables if not _NUMBERS.isdisjoint(t.kinds)]
+        numbered = [table for table in self._tables if not _NUMBERS.isdisjoint(table.kinds)]
+        self._numbered = [(_typed(table.held), table.held) for table in numbered]
+        self._kinds = [[*map(type, get(held))] for get, held in self._numbered]
 
     def _is_unchanged(self) -> bool:
         try:
-            return self._held == self._before and all(_kinds(held) == kinds for held, kinds in self._numbered)
+            return self._held == self._before and self._kinds == [
+                [*map(type, get(held))] for get, held in self._numbered
+            ]
         except Exception:  # arrays compare entry by entry
             return False
 
@@ -153,8 +158,20 @@ class Settings:
         self._index()
 
 
+def _typed(held: Any) -> Callable[[Any], Iterable[Any]]:
+    """What takes the entries out of a container, with as many, whose types are compared."""
+    if not isinstance(held, dict):
+        return _entries
+    names = [name for name, item in cast("dict[str, Any]", held).items() if item is not None]
+    return itemgetter(*names) if len(names) > 1 else _entries
+
+
+def _entries(held: Any) -> Iterable[Any]:
+    return held.values() if hasattr(held, "values") else held
+
+
 def _kinds(held: Any) -> tuple[type, ...]:
-    return tuple(map(type, held.values() if hasattr(held, "values") else held))
+    return tuple(map(type, _entries(held)))
 
 
 def _roots(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from tpplan.compiler.ir.hidden import hidden_tensors
-from tpplan.compiler.ir.pytree import is_record, leaves, shows_its_state
+from tpplan.compiler.ir.pytree import is_record, is_record_class, leaves, shows_its_state
 
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range}
@@ -57,10 +57,16 @@ def _hides(held: object) -> bool:
 
 def is_object(held: object) -> bool:
     """Whether it is no container of Python's, but an object that may hold tensors, or is opaque."""
-    kind = type(held)
-    if kind in PLAIN or kind is Tensor or isinstance(held, (Tensor, tuple, list, dict, *SHARED)) or is_record(held):
+    known = _is_object_class(type(held))
+    return is_opaque(held) if known is None else known
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_object_class(kind: type[Any]) -> bool | None:
+    """Whether instances of a class are such objects; None where that is for each to say."""
+    if kind in PLAIN or issubclass(kind, (Tensor, tuple, list, dict, *SHARED)) or is_record_class(kind):
         return False
-    return shows_its_state(kind) or is_opaque(held)
+    return True if shows_its_state(kind) else None
 
 
 def fresh_object(held: Any) -> Any:

@@ -37,7 +37,12 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
 
 def is_record(held: object) -> bool:
     """Whether it is an instance of a dataclass, of an attrs class, or a namespace."""
-    return not isinstance(held, type) and _kind_of(type(held)) == "record"
+    return is_record_class(type(held))
+
+
+def is_record_class(kind: type[Any]) -> bool:
+    """Whether instances of a class are records."""
+    return not issubclass(kind, type) and _kind_of(kind) == "record"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -63,6 +68,12 @@ def shows_its_state(kind: type[Any]) -> bool:
         return False  # written in C, as `functools.partial` is
     own = kind.__mro__[:-1]
     return bool(kind.__dictoffset__) and all(b.__flags__ & _HEAP_TYPE and not b.__dict__.get("__slots__") for b in own)
+
+
+@functools.lru_cache(maxsize=4096)
+def has_own_state(kind: type[Any]) -> bool:
+    """Whether objects of this class are no containers, and all that they are stands in their `__dict__`."""
+    return shows_its_state(kind) and not is_record_class(kind)
 
 
 def children(held: Any, immutable: bool = False, objects: bool = False) -> list[tuple[str | int, Any]] | None:
@@ -288,7 +299,9 @@ def _name(names: Sequence[str], position: int) -> str:
 __all__ = [
     "Walk",
     "children",
+    "has_own_state",
     "is_record",
+    "is_record_class",
     "leaves",
     "rebuilt",
     "replaced_at",
