@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from typing import Any
@@ -105,11 +106,19 @@ def test_what_fails_on_the_way_leaves_the_classes_and_the_rest_of_the_parameters
         assert undone and len(same) == 6 and "3 of the model's 9 parameters are sharded already" in notes[0]
 
 
+def give_back_at_once() -> None:
+    """Let the C library give freed tensors back: it keeps those as large as any that this process has freed before."""
+    library, threshold = ctypes.CDLL(None), -3  # M_MMAP_THRESHOLD of glibc
+    if hasattr(library, "mallopt"):
+        library.mallopt(threshold, 1 << 17)
+        library.malloc_trim(0)
+
+
 def _takes(member: Member, broadcast: bool) -> tuple[int, int]:
     """The bytes of a tensor, and the most memory that sharding takes beside the model."""
+    give_back_at_once()
     model = Stack(1024, 16)
     largest = max(p.nbytes for p in model.parameters())
-    gc.collect()  # what earlier tests left in this process
     with peak(0.005) as seen:
         _sharded(member, model, 1024, broadcast=broadcast)
     assert sum(local_of(p).nbytes for p in model.parameters()) > 200 * MIB
