@@ -464,11 +464,12 @@ class _MetaPropagator(ShardingPropagator):
         arguments = (op_schema.args_schema, op_schema.kwargs_schema)
         tensors: list[Tensor] = []
         try:
-            on_meta: Any = _on_meta(arguments, tensors)
-            if not tensors:
-                raise _NotOnMetaError
-            made: Any = op_schema.op(*on_meta[0], **on_meta[1])
-            return _geometry(made)
+            with without_dispatch_modes(), without_function_modes():  # which would take it for the model's
+                on_meta: Any = _on_meta(arguments, tensors)
+                if not tensors:
+                    raise _NotOnMetaError
+                made: Any = op_schema.op(*on_meta[0], **on_meta[1])
+                return _geometry(made)
         except Exception:  # whatever an operator can't do there
             return super()._propagate_tensor_meta_non_cached(op_schema)
 
