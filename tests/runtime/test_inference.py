@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.marking import in_thirds
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
 from tpplan.calls.inference import inference
@@ -170,8 +171,7 @@ def test_a_rank_caches_and_sends_what_is_said(case: str) -> None:
     check(case, guarded=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_thirds([], ["fewer heads than ranks", "states", "encoder", "windows"], CASES))
 def test_so_it_is_with_the_programs_that_calls_run_by(case: str) -> None:
     check(case, guarded=True)
 
