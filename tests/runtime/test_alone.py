@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,16 +105,23 @@ def encoded(model: Any) -> list[Tensor]:
     return [whole.last_hidden_state, *whole.hidden_states, *block, made.logits]
 
 
-@pytest.mark.slow
-def test_an_encoder_is_called_by_itself_where_only_a_split_sequence_makes_something_of_its_blocks() -> None:
-    model, inputs = build("t5")
+def compared(kind: str, plan: str, work: Callable[[Any], list[Tensor]]) -> int:
+    """Hold what `work` makes of a sharded model against what it makes of the stock one; returns how much that is."""
+    model, inputs = build(kind)
     torch.manual_seed(0)
     stock: Any = type(model)(model.config).eval()  # pyright: ignore
     example = (), {name: torch.ones(held.shape, dtype=held.dtype) for name, held in inputs.items()}
-    expected = encoded(stock)
-    for ours in on_ranks(stock, str(PLANS / "t5-sequence.yaml"), 2, example, lambda m, _: encoded(m.eval())):
+    ranks = on_ranks(stock, str(PLANS / f"{plan}.yaml"), 2, example, lambda m, _: work(m.eval()))
+    expected = work(stock)
+    for ours in ranks:
         for one, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(one, other)
+    return len(expected)
+
+
+@pytest.mark.slow
+def test_an_encoder_is_called_by_itself_where_only_a_split_sequence_makes_something_of_its_blocks() -> None:
+    assert compared("t5", "t5-sequence", encoded)
 
 
 def wanting(member: Member) -> str:
@@ -151,12 +159,4 @@ def shown(model: Any) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_modules_show_all_that_a_setting_of_later_lets_them_show() -> None:
-    model, inputs = build("whisper")
-    torch.manual_seed(0)
-    stock: Any = type(model)(model.config).eval()  # pyright: ignore
-    example = (), {name: torch.ones(held.shape, dtype=held.dtype) for name, held in inputs.items()}
-    ours = on_ranks(stock, str(PLANS / "whisper.yaml"), 2, example, lambda m, _: shown(m.eval()))
-    expected = shown(stock)
-    assert len(expected) == 12
-    for one, other in zip(ours[0], expected, strict=True):
-        torch.testing.assert_close(one, other)
+    assert compared("whisper", "whisper", shown) == 12

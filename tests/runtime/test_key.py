@@ -91,10 +91,29 @@ def test_an_argument_may_be_spelled_in_any_way() -> None:
     assert kind(X, flag=None) != kind(X) and kind(X, more=None) != kind(X)
 
 
+class Layers:
+    """A cache of several layers, each with a tensor and its length."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.layers = [Layer(length) for length in lengths]
+
+
+class Layer:
+    """One of them."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.keys = length, torch.zeros(1)
+
+
+def test_each_length_that_a_cache_notes_is_one_of_its_sizes() -> None:
+    one, other, third = (READ(True, (X, Layers(*lengths)), {}) for lengths in ((5, 5, 7), (5, 7, 7), (5, 5, 7)))
+    assert one.kind == other.kind and one.sizes != other.sizes and one == third
+
+
 def test_sizes_are_apart() -> None:
     one, other = READ(True, (X,), {}), READ(True, (torch.zeros(4, 3),), {})
     assert one.kind == other.kind and one.sizes != other.sizes
-    assert READ(True, (X, [torch.zeros(5)]), {}).sizes == ((2, 3), (5,))
+    assert READ(True, (X, [torch.zeros(5)]), {}).sizes == (((2, 3), 1), ((5,), 1))
 
 
 def test_one_tensor_in_two_places_is_not_two() -> None:

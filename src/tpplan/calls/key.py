@@ -32,7 +32,6 @@ from tpplan.compiler.trace.capture import argument_names
 
 Part = tuple[object, ...]
 _DEPTH = 7
-_MANY = 16
 _READ_OTHERWISE = frozenset((float, complex, slice))
 
 
@@ -53,8 +52,8 @@ class CallKey(NamedTuple):
 
     Attributes:
         kind: all but the sizes.
-        sizes: of all tensors, in the order of the call. Of objects, such as caches: the lengths that they note as well;
-            what is the same one after the other counts once.
+        sizes: of all tensors, in the order of the call, then the lengths that objects note, such as caches; each with
+            how often it comes in a row.
     """
 
     kind: Kind
@@ -136,12 +135,8 @@ class _Seen:
         self._lengths: list[int] = []
 
     def all_sizes(self) -> tuple[object, ...]:
-        """The sizes of all tensors, and the lengths that objects note."""
-        if not self._lengths and len(self.sizes) < _MANY:
-            return tuple(self.sizes)
-        return tuple((size, len([*alike])) for size, alike in groupby(self.sizes)), tuple(
-            k for k, _ in groupby(self._lengths)
-        )
+        """The sizes of all tensors, then the lengths that objects note, each with how often it comes in a row."""
+        return tuple((size, len([*alike])) for size, alike in groupby((*self.sizes, *self._lengths)))
 
     def aliases(self) -> Part:
         """Which tensors are one, if any sits in several places."""

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tpplan.compat import is_registered_container
 from tpplan.compiler.ir.objects import PLAIN, SHARED
 from tpplan.compiler.ir.pytree import children, shows_its_state
 
@@ -77,7 +78,7 @@ def _writer(held: Any) -> Callable[[Any, Items], None] | None:
         return _write_list
     if kind in (dict, OrderedDict, defaultdict):
         return _write_mapping
-    return _write_state if shows_its_state(kind) else None
+    return _write_state if shows_its_state(kind) and not is_registered_container(held) else None
 
 
 def _write_list(held: list[Any], items: Items) -> None:

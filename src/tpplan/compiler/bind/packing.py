@@ -25,7 +25,7 @@ from tpplan.compiler.bind.linear import Addend, LinearForm, Product
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.layout import Features, Pack
 from tpplan.compiler.ir.trace import Frame
 from tpplan.plan import Diagnostic, Style
 
@@ -45,7 +45,7 @@ class Packed:
     binding: Binding
     findings: list[Diagnostic]
     heads: frozenset[int]
-    features: frozenset[tuple[Pack, ...]]
+    features: Features
     notes: list[Diagnostic]
 
 

@@ -219,11 +219,13 @@ class Propagator:
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
     ) -> list[Outcome]:
         """The ways in which each rank makes what belongs to its heads or features, from replicated values or none."""
-        fills = node.name in FILLS
-        if not (self.heads or (fills and self.features)) or not (fills or node.name == packed.EXPAND):
+        if node.name not in FILLS and node.name != packed.EXPAND:
             return []
-        heads: Features = frozenset((Pack(n),) for n in self.heads)
-        ways = heads | self.features if fills else heads
+        ways: Features = frozenset((Pack(n),) for n in self.heads)
+        if node.name in FILLS:
+            ways |= self.features
+        if not ways:
+            return []
         (output,) = (o for o in node.outputs if o is not None)
         after = values[output]
         before = values[operands[0][0]].shape if operands else ()
