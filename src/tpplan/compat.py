@@ -360,7 +360,8 @@ def fake_mesh(size: int, rank: int = 0, axis: str = "tp") -> DeviceMesh:
 
     DTensor remembers what it works out for a mesh by the mesh's content, to which the axis's name belongs.
     """
-    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=rank)
+    with without_dispatch_modes(), without_function_modes():  # such as a caller's default device
+        return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=rank)
 
 
 def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:
@@ -787,7 +788,7 @@ def copy_without_gradients() -> None:
 
 def inside_transform() -> bool:
     """Whether a transform of torch.func is under way, such as `vmap`."""
-    return cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None
+    return cast("Any", torch._C)._are_functorch_transforms_active()
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:

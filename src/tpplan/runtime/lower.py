@@ -25,6 +25,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.compiled_entry import become, carrying_class
+from tpplan.runtime.direct import Direct
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.modules import ShardedModule
@@ -355,6 +356,9 @@ class Variants:
         for held in prepared:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self
+                if held.runtime.direct is None:
+                    others = [(other.module, other.runtime) for other in prepared if other is not held]
+                    held.runtime.direct = Direct(others)
                 held.runtime.handed_out.alone = None if self._guard is None else self.alone
                 held.runtime.handed_out.again = self.again
                 held.runtime.handed_out.calls = self._calls

@@ -16,7 +16,7 @@ from torch import Tensor
 from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_keeping_modes
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
-from tpplan.runtime.communicator import Communicator, of_backward
+from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator, of_backward
 from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
@@ -357,6 +357,16 @@ def _identity(tensor: Tensor) -> Tensor:
 def moves_values(move: Move) -> bool:
     """Whether a reshard does anything where no gradient is recorded."""
     return not (isinstance(move, ReshardStep) and move.forward is _identity)
+
+
+def without_gradient(move: Move) -> Move:
+    """What is left of a reshard in a call that records no gradient, under no dispatch mode and no compiler."""
+    if isinstance(move, ReshardStep):
+        return move.forward
+    if not isinstance(move, SumInPlace):
+        return move
+    axis = move.axis
+    return axis.own_all_reduce() if isinstance(axis, ProcessGroupCommunicator) else axis.all_reduce
 
 
 def _pad(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.compat import (
+    COMPILED_CALL,
     fsdp_unit,
     is_localized,
     is_localizer,
@@ -69,6 +70,7 @@ class Writes:
         local: the attributes that hold what this rank counts, with that.
         cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
         dropped: the parameter that was deleted last, with its module and name.
+        compiled: whether a compiler was given one of the modules.
     """
 
     def __init__(self) -> None:
@@ -80,6 +82,7 @@ class Writes:
         self.cut: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
         self.forwards = 0
+        self.compiled = False
         self.outside: Callable[[nn.Module], Outside] | None = None
         self._units: WeakKeyDictionary[Any, list[tuple[nn.Module, str]]] = WeakKeyDictionary()
         self._paused = False
@@ -96,6 +99,7 @@ class Writes:
         """Remember that `name` was set in, added to or deleted from `module`."""
         if self._paused:
             return
+        self.compiled |= name == COMPILED_CALL
         if self.forwards:
             self.inside.add((module, name))
         elif name == "training":
