@@ -194,6 +194,32 @@ def test_a_replaced_forward_is_called(uses: list[Direct]) -> None:
     assert on_ranks(model, PLAIN, 2, ((IDS,), {}), work) == [2, 2] and uses
 
 
+class Two(Model):
+    """A model with a table and a layer that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_table, self.other_head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor, other: bool = False) -> Tensor:
+        return self.other_head(self.other_table(ids)) if other else super().forward(ids)
+
+
+def test_layers_that_a_program_does_not_call_are_left_alone() -> None:
+    model = stock(Two)
+    rules = PLAIN | {"other_table": "vocab"}
+    with torch.no_grad():
+        expected = [model(IDS, other) for other in (False, True)]
+
+    def work(own: nn.Module, _: object) -> list[Tensor]:
+        with torch.no_grad():
+            return [own(IDS, other) for other in (False, True) * 3]
+
+    for found in on_ranks(model, rules, 2, ((IDS,), {}), work):
+        for one, other in zip(found, expected * 3, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_rules_are_asked_under_a_default_device() -> None:
     fake_mesh.cache_clear()
     with torch.device("meta"):

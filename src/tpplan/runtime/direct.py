@@ -134,6 +134,9 @@ def _can_serve(module: nn.Module, runtime: ModuleRuntime) -> bool:
     """Whether nothing but the questions would be left out."""
     if not isinstance(module, ShardedModule) or _FORWARD in module.__dict__:
         return False
+    written_out = isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding)) and not runtime.walked
+    if written_out and runtime.weight is None:  # the program doesn't call it
+        return False
     return runtime.classes is None and not runtime.parts
 
 
