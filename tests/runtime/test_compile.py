@@ -157,9 +157,10 @@ def run_forward(model: nn.Module, keywords: dict[str, Any]) -> torch.Tensor:
 
 
 QUICK = [
-    ("torch_transformer", "torch_transformer-sequence", "compile_layers", "aot_eager"),
+    ("torch_transformer", "torch_transformer-sequence", "compile_in_place", "eager"),
 ]
 OTHERS = [
+    ("torch_transformer", "torch_transformer-sequence", "compile_layers", "aot_eager"),
     ("torch_transformer", "torch_transformer", "compile_whole", "aot_eager"),
     ("llama", "llama-sequence", "compile_whole", "aot_eager"),
     ("gpt2", "gpt2", "wrap_layers", "inductor"),

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tpplan
 from tests.plans.parity import PLANS, tolerance
+from tests.runtime.torchrun import torchrun
 from tests.runtime.world import Member, world
 from tests.training.runs import Outcome, Run, launched, made, outcome, sharded, sharded_outcomes, trainer
 from tpplan.training.sharding import Sharding, check
@@ -231,15 +228,10 @@ if not sharded or torch.distributed.get_rank() == 0:
 
 @pytest.mark.slow
 def test_under_torchrun_with_workers_that_draw_masks(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(Path(tpplan.__file__).parents[1])])
-    start = functools.partial(
-        subprocess.run, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=True, timeout=240
-    )
-    start([sys.executable, str(tmp_path / "script.py"), str(tmp_path / "stock")])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    start([*torchrun, str(tmp_path / "script.py"), str(tmp_path / "ours"), "sharded"])
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun(script, 1, str(tmp_path / "stock"), folder=tmp_path)
+    torchrun(script, 2, str(tmp_path / "ours"), "sharded", folder=tmp_path)
     stock, ours = (torch.load(tmp_path / of / "found.pt") for of in ("stock", "ours"))
     assert ours[0] == pytest.approx(stock[0], rel=EXACT) and ours[1] == pytest.approx(stock[1], rel=EXACT)
     for name, held in stock[2].items():
