@@ -15,6 +15,7 @@ from torch import nn
 import tpplan
 from tests.adapters import models
 from tests.adapters.models import IDS, adapted, assert_same_step, gpt2, llama, lora
+from tests.marking import sweep_but
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member, world
 
@@ -36,7 +37,7 @@ def _pair(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
+@pytest.mark.parametrize("plan", sweep_but(["llama-sequence"], ["llama", "llama-sequence"]))
 def test_life_with_one_adapter_is_that_of_the_unsharded_model(plan: str) -> None:
     world(2).run(_life, plan)
 
