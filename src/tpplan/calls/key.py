@@ -32,6 +32,7 @@ from tpplan.compiler.trace.capture import argument_names
 
 Part = tuple[object, ...]
 _DEPTH = 7
+_DIMS = 6  # as many as a tensor of a model may have: a smaller number may name a dim, which decides on a layout
 _READ_OTHERWISE = frozenset((float, complex, slice))
 
 
@@ -179,13 +180,13 @@ class _Seen:
         return self._read_object(kind, held, depth)
 
     def _read_state(self, state: dict[str, Any], depth: int) -> object:
-        """What counts of an object; the whole numbers beside tensors are lengths, which count as sizes do."""
+        """What counts of an object; whole numbers beside tensors, if not small, are lengths: they count as sizes."""
         found: list[object] = []
         lengths: list[tuple[str, int]] = []
         tensors = len(self.tensors)
         for name, item in state.items():
             kind = cast("type[Any]", type(item))
-            if kind is int:
+            if kind is int and item >= _DIMS:
                 lengths.append((name, item))
             elif kind in PLAIN and kind not in _READ_OTHERWISE:
                 found.append((name, kind, item))
