@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tpplan.compat import local_of, own_parameters
+from tpplan.runtime.compiled import ENTRY
 from tpplan.runtime.kernels import Body
 from tpplan.runtime.layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
 from tpplan.runtime.module_runtime import ModuleRuntime, Reader
@@ -37,11 +38,11 @@ class Direct:
         in_place: whether they are.
     """
 
-    def __init__(self, modules: Iterable[tuple[nn.Module, ModuleRuntime]]) -> None:
-        """Serve these modules, the root apart."""
+    def __init__(self, modules: Iterable[tuple[nn.Module, ModuleRuntime | None]]) -> None:
+        """Serve these modules, the root apart; with None those that only contain sharded ones."""
         self._modules = tuple(modules)
         self._made = False
-        self._forwards: list[tuple[dict[str, Any], Forward]] = []
+        self._forwards: list[tuple[dict[str, Any], Forward, object]] = []
         self._tensors: list[tuple[dict[str, Any], str, dict[str, Any], Reader]] = []
         self.in_place = False
 
@@ -57,17 +58,21 @@ class Direct:
         if not self._made:
             self._make()
         self.in_place = True
-        for own, forward in self._forwards:
-            if _FORWARD not in own:
+        for own, forward, entry in self._forwards:
+            if own.get(_FORWARD) is entry:
                 own[_FORWARD] = forward
         self._put_tensors()
 
     def take(self) -> None:
         """Leave the modules as they were."""
         self.in_place = False
-        for own, forward in self._forwards:
-            if own.get(_FORWARD) is forward:
+        for own, forward, entry in self._forwards:
+            if own.get(_FORWARD) is not forward:
+                continue
+            if entry is None:
                 del own[_FORWARD]
+            else:
+                own[_FORWARD] = entry
         for own, name, _, _ in self._tensors:
             own.pop(name, None)
 
@@ -77,8 +82,11 @@ class Direct:
 
     def _make(self) -> None:
         self._made = True
-        served = _without_conflicts([(m, r) for m, r in self._modules if _can_serve(m, r)], self._modules)
-        for module, runtime in served:
+        sharded = [(module, runtime) for module, runtime in self._modules if runtime is not None]
+        for module, runtime in self._modules:
+            if runtime is None and _only_carries(module):
+                self._forwards.append((module.__dict__, _stock(module), module.__dict__.get(_FORWARD)))
+        for module, runtime in _without_conflicts([held for held in sharded if _can_serve(*held)], sharded):
             kind = type(module)
             if not runtime.walked and issubclass(kind, ShardedLinear):
                 forward = self._or_slow(module, runtime, _column(module, runtime))
@@ -88,12 +96,11 @@ class Direct:
                 forward = self._or_slow(module, runtime, _table(module, runtime))
             else:
                 forward = self._general(module, runtime)
-            self._forwards.append((module.__dict__, forward))
+            self._forwards.append((module.__dict__, forward, module.__dict__.get(_FORWARD)))
 
     def _general(self, module: nn.Module, runtime: ModuleRuntime) -> Forward:
         """What runs the stock forward, on the local tensors that are put in place for it."""
-        assert isinstance(module, ShardedModule)
-        stock: Forward = cast("Any", super(ShardedModule, module)).forward
+        stock = _stock(module)
         for owner, name, read in runtime.reads:
             self._tensors.append((owner.__dict__, name, own_parameters(owner), _reader(read)))
         body, moves, exits = runtime.body, bool(runtime.moving), bool(runtime.exits)
@@ -130,9 +137,26 @@ def _replaced(body: Body, stock: Forward) -> Forward:
     return lambda *args, **kwargs: body(stock, args, kwargs)
 
 
+def _stock(module: nn.Module) -> Forward:
+    """The stock forward of a module, with what other classes have wrapped around it."""
+    return cast("Any", stock_class(module)).forward.__get__(module)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether nobody has put another forward in the place of its class's."""
+    own = module.__dict__.get(_FORWARD)
+    return own is None or getattr(own, "__func__", None) is getattr(type(module), ENTRY, own)
+
+
+def _only_carries(module: nn.Module) -> bool:
+    """Whether its class has a forward of ours only since sharded modules are inside."""
+    ours = type(module).forward is not stock_class(module).forward
+    return ours and not isinstance(module, ShardedModule) and _has_own_forward(module)
+
+
 def _can_serve(module: nn.Module, runtime: ModuleRuntime) -> bool:
     """Whether nothing but the questions would be left out."""
-    if not isinstance(module, ShardedModule) or _FORWARD in module.__dict__:
+    if not isinstance(module, ShardedModule) or not _has_own_forward(module):
         return False
     written_out = isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding)) and not runtime.walked
     if written_out and runtime.weight is None:  # the program doesn't call it

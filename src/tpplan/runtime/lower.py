@@ -357,8 +357,9 @@ class Variants:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self
                 if held.runtime.direct is None:
-                    others = [(other.module, other.runtime) for other in prepared if other is not held]
-                    held.runtime.direct = Direct(others)
+                    known = {other.module: other.runtime for other in prepared}
+                    others = [module for module in self._modules.values() if module is not held.module]
+                    held.runtime.direct = Direct((module, known.get(module)) for module in others)
                 held.runtime.handed_out.alone = None if self._guard is None else self.alone
                 held.runtime.handed_out.again = self.again
                 held.runtime.handed_out.calls = self._calls
