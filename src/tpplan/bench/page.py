@@ -32,8 +32,10 @@ A toy Llama (hidden size 64, intermediate size 128, 4 layers, 4 heads, vocabular
 float32) at tp=2, seen from one rank, so small that nearly all time is Python's and torch's cost of an operator.
 Milliseconds are processor time of one thread; ratios to the unsharded model are medians over interleaved rounds. A rank
 has half of the arithmetic, which at these sizes is little. `parallelize_module` has the equivalent plan: colwise and
-rowwise linears, the embedding split by rows, the head's result replicated, local outputs. A prompt and the tokens after
-it are called as `generate` calls them, with a cache and a mask that grow.
+rowwise linears, the embedding split by rows, the head's result replicated, local outputs. transformers' own is
+`from_pretrained(…, tp_plan="auto")`. A prompt and the tokens after it are called as `generate` calls them, with a cache
+and a mask that grow. As no numbers are exchanged, results mean nothing here; the benchmarks below on real processes
+compare them.
 """,
     "loop": """\
 ## The loop around the model

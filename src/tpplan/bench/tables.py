@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
-from tpplan.bench.decode import TOKEN
+from tpplan.bench.decode import PROMPT, TOKEN
+from tpplan.bench.forms import HUB, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED
 from tpplan.bench.loop import ADDED, FRESH, OWN
-from tpplan.bench.overhead import BACKWARD, FORWARD, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED, WATCHED
+from tpplan.bench.overhead import BACKWARD, FORWARD, WATCHED
 
 FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
 TOKEN_TARGET = 1.1
@@ -120,6 +121,12 @@ def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{model}, {form}, {TOKEN}: {ours:.2f} × the unsharded model (at most {TOKEN_TARGET}: "
             f"{_met(ours <= TOKEN_TARGET)})"
+        )
+    for way in (PROMPT, TOKEN) if (TOKEN, HUB) in ratio else ():
+        ours, torch, hub = (ratio[way, form] for form in (TPPLAN, TORCH, HUB))
+        lines.append(
+            f"{model}, {way}: {torch / ours:.1f} × less than parallelize_module, {hub / ours:.1f} × less than "
+            "transformers' own"
         )
     return lines
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
-import os
-import shutil
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -20,16 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
-from tpplan.api import parallelize
+from tpplan.bench.forms import UNSHARDED, forms_of
 from tpplan.bench.megatron import split_by_hand
-from tpplan.bench.subjects import ToySizes, first_tensor, torch_plan, toy_llama
+from tpplan.bench.subjects import ToySizes, first_tensor, toy_llama
 from tpplan.compat import TorchDispatchMode
 
-UNSHARDED, TPPLAN, SEQUENCE = "unsharded", "tpplan", "tpplan, TP+SP"
-TORCH, HUB, FLOOR = "parallelize_module", "transformers' own", "by hand"
+FLOOR = "by hand"
 FORWARD, BACKWARD, STEP = "forward without grad", "forward and backward", "with AdamW"
 _WARM = 3
 
@@ -39,7 +33,6 @@ Way = Callable[[], object]
 def rank_main(rank: int, size: int, folder: str, kind: str, sizes: dict[str, int], rounds: int) -> None:
     """Measure, and write what was measured."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
@@ -68,15 +61,8 @@ def _measured(kind: str, sizes: ToySizes, mesh: DeviceMesh, rounds: int) -> dict
 
 def _forms(kind: str, sizes: ToySizes, mesh: DeviceMesh) -> dict[str, nn.Module]:
     call = {"input_ids": _ids(sizes)}
-    forms: dict[str, nn.Module] = {
-        UNSHARDED: toy_llama(kind, sizes),
-        FLOOR: split_by_hand(toy_llama(kind, sizes)),
-        TPPLAN: parallelize(toy_llama(kind, sizes), "llama", mesh, call),
-        SEQUENCE: parallelize(toy_llama(kind, sizes), "llama-sequence", mesh, call),
-        TORCH: parallelize_module(toy_llama(kind, sizes), mesh, torch_plan(sizes.layers)),
-    }
-    if kind == "transformers" and importlib.util.find_spec("accelerate") is not None:  # it refuses without
-        forms[HUB] = _of_transformers(toy_llama(kind, sizes))
+    forms = forms_of(kind, sizes, mesh, call)
+    forms = {UNSHARDED: forms[UNSHARDED], FLOOR: split_by_hand(toy_llama(kind, sizes)), **forms}
     expected = _results(forms[UNSHARDED], call)
     for name, model in forms.items():
         torch.testing.assert_close(_results(model, call), expected, msg=lambda text, name=name: f"{name}: {text}")
@@ -91,19 +77,6 @@ def _results(model: Any, call: dict[str, Tensor]) -> list[Tensor]:
     gradient = _whole(norm.grad)
     model.zero_grad()
     return [logits.detach(), gradient]
-
-
-def _of_transformers(model: Any) -> nn.Module:
-    """The same model, loaded by transformers with its own plan."""
-    names = [tempfile.mkdtemp(prefix="tpplan-bench-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(names)
-    model.save_pretrained(names[0])
-    dist.barrier()
-    load: Any = model.from_pretrained  # a class method
-    loaded: nn.Module = load(names[0], tp_plan="auto", dtype=torch.float32).eval()
-    dist.barrier()
-    shutil.rmtree(names[0], ignore_errors=True)
-    return loaded
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -178,4 +151,4 @@ def _sent(run: Way) -> dict[str, float]:
     return {"collectives": traffic.counted.total(), "mib": round(traffic.bytes / 2**20, 3)}
 
 
-__all__ = ["BACKWARD", "FLOOR", "FORWARD", "HUB", "SEQUENCE", "STEP", "TORCH", "TPPLAN", "UNSHARDED", "rank_main"]
+__all__ = ["BACKWARD", "FLOOR", "FORWARD", "STEP", "rank_main"]
