@@ -155,5 +155,17 @@ def test_training_steps_are_held_against_a_floor_written_by_hand() -> None:
 
 
 @pytest.mark.slow
+def test_serving_is_measured_for_every_form() -> None:
+    result = run("serving", quick=True)
+    speed = {(row["way"], row["form"]): row for row in result["rows"]}
+    for way in (decode.PROMPT, decode.TOKEN):
+        whole, ours, theirs = (speed[way, form] for form in (forms.UNSHARDED, forms.TPPLAN, forms.TORCH))
+        assert whole["ratio"] == 1 and not whole["collectives"]
+        assert ours["collectives"] == 2 * 4 + 2 < theirs["collectives"]
+        assert ours["tokens_per_second"] > 0 and (way, forms.SEQUENCE) in speed
+    assert len(verdicts(result)) == 2 and all(tables_of(result))
+
+
+@pytest.mark.slow
 def test_a_measurement_can_be_asked_for_by_name() -> None:
     assert measure("collectives", {"plans": ["opt"]})["rows"][0]["plan"] == "opt"
