@@ -92,11 +92,12 @@ unsharded model.
 A prompt, for its last token's logits, and the eight tokens after it, called as `generate` calls a model, on two gloo
 processes, each with one thread: a toy Llama (hidden size 64, intermediate size 128, 4 layers, 4 heads, vocabulary 256,
 prompts of 16 tokens), whose time is that of Python and of exchanging messages, and a wide one (hidden size 1024,
-intermediate size 2816, 4 layers, 16 heads, vocabulary 8192, prompts of 128 tokens; float32), with batches of 1 and 8.
+intermediate size 2816, 4 layers, 16 heads, vocabulary 8192, prompts of 128 tokens; float32).
 The baseline is the unsharded model on one process alone, with one thread. The clock is that of the slower rank;
 milliseconds, collectives and MiB (what a rank hands to them) are of a prompt, or of one token of each sequence; tokens
 a second count those of a batch. Figures are medians over interleaved rounds, and ratios are taken within a round:
-higher is better. First all forms are held against the unsharded model, by their logits of the prompt and of each token.
+higher is better. A machine that does other work meanwhile slows the toy's processes most, as each waits for the other
+at every collective; processor time suffers least. First all forms are held against the unsharded model, by their logits of the prompt and of each token.
 """,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training")
+BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving")
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 

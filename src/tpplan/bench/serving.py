@@ -54,6 +54,7 @@ def measure(
                 {
                     "model": model,
                     "batch": batch,
+                    "rounds": rounds,
                     "way": way,
                     "form": form,
                     **_speed(taken, clock[UNSHARDED], calls, tokens),

@@ -13,7 +13,7 @@ def serving_tables(result: dict[str, Any]) -> list[Table]:
     """A table for each model and batch."""
     columns = ("", "tokens a second", "× unsharded", "quartiles", "ms", "processor ms", "collectives", "MiB")
     tables: list[Table] = []
-    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in result["rows"]):
+    for model, batch, rounds in dict.fromkeys((row["model"], row["batch"], row["rounds"]) for row in result["rows"]):
         rows = tuple(
             (
                 f"{row['form']}, {row['way']}",
@@ -28,7 +28,7 @@ def serving_tables(result: dict[str, Any]) -> list[Table]:
             for row in result["rows"]
             if (row["model"], row["batch"]) == (model, batch)
         )
-        tables.append(Table(f"{model}, batch {batch}, {result['ranks']} processes", columns, rows))
+        tables.append(Table(f"{model}, batch {batch}, {result['ranks']} processes, {rounds} rounds", columns, rows))
     return tables
 
 
