@@ -97,7 +97,8 @@ The baseline is the unsharded model on one process alone, with one thread. The c
 milliseconds, collectives and MiB (what a rank hands to them) are of a prompt, or of one token of each sequence; tokens
 a second count those of a batch. Figures are medians over interleaved rounds, and ratios are taken within a round:
 higher is better. A machine that does other work meanwhile slows the toy's processes most, as each waits for the other
-at every collective; processor time suffers least. First all forms are held against the unsharded model, by their logits of the prompt and of each token.
+at every collective; processor time suffers least. First all forms are held against the unsharded model, by their logits
+of the prompt and of each token.
 """,
 }
 
