@@ -290,6 +290,11 @@ class Variants:
             self._change_to(program)
         return None if watch is None else watch(self._replaced_bodies())
 
+    @property
+    def program(self) -> Program:
+        """The program in place, by which the last call ran."""
+        return self._current
+
     def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
         """See `CallGuard`."""
         if self._guard is not None:
