@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP
 from tests.runtime.simulated import on_ranks, worst
+from tests.runtime.test_caches import tiny, tokens
 from tpplan.calls.guard import CallGuard
 from tpplan.calls.proofs import Proofs
 
@@ -185,41 +186,23 @@ def test_torchs_own_hooks_and_the_roots_need_no_proof(monkeypatch: pytest.Monkey
     assert not changes
 
 
-class Hooking(Body):
-    """Registers a hook of its own at the first call that asks for what that sees, as transformers does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hooked, self.seen = False, None
-
-    def forward(self, x: Tensor, keep: bool = False, scale: float = 1.0) -> Any:
-        if keep and not self.hooked:
-            self.up.register_forward_hook(lambda *held: None if self.seen is None else self.seen.append(held[2]))
-            self.hooked = True
-        self.seen: Any = [] if keep else None
-        result = super().forward(x) * scale
-        seen, self.seen = self.seen, None
-        return (result, tuple(seen)) if keep else (result,)
-
-
+@pytest.mark.slow
 def test_a_hook_that_a_forward_registers_is_registered_once() -> None:
-    """The proof of the second kind of call begins without it, as that of the first."""
-    torch.manual_seed(0)
-    model = Hooking().double()
-    calls: list[dict[str, Any]] = [{}, {"keep": True}, {}, {"keep": True, "scale": 2.0}, {"keep": True, "scale": 3.0}]
-    expected = [copy.deepcopy(model)(x(), **call) for call in calls]
+    """transformers registers hooks at the first call that asks for attentions, and notes that in an attribute.
+
+    Both are the forward's doing, so that each proof begins without them.
+    """
+    pytest.importorskip("transformers")
+    stock, example = tiny("llama")
+    stock.config._attn_implementation = "eager"
+    ids = tokens(2, 8)
+    asked: list[dict[str, Any]] = [{}, {"use_cache": False}, {"attention_mask": torch.ones_like(ids)}]
+    calls: list[dict[str, Any]] = [{"input_ids": ids, "output_attentions": True, **more} for more in asked]
+    expected = [copy.deepcopy(stock)(**call).attentions for call in calls]
 
     def work(own: nn.Module, _: CallGuard) -> list[Any]:
-        found: list[Any] = []
-        for number, call in enumerate(calls):
-            found.append(own(x(), **call))
-            if number == 1:
-                own.get_submodule("up").register_forward_hook(doubled).remove()
-        return found
+        return [own.eval()(**call).attentions for call in calls]
 
-    for found in on_ranks(model, {"up": {"style": "colwise", "output": "replicate"}}, 2, CALL, work):
+    for found in on_ranks(stock, "plans/llama.yaml", 2, ((), example), work):
         for ours, theirs in zip(found, expected, strict=True):
-            assert len(ours) == len(theirs)
-            assert torch.allclose(ours[0], theirs[0])
-            if len(theirs) > 1:
-                assert len(ours[1]) == len(theirs[1]) == 1 and torch.allclose(ours[1][0], theirs[1][0])
+            assert len(ours) == len(theirs) and all(map(torch.allclose, ours, theirs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tpplan
-from tests.marking import slow_but
+from tests.plans.parity import PLANS
 from tests.runtime.test_caches import tiny
 from tests.runtime.world import Member, world
 
@@ -44,7 +44,7 @@ def told(found: Any) -> list[Tensor]:
     if isinstance(found, Tensor):
         return [found]
     if isinstance(found, dict):
-        return [tensor for name, held in found.items() if name not in ("result",) for tensor in told(held)]
+        return [tensor for name, held in found.items() if name != "result" for tensor in told(held)]
     return [tensor for held in found for tensor in told(held)] if isinstance(found, (list, tuple)) else []
 
 
@@ -87,38 +87,31 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def differing(member: Member, plan: str, ways: list[str], report: bool = False) -> dict[str, str]:
+def differing(member: Member, plan: str, ways: Sequence[str]) -> list[str]:
     """The ways that don't give what the stock model gives."""
-    import time, traceback
-
     stock, example = tiny("whisper")
     prepared(stock)
     example = {name: held.double() if held.is_floating_point() else held for name, held in example.items()}
-    sharded = tpplan.parallelize(copy.deepcopy(stock), f"plans/{plan}.yaml", member.mesh(), example).eval()
-    found: dict[str, str] = {}
+    sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / f"{plan}.yaml", member.mesh(), example).eval()
+    found: list[str] = []
     for way in ways:
-        before = time.time()
-        reference = copy.deepcopy(stock)
-        try:
-            expected = told(WAYS[way](reference))
-        except Exception as e:
-            if report:
-                print(way, "STOCK FAILS", repr(e)[:300], flush=True)
-            continue
-        try:
-            same = told(WAYS[way](sharded))
-            assert len(same) == len(expected), (len(same), len(expected))
-            for a, b in zip(same, expected):
-                if not (a.shape == b.shape and (torch.allclose(a.double(), b.double(), atol=1e-6, equal_nan=True))):
-                    found[way] = f"wrong {a.shape} {b.shape}"
-        except Exception as error:
-            found[way] = traceback.format_exc()[-6000:]
-        if report and member.rank == 0:
-            print(
-                way,
-                found.get(way, "="),
-                [tuple(t.shape) for t in expected][:5],
-                round(time.time() - before, 1),
-                flush=True,
-            )
+        expected, ours = told(WAYS[way](copy.deepcopy(stock))), told(WAYS[way](sharded))
+        assert len(expected) == len(ours), way
+        same = (
+            a.shape == b.shape and torch.allclose(a.double(), b.double()) for a, b in zip(ours, expected, strict=True)
+        )
+        found += [] if all(same) else [way]
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["whisper", "whisper-sequence"])
+def test_long_recordings_and_times_are_those_of_the_stock_model(plan: str) -> None:
+    assert world(RANKS).run(differing, plan, [*WAYS], seconds=1200.0) == [[]] * RANKS
+
+
+def test_fallback_has_other_temperatures_at_least_once() -> None:
+    stock, _ = tiny("whisper")
+    prepared(stock)
+    assert not torch.equal(long(stock), long(stock, **FALLBACK))
