@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -230,3 +232,26 @@ def test_what_is_left_with_the_caller_is_whole() -> None:
 
     for (seen,) in on_ranks(stock, PLAN, 2, ((x(2, 16), 1, []), {}), work):
         assert torch.allclose(seen, expected[0])
+
+
+def _watched(member: Member, compiled: bool) -> None:
+    torch.manual_seed(0)
+    stock = Last().double()
+    with mock.patch.dict(os.environ, {} if compiled else {"TPPLAN_DEBUG": "1"}):
+        own: Any = tpplan.parallelize(copy.deepcopy(stock), {"version": 1, "modules": PLAN}, member.mesh(), (x(2, 16),))
+    call = torch.compile(own, backend="eager") if compiled else own
+    for length in (16, 8, 2):
+        with torch.no_grad():
+            assert torch.allclose(call(x(2, length)), stock(x(2, length)))
+    loss = call(x(2, 16)).square().sum()
+    loss.backward()
+    stock(x(2, 16)).square().sum().backward()
+    for ours, theirs in zip(own.parameters(), stock.parameters(), strict=True):
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad)  # pyright: ignore
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tail_under_debug_and_compiled(compiled: bool) -> None:
+    world(2).run(_watched, compiled)
