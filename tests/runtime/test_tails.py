@@ -119,7 +119,7 @@ def tails(program: Program) -> list[int]:
     return [reshard.target.tail for _, reshard in program.reshards() if reshard.target.tail]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [Last, Viewed, Returned, Twice, AlsoWhole, ButTheLast, Scaled])
 def test_results_and_gradients_for_prompts_of_all_lengths(kind: type[nn.Module], tp: int) -> None:
     """Of fewer entries on a rank than are read, of fewer in all, and of lengths that the ranks can't share."""
@@ -215,8 +215,9 @@ def _prompts(member: Member, family: str) -> None:
         assert sent.bytes["all-reduce"] == traffic.sent["all-reduce"] // 2 * batch
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_prompt_of_generate_exchanges_its_last_token(family: str) -> None:
     world(2).run(_prompts, family)
 
