@@ -12,7 +12,7 @@ followed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from types import MethodType
 from typing import Any
 
@@ -28,16 +28,22 @@ Registered = tuple[tuple[str, int], ...]
 class Hooks:
     """Follows the hooks of one sharded model."""
 
-    def __init__(self, model: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, twins: Mapping[nn.Module, nn.Module], hooked: Set[tuple[nn.Module, int]]
+    ) -> None:
         """Remember the hooks as they are.
 
         Args:
             model: the sharded model.
             twins: for each of its modules that of the skeleton.
+            hooked: the hooks that forwards register, by module and number: those of proofs do so as well.
         """
+        self._hooked = hooked
         self._twins = twins
         self._root = model
-        self._registered = {module: held for module in twins if (held := _registered(module)) and module is not model}
+        self._registered = {
+            module: held for module in twins if (held := self._registered_on(module)) and module is not model
+        }
         self._global = _own(global_hooks())
 
     def look(self, modules: Iterable[nn.Module] = ()) -> bool:
@@ -55,13 +61,23 @@ class Hooks:
         """As `look`, at all modules."""
         return self.look(self._twins)
 
+    def _registered_on(self, module: nn.Module) -> Registered:
+        """The tables and names of a module's hooks that aren't torch's own, nor those of forwards."""
+        return tuple(
+            (name, key)
+            for name, table in hook_tables(module).items()
+            if table
+            for key in table
+            if (module, key) not in self._hooked and _is_own(table[key])
+        )
+
     def _differs(self, module: nn.Module) -> bool:
         known = module in self._twins and module is not self._root
-        return known and _registered(module) != self._registered.get(module, ())
+        return known and self._registered_on(module) != self._registered.get(module, ())
 
     def _follow(self, module: nn.Module) -> None:
         twin, tables = self._twins[module], hook_tables(module)
-        before, now = self._registered.pop(module, ()), _registered(module)
+        before, now = self._registered.pop(module, ()), self._registered_on(module)
         for name, key in set(before) - set(now):
             hook_tables(twin)[name].pop(key, None)
         for name, key in now:
@@ -69,13 +85,6 @@ class Hooks:
                 copy_hook(module, twin, name, key, transplanted(tables[name][key], self._twins))
         if now:
             self._registered[module] = now
-
-
-def _registered(module: nn.Module) -> Registered:
-    """The tables and names of a module's hooks that aren't torch's own."""
-    return tuple(
-        (name, key) for name, table in hook_tables(module).items() if table for key in table if _is_own(table[key])
-    )
 
 
 def _own(hooks: Iterable[Any]) -> list[Any]:

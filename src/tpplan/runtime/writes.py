@@ -66,6 +66,7 @@ class Writes:
         noted: modules with the names that were set in them outside of forwards.
         modes: whether a module's `training` was.
         inside: the same of forwards: what a body writes is a matter of its proof.
+        hooked: the hooks that forwards registered, by module and number.
         outside: how values lie around a module, for those who look at them.
         local: the attributes that hold what this rank counts, with that.
         cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
@@ -78,6 +79,7 @@ class Writes:
         self.noted: set[tuple[nn.Module, str]] = set()
         self.modes = False
         self.inside: set[tuple[nn.Module, str]] = set()
+        self.hooked: set[tuple[nn.Module, int]] = set()
         self.local: dict[tuple[nn.Module, str], Any] = {}
         self.cut: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
@@ -154,8 +156,7 @@ class Watched(nn.Module):
         """Register a hook, and note it."""
         if is_localizer(hook):
             return RemovableHandle(OrderedDict())
-        _note(self, HOOKS)
-        return super().register_forward_hook(hook, **options)
+        return _noted(self, super().register_forward_hook(hook, **options))
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:  # pyright: ignore
         """Register a hook, and note it."""
@@ -163,23 +164,19 @@ class Watched(nn.Module):
             return RemovableHandle(OrderedDict())
         if is_of_fsdp(hook):
             look_at_composition(self)
-        _note(self, HOOKS)
-        return super().register_forward_pre_hook(hook, **options)
+        return _noted(self, super().register_forward_pre_hook(hook, **options))
 
     def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Register a hook, and note it."""
-        _note(self, HOOKS)
-        return super().register_full_backward_hook(hook, prepend)
+        return _noted(self, super().register_full_backward_hook(hook, prepend))
 
     def register_full_backward_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Register a hook, and note it."""
-        _note(self, HOOKS)
-        return super().register_full_backward_pre_hook(hook, prepend)
+        return _noted(self, super().register_full_backward_pre_hook(hook, prepend))
 
     def register_backward_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook, and note it."""
-        _note(self, HOOKS)
-        return super().register_backward_hook(hook)
+        return _noted(self, super().register_backward_hook(hook))
 
 
 def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter:
@@ -197,6 +194,16 @@ def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
             value = before
     writes.dropped = None, "", None
     return value
+
+
+def _noted(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """The handle of a module's new hook, once that is noted."""
+    writes: Writes | None = module.__dict__.get(WRITES)
+    if writes is not None:
+        writes.note(module, HOOKS)
+        if writes.forwards:
+            writes.hooked.add((module, handle.id))
+    return handle
 
 
 def _note(module: nn.Module, name: str) -> None:
