@@ -166,6 +166,14 @@ def interleaving(placement: Placement) -> tuple[int, int] | None:
     return (int(placement.dim), 1) if isinstance(placement, Shard) else None  # pyright: ignore[reportUnknownArgumentType]
 
 
+def group_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Callable[[list[Tensor], Any], dist.Work | None]:
+    """The all-reduce of a group's backend for `device`: what the group's own ends in, without the dispatcher."""
+    try:
+        return cast("Any", group)._get_backend(device).allreduce
+    except (AttributeError, RuntimeError):  # a group that is written in Python
+        return group.allreduce
+
+
 def group_all_gather(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work | None]:
     """The group's own all-gather, which is waited for: of an output and an input."""
     gather = getattr(group, "all_gather_single" if _renamed else "_allgather_base")

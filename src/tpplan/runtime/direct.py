@@ -231,19 +231,20 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     assert runtime.weight is not None
     weight, (first_row, all_rows) = _reader(runtime.weight), runtime.table
     plain = stock_class(module).forward is nn.Embedding.forward
-    foreign: Tensor | None = None
+    foreign = places = None
 
     def forward(input: Tensor) -> Tensor:
-        nonlocal foreign
+        nonlocal foreign, places
         table = weight(parameters["weight"])  # pyright: ignore
         rows = table.shape[0]
         if not plain or not rows:
             return module._looked_up(runtime, input, table)  # pyright: ignore
-        if foreign is None or foreign.device != table.device:
-            foreign = torch.ones(all_rows, 1, dtype=torch.bool, device=table.device)
-            foreign[first_row : first_row + rows] = False
+        if foreign is None or places is None or foreign.device != table.device:
+            rows_here = torch.arange(-first_row, all_rows - first_row, device=table.device)
+            places = rows_here.clamp(0, rows - 1)
+            foreign = (places != rows_here).unsqueeze(-1)
         outside = embedding(input, foreign)
-        result = embedding((input - first_row).clamp_(0, rows - 1), table).masked_fill_(outside, 0)
+        result = embedding(places.take(input), table).masked_fill_(outside, 0)
         return result if leave is None else leave(result)
 
     return forward
