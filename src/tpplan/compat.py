@@ -341,6 +341,24 @@ def global_hooks() -> list[object]:
     return [*tables._global_forward_pre_hooks.values(), *tables._global_forward_hooks.values()]
 
 
+@contextmanager
+def without_global_hooks(left_out: Callable[[object], bool]) -> Generator[None]:
+    """A block in which those hooks of all modules don't run that are `left_out`."""
+    tables = cast("Any", _modules)
+    every: list[dict[int, object]] = [tables._global_forward_pre_hooks, tables._global_forward_hooks]
+    before = [dict(table) for table in every]
+    for table in every:
+        for key in [key for key, hook in table.items() if left_out(hook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, held in zip(every, before, strict=True):
+            added = {key: hook for key, hook in table.items() if key not in held}
+            table.clear()
+            table.update(held | added)
+
+
 def transient_buffers(module: nn.Module) -> set[str]:
     """The names of a module's own buffers that aren't in its state_dict."""
     return module._non_persistent_buffers_set

@@ -28,6 +28,7 @@ from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guarded import GuardedCall
+from tpplan.calls.hooks import without_hooks_of_torch
 from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
@@ -491,7 +492,7 @@ class CallGuard:
         if self._lockstep is not None:
             self._lockstep.meet("the proof of a call of a new kind")
         try:
-            with torch.inference_mode(False), without_dispatch_modes():
+            with torch.inference_mode(False), without_dispatch_modes(), without_hooks_of_torch():
                 compiled = compile_it()
         except Exception as raised:  # whatever a rank fails with, the others must not wait for it
             error = raised

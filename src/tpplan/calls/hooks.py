@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Set
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from tpplan.compat import copy_hook, global_hooks, hook_tables
+from tpplan.compat import copy_hook, global_hooks, hook_tables, without_global_hooks
 from tpplan.compiler.trace.skeleton import transplanted
 
 _FOREIGN = ("torch.", "tpplan.")
@@ -87,6 +88,14 @@ class Hooks:
             self._registered[module] = now
 
 
+def without_hooks_of_torch() -> AbstractContextManager[None]:
+    """A block in which none of torch's own hooks on all modules run, such as those of `CommDebugMode`.
+
+    They compute nothing; what they register on tensors on their way isn't the model's.
+    """
+    return without_global_hooks(lambda hook: not _is_own(hook))
+
+
 def _own(hooks: Iterable[Any]) -> list[Any]:
     return [hook for hook in hooks if _is_own(hook)]
 
@@ -101,4 +110,4 @@ def _is_own(hook: Any) -> bool:
     return not f"{getattr(hook, '__module__', '')}.".startswith(_FOREIGN)
 
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "without_hooks_of_torch"]

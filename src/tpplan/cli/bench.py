@@ -14,7 +14,7 @@ from tpplan.cli.exit_codes import CLEAN, UsageError
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
-_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training")
+_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving")
 _PIPED_WIDTH = 160
 _EXAMPLES = """\
   tpplan bench                              all of them; takes minutes
@@ -31,8 +31,9 @@ def register(subparsers: Subparsers) -> None:
         help="measure the overhead of a sharded model",
         description="Count collectives (collectives), time a toy model against the unsharded one and against "
         "parallelize_module (overhead), and what a training loop does with gradients (loop), time the compiler on a "
-        "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), and measure a loss over "
-        "a split vocabulary (loss). Needs no GPU.",
+        "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), measure a loss over a "
+        "split vocabulary (loss), and time training steps (training) and generation (serving) on two processes. Needs "
+        "no GPU.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
