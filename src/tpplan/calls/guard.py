@@ -49,6 +49,7 @@ from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Asked, Location, Sides
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
+from tpplan.compiler.trace.capture import BodyError
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank
@@ -308,8 +309,10 @@ class CallGuard:
             taken = frozenset(at for at, other in sides.items() if other) ^ {location}
             try:
                 proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
-            except (UnprovedCallError, UnevenShardError):
-                path.watched = True
+            except (UnprovedCallError, UnevenShardError) as error:
+                if _raising_side(error) == location:  # so do calls that take it
+                    path.free.add(location)
+                path.watched |= location not in path.free
                 continue
             if proof is decision.proof:
                 self._paths.note(decision.key.kind, proof, compiled)
@@ -536,6 +539,13 @@ class CallGuard:
                 "that no sum over the ranks was placed for calls of single modules\n  help: let all parameters that "
                 "may ever be trained require grad when `parallelize` is called; they can be frozen afterwards"
             )
+
+
+def _raising_side(error: BaseException | None) -> Location | None:
+    """The branch on data of which one side is an error that the model itself raises; None if that isn't the reason."""
+    while error is not None and not isinstance(error, BodyError):
+        error = error.__cause__
+    return None if error is None else error.side
 
 
 def _passes_objects(call: Call) -> bool:

@@ -251,7 +251,7 @@ def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, C
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
-    raise CompileError([*findings, of_capture(errors[-1])])
+    raise CompileError([*findings, of_capture(errors[-1])]) from errors[-1]
 
 
 __all__ = ["Compiled", "compile_call"]

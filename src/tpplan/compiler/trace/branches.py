@@ -6,6 +6,7 @@ out: its trace, in which no parameter stays unused that the other side of a bran
     if mask.all(): mask = None                  ->   false: the mask is used
     if chosen.any(): y += expert(x[chosen])     ->   true, since `expert` would never be called
     if torch.rand(1) > p: y += x @ self.a       ->   true, since `a` would never be read
+    if count != expected: raise ValueError      ->   false; of `assert count == expected` true
 
 A capture on meta tensors has no numbers, so that it takes one side. The program records the assumption.
 """
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from tpplan.compiler.ir.trace import Location, Operation, Trace
-from tpplan.compiler.trace.capture import Capture, record
+from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.device import device_of
+from tpplan.compiler.trace.raising import surely_raises, tested_before
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.sequel import sequel, state_of
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
@@ -88,9 +90,22 @@ def _recorded(
         trace_again, state_again = run(skeleton, recorder or Recorder(trace.taken, device, reducing))
         return trace_again, state_again.recorder
 
-    skeleton = make_skeleton(model)
-    before = state_of(skeleton.model, around)
-    trace, state = run(skeleton, Recorder(chosen or frozenset(), device, reducing))
+    def attempt(taken: frozenset[Location]) -> tuple[Trace, Capture, Skeleton]:
+        around.restore()
+        skeleton = make_skeleton(model)
+        recorder = Recorder(taken, device, reducing)
+        try:
+            return *run(skeleton, recorder), skeleton
+        except BodyError as error:
+            cause = error.__cause__ or error
+            error.side = surely_raises(cause, recorder)
+            test = tested_before(cause, recorder)
+            if chosen is not None or test is None or test in taken:
+                raise
+        return attempt(taken | {test})
+
+    before = state_of(make_skeleton(model).model, around)
+    trace, state, skeleton = attempt(chosen or frozenset())
     if around.stale():
         raise StaleCacheError
     unused = set(_unused(model, trace)) if chosen is None and trace.assumptions else set[str]()

@@ -86,6 +86,7 @@ class BodyError(Exception):
     Attributes:
         root: what was recorded until then; calls that were open have no exits.
         frame: the innermost call that was open.
+        side: the branch on data of which each call that takes this side raises; None if it has nothing to do with one.
     """
 
     def __init__(self, root: Frame, frame: Frame) -> None:
@@ -93,6 +94,7 @@ class BodyError(Exception):
         super().__init__(frame.module)
         self.root = root
         self.frame = frame
+        self.side: Location | None = None
 
 
 class ReplacedModuleError(Exception):

@@ -84,6 +84,7 @@ class Recorder(RecordingMode):
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
         self.taken = taken if isinstance(taken, Sides) else Sides(taken)
         self._met: Counter[Location | None] = Counter()  # tests of branches, by line
+        self.last_test: Location | None = None
         self._packing = packs_saved_tensors()
         self._random = random_state()
         self.familiar: set[int] | None = None  # ids of tensors from before the run; None while any may be met
@@ -363,6 +364,7 @@ class Recorder(RecordingMode):
             raise self.refuse_value()
         number = self._met[location]
         self._met[location] += 1
+        self.last_test = location
         taken = self.taken.side(location, number)
         value = self.value_of(tensor)
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken, value in self.drawn))
