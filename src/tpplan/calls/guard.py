@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.calls.alike import facts_of, refuse_different
-from tpplan.calls.arguments import Left, Parts, on_meta, sequence_dims, shows_odd_sequence, without_opaque
+from tpplan.calls.arguments import (
+    Left,
+    Parts,
+    kept_example,
+    on_meta,
+    sequence_dims,
+    shows_odd_sequence,
+    with_numbers,
+    without_opaque,
+)
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
@@ -32,6 +41,7 @@ from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
+from tpplan.calls.steering import Steering
 from tpplan.calls.watch import Departure
 from tpplan.compat import (
     buffer_versions,
@@ -105,7 +115,7 @@ class CallGuard:
         self._stock = stock
         self._read = KeyReader(type(stock).forward)
         self._names = self._read.names
-        self._example = with_tensors(*without_opaque(arguments, keywords), self._names, on_meta)
+        self._example = with_tensors(*without_opaque(arguments, keywords), self._names, kept_example)
         self._described = described(arguments, keywords, self._names)
         self._axis = axis
         self._device = torch.device(program.device)
@@ -129,7 +139,9 @@ class CallGuard:
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
         self._paths = Paths(rank if axis is None else axis.rank, always)
-        kind = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts())).kind
+        self._steering = Steering()
+        key = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts()))
+        kind = self._steering.note(key, compiled.facts).kind
         self._proofs.cover(kind, self.main)
         self._paths.note(kind, self.main, compiled)
 
@@ -161,7 +173,7 @@ class CallGuard:
             UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
         """
         call, decision = self._decide(training, arguments, keywords)
-        proof, key = decision
+        proof, key = decision.proof, decision.key
         path = self._paths.of(key.kind)
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
@@ -187,7 +199,8 @@ class CallGuard:
         call = Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         if self._lockstep is not None:
             self._begin_watched(call, self._lockstep)
-        key = self._key(call)
+        plain = self._key(call)
+        key = self._steering(plain, lambda: self._tensors(call))
         proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
         if proof is None or has_left():
             self._require_alike(call, key.kind)
@@ -200,10 +213,14 @@ class CallGuard:
                 if not self._cuts(call):
                     raise
                 return self._decide(training, arguments, keywords)
+            key = self._steering.note(plain, compiled.facts)
             self._proofs.cover(key.kind, proof)
             self._paths.note(key.kind, proof, compiled)
             key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now
-        return call, Decision(proof, key)
+        return call, Decision(proof, key, plain)
+
+    def _tensors(self, call: Call) -> dict[Path, Tensor]:
+        return dict(tensors_of(call.arguments, call.keywords, self._names))
 
     def _begin_watched(self, call: Call, lockstep: LockstepCommunicator) -> None:
         """Raise if the ranks were called with different arguments, under `TPPLAN_DEBUG=1`."""
@@ -245,6 +262,7 @@ class CallGuard:
         self._alone = None
         self._proofs.forget()
         self._paths.forget()
+        self._steering.forget()
 
     # -- watched calls --------------------------------------------------------------------------------------------
     def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
@@ -275,6 +293,7 @@ class CallGuard:
         kind, before = decision.key.kind, dict(self._paths.of(decision.key.kind).sides)
         proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
         self._paths.note(kind, proof, compiled)
+        self._steering.join(decision.plain, decision.key, compiled.facts)
         if proof is decision.proof:
             self._paths.free(
                 kind, [at for at, sides in taken.exact.items() if {before.get(at), *sides} >= {True, False}]
@@ -306,7 +325,7 @@ class CallGuard:
         for location, side in sides.items():
             if location in path.free:
                 continue
-            taken = frozenset(at for at, other in sides.items() if other) ^ {location}
+            taken = Sides.supposing(frozenset(at for at, other in sides.items() if other) ^ {location}, [location])
             try:
                 proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
             except (UnprovedCallError, UnevenShardError) as error:
@@ -314,6 +333,7 @@ class CallGuard:
                     path.free.add(location)
                 path.watched |= location not in path.free
                 continue
+            self._steering.join(decision.plain, decision.key, compiled.facts)
             if proof is decision.proof:
                 self._paths.note(decision.key.kind, proof, compiled)
                 path.free.add(location)
@@ -412,7 +432,8 @@ class CallGuard:
         self._refuse_hidden(call)
 
         def whole(path: Path, tensor: Tensor) -> Tensor:
-            return on_meta(path, tensor, self._left.whole_shape(path, tensor, parts))
+            shape = self._left.whole_shape(path, tensor, parts)
+            return on_meta(path, tensor, shape) if shape is not None else with_numbers(path, tensor)
 
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training

@@ -25,10 +25,11 @@ from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
+from tpplan.compiler.ir.trace import Asked, Assumption, Location, Operation, Sides, Trace, digest_of
 from tpplan.compiler.later import after_a_call, refuse_difference
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem
@@ -56,6 +57,8 @@ class Compiled:
         keeps_writing: whether each call after it does so, too.
         asked: what the call's bodies ask for beside sizes, dtypes and numbers.
         members: what became of rules on modules that wrap layers.
+        facts: what the call's bodies read of numbers; None if they were kept from them.
+        supposed: branches whose side isn't the one that the call's numbers lead to.
     """
 
     program: Program
@@ -67,6 +70,14 @@ class Compiled:
     keeps_writing: bool = False
     asked: Asked = field(default_factory=Asked)
     members: Members = field(default_factory=dict[str, Style])
+    facts: Facts | None = None
+    supposed: frozenset[Location] = frozenset()
+
+    @property
+    def taken(self) -> Sides:
+        """Where branches on data were taken on their true side."""
+        locations = (a.location for a in self.assumptions if a.taken and a.location is not None)
+        return Sides.supposing(locations, self.supposed)
 
     @property
     def digest(self) -> str:
@@ -155,7 +166,8 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
-        keeps_writing=state.sequel.writes, asked=trace.asked, members=members,
+        keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
+        supposed=trace.sides.supposed,
     )  # fmt: skip
     return compiled, trace, state
 

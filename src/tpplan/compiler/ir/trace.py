@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tpplan.compat import OpOverload
+from tpplan.compiler.ir.facts import Facts
 
 Path = tuple[str | int, ...]
 Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -225,9 +226,13 @@ class Assumption:
 
 
 class Sides(frozenset[Location]):
-    """The branches on data that take their true side, by line; of some, the side that each test takes, in order."""
+    """The branches on data that take their true side, by line; of some, the side that each test takes, in order.
+
+    Where the numbers are known, these say which side a test takes, but for those at `supposed` lines.
+    """
 
     exact: Mapping[Location, tuple[bool, ...]] = MappingProxyType({})
+    supposed: frozenset[Location] = frozenset()
 
     @classmethod
     def of(cls, tests: Iterable[tuple[Location, bool]]) -> Sides:
@@ -237,6 +242,13 @@ class Sides(frozenset[Location]):
             exact[location] = (*exact.get(location, ()), side)
         made = cls(location for location, sides in exact.items() if any(sides))
         made.exact = MappingProxyType(exact)
+        return made
+
+    @classmethod
+    def supposing(cls, locations: Iterable[Location], supposed: Iterable[Location]) -> Sides:
+        """Sides of which some aren't those that a call's numbers lead to."""
+        made = cls(locations)
+        made.supposed = frozenset(supposed)
         return made
 
     def side(self, location: Location | None, number: int) -> bool:
@@ -293,6 +305,9 @@ class Trace:
         asked: what the bodies ask for beside sizes, dtypes and numbers.
         reducing: modules whose bodies' reductions are recorded as functions over classes.
         in_objects: the places of what is `left` that are in objects, such as caches, which only models read.
+        facts: what the bodies read of the example's numbers; None if these were kept from them.
+        reads: the same by call, as (module, call).
+        known: values whose numbers follow from the example's.
     """
 
     root: Frame
@@ -321,6 +336,9 @@ class Trace:
     asked: Asked = field(default_factory=Asked)
     reducing: frozenset[str] = frozenset()
     in_objects: frozenset[Path] = frozenset()
+    facts: Facts | None = None
+    reads: Mapping[tuple[str, int], Sequence[object]] = field(default_factory=dict[tuple[str, int], "Sequence[object]"])
+    known: frozenset[int] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:
@@ -338,7 +356,8 @@ class Trace:
         """Where data-dependent branches were taken on their true side."""
         if self.sides.exact:
             return self.sides
-        return Sides(a.location for a in self.assumptions if a.taken and a.location is not None)
+        taken = (a.location for a in self.assumptions if a.taken and a.location is not None)
+        return Sides.supposing(taken, self.sides.supposed)
 
 
 def digest_of(frame: Frame) -> str:

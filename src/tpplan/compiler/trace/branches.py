@@ -87,13 +87,13 @@ def _recorded(
         return record(skeleton, arguments, keywords, training, state, around), state
 
     def again(skeleton: Skeleton, recorder: Recorder | None) -> tuple[Trace, Recorder]:
-        trace_again, state_again = run(skeleton, recorder or Recorder(trace.taken, device, reducing))
+        trace_again, state_again = run(skeleton, recorder or Recorder.like(trace))
         return trace_again, state_again.recorder
 
-    def attempt(taken: frozenset[Location]) -> tuple[Trace, Capture, Skeleton]:
+    def attempt(taken: frozenset[Location], values: bool) -> tuple[Trace, Capture, Skeleton]:
         around.restore()
         skeleton = make_skeleton(model)
-        recorder = Recorder(taken, device, reducing)
+        recorder = Recorder(taken, device, reducing, values)
         try:
             return *run(skeleton, recorder), skeleton
         except BodyError as error:
@@ -102,10 +102,14 @@ def _recorded(
             test = tested_before(cause, recorder)
             if chosen is not None or test is None or test in taken:
                 raise
-        return attempt(taken | {test})
+        return attempt(taken | {test}, values)
 
     before = state_of(make_skeleton(model).model, around)
-    trace, state, skeleton = attempt(chosen or frozenset())
+    taken = frozenset[Location]() if chosen is None else chosen
+    try:
+        trace, state, skeleton = attempt(taken, values=False)
+    except Exception:  # whatever it wants to know
+        trace, state, skeleton = attempt(taken, values=True)
     if around.stale():
         raise StaleCacheError
     unused = set(_unused(model, trace)) if chosen is None and trace.assumptions else set[str]()
@@ -116,7 +120,7 @@ def _recorded(
         around.restore()
         other = make_skeleton(model)
         try:
-            found, reached = run(other, Recorder(taken, device, reducing))
+            found, reached = run(other, Recorder(taken, device, reducing, trace.facts is not None))
         except Exception:  # that side can't be captured: the first stands
             break
         still = set(_unused(model, found))
