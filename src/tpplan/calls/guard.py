@@ -325,7 +325,7 @@ class CallGuard:
         for location, side in sides.items():
             if location in path.free:
                 continue
-            taken = Sides.supposing(frozenset(at for at, other in sides.items() if other) ^ {location}, [location])
+            taken = frozenset(at for at, other in sides.items() if other) ^ {location}
             try:
                 proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
             except (UnprovedCallError, UnevenShardError) as error:
@@ -438,8 +438,9 @@ class CallGuard:
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training
         request = Request(
-            self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device
-        )
+            self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
+            values=self._steering.is_known(self._key(call)),
+        )  # fmt: skip
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:

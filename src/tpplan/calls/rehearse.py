@@ -163,8 +163,9 @@ def _differentiate(result: Any) -> Exception | None:
 def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str]) -> Exception | None:
     """Run the call and its backward on shapes; what the backward raised."""
     call = with_tensors(*example, names, _like)
+    taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     device, values = torch.device(compiled.program.device), compiled.facts is not None
-    with on_shapes(model, compiled.taken, device, values=values) as recorder:
+    with on_shapes(model, taken, device, values=values) as recorder:
         tell_inputs(recorder, example, call, names)
         return _differentiate(model(*call[0], **call[1]))
 

@@ -32,6 +32,10 @@ class Steering:
         """Know none."""
         self._known: dict[Part, _Entries] = {}
 
+    def is_known(self, key: CallKey) -> bool:
+        """Whether numbers are read in calls of a kind."""
+        return key.kind.traced in self._known
+
     def forget(self) -> None:
         """Know none any more, as the model was changed."""
         self._known.clear()

@@ -29,7 +29,7 @@ from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Asked, Assumption, Location, Operation, Sides, Trace, digest_of
+from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
 from tpplan.compiler.later import after_a_call, refuse_difference
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem
@@ -58,7 +58,6 @@ class Compiled:
         asked: what the call's bodies ask for beside sizes, dtypes and numbers.
         members: what became of rules on modules that wrap layers.
         facts: what the call's bodies read of numbers; None if they were kept from them.
-        supposed: branches whose side isn't the one that the call's numbers lead to.
     """
 
     program: Program
@@ -71,13 +70,6 @@ class Compiled:
     asked: Asked = field(default_factory=Asked)
     members: Members = field(default_factory=dict[str, Style])
     facts: Facts | None = None
-    supposed: frozenset[Location] = frozenset()
-
-    @property
-    def taken(self) -> Sides:
-        """Where branches on data were taken on their true side."""
-        locations = (a.location for a in self.assumptions if a.taken and a.location is not None)
-        return Sides.supposing(locations, self.supposed)
 
     @property
     def digest(self) -> str:
@@ -167,7 +159,6 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
-        supposed=trace.sides.supposed,
     )  # fmt: skip
     return compiled, trace, state
 
@@ -257,7 +248,7 @@ def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, C
         try:
             return record_model(
                 request.model, request.arguments, request.keywords, training, request.taken, request.device,
-                request.reducing,
+                request.reducing, request.values,
             )  # fmt: skip
         except BodyError as error:
             errors.append(error)

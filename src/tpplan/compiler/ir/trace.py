@@ -226,13 +226,9 @@ class Assumption:
 
 
 class Sides(frozenset[Location]):
-    """The branches on data that take their true side, by line; of some, the side that each test takes, in order.
-
-    Where the numbers are known, these say which side a test takes, but for those at `supposed` lines.
-    """
+    """The branches on data that take their true side, by line; of some, the side that each test takes, in order."""
 
     exact: Mapping[Location, tuple[bool, ...]] = MappingProxyType({})
-    supposed: frozenset[Location] = frozenset()
 
     @classmethod
     def of(cls, tests: Iterable[tuple[Location, bool]]) -> Sides:
@@ -242,13 +238,6 @@ class Sides(frozenset[Location]):
             exact[location] = (*exact.get(location, ()), side)
         made = cls(location for location, sides in exact.items() if any(sides))
         made.exact = MappingProxyType(exact)
-        return made
-
-    @classmethod
-    def supposing(cls, locations: Iterable[Location], supposed: Iterable[Location]) -> Sides:
-        """Sides of which some aren't those that a call's numbers lead to."""
-        made = cls(locations)
-        made.supposed = frozenset(supposed)
         return made
 
     def side(self, location: Location | None, number: int) -> bool:
@@ -356,8 +345,7 @@ class Trace:
         """Where data-dependent branches were taken on their true side."""
         if self.sides.exact:
             return self.sides
-        taken = (a.location for a in self.assumptions if a.taken and a.location is not None)
-        return Sides.supposing(taken, self.sides.supposed)
+        return Sides(a.location for a in self.assumptions if a.taken and a.location is not None)
 
 
 def digest_of(frame: Frame) -> str:

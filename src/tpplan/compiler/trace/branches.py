@@ -39,6 +39,7 @@ def record_model(
     taken: frozenset[Location] | None = None,
     device: torch.device | None = None,
     reducing: frozenset[str] = frozenset(),
+    values: bool = False,
 ) -> tuple[Trace, Capture]:
     """Record a call of `model`; branches on data take their false side, unless parameters would then stay unused.
 
@@ -47,6 +48,7 @@ def record_model(
         taken: the branches that take their true side; None to choose them as said.
         device: where bodies are told that their tensors lie; None for where the model's parameters do.
         reducing: modules whose bodies' reductions are recorded as functions over classes.
+        values: whether bodies may read the numbers in the call; else only if they can't be captured without.
 
     Raises:
         BodyError: a module raised on these inputs.
@@ -55,7 +57,7 @@ def record_model(
     around, stale = Surroundings(model), list[Any]()
     try:
         try:
-            return _recorded(model, arguments, keywords, training, taken, device, reducing, around)
+            return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
         finally:
             stale = around.stale()
             around.restore()
@@ -66,7 +68,7 @@ def record_model(
         cache.cache_clear()
     around = Surroundings(model)
     try:
-        return _recorded(model, arguments, keywords, training, taken, device, reducing, around)
+        return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
     finally:
         around.restore()
 
@@ -79,6 +81,7 @@ def _recorded(
     chosen: frozenset[Location] | None,
     device: torch.device,
     reducing: frozenset[str],
+    values: bool,
     around: Surroundings,
 ) -> tuple[Trace, Capture]:
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
@@ -107,9 +110,11 @@ def _recorded(
     before = state_of(make_skeleton(model).model, around)
     taken = frozenset[Location]() if chosen is None else chosen
     try:
-        trace, state, skeleton = attempt(taken, values=False)
-    except Exception:  # whatever it wants to know
-        trace, state, skeleton = attempt(taken, values=True)
+        trace, state, skeleton = attempt(taken, values)
+    except Exception as error:  # whatever it wants to know
+        if values or (chosen is not None and isinstance(error, BodyError) and error.side is not None):
+            raise
+        trace, state, skeleton = attempt(taken, True)
     if around.stale():
         raise StaleCacheError
     unused = set(_unused(model, trace)) if chosen is None and trace.assumptions else set[str]()

@@ -396,25 +396,17 @@ class Recorder(RecordingMode):
         return tuple(convert(a) for a in args), {name: convert(a) for name, a in keywords.items()}
 
     def _assume(self, tensor: Tensor) -> Any:
-        """What Python is told of a tensor with one entry: a number, or the side of a branch."""
-        if tensor.dtype is not torch.bool:
-            return self.read(tensor).item()
+        """What Python is told of a tensor with one entry: its number if that is known, else the side of a branch."""
         value = self.value_of(tensor)
-        numbers = None if self.known is None else self.known.of(value)
-        return self._take_side([value], None if numbers is None else bool(numbers.item()))
-
-    def _take_side(self, values: Sequence[int], known: bool | None) -> bool:
-        """The side of a branch on these values: the one that was chosen for it, or that is known."""
+        if tensor.dtype is not torch.bool or (self.known is not None and value in self.known):
+            return self.read(tensor).item()
         location = self.location()
         number = self._met[location]
         self._met[location] += 1
         self.last_test = location
-        chosen = known is None or location in self.taken.supposed
-        taken = self.taken.side(location, number) if chosen else bool(known)
-        drawn = self.drawn.issuperset(values)
-        self.assumptions.append(Assumption(self.frames[-1].module, location, taken, drawn))
-        for value in values:
-            self.tested.setdefault(value, location)
+        taken = self.taken.side(location, number)
+        self.assumptions.append(Assumption(self.frames[-1].module, location, taken, value in self.drawn))
+        self.tested.setdefault(value, location)
         return taken
 
     def _follow(self, func: OpOverload, operands: list[Tensor], result: Any) -> None:
@@ -461,9 +453,8 @@ class Recorder(RecordingMode):
                 return torch.ops.aten.index.Tensor(tensor, [mask])  # pyright: ignore
         held = dict(zip(map(id, operands), values, strict=True))
         if func is torch.ops.aten.equal.default and all(value in known for value in values):
-            with Unwatched():
-                same = torch.equal(*(n for value in values if (n := known.of(value)) is not None))
-            return self._take_side(values, same)
+            one, other = map(self.read, operands)
+            return bool(torch.equal(one, other))
         if not sizes_by_numbers(func):
             return None
         if func is torch.ops.aten.nonzero.default and not known.has_room(operands[0].numel() * operands[0].dim() * 8):
