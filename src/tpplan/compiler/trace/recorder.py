@@ -428,6 +428,11 @@ class Recorder(RecordingMode):
         self._note_read([value], numbers.tolist())  # pyright: ignore
         return numbers
 
+    def numbers_of(self, tensor: Tensor) -> Tensor | None:
+        """The numbers of a tensor that the run has met; None if they aren't known."""
+        value = self.held_value(tensor)
+        return None if self.known is None or value is None else self.known.of(value)
+
     def _note_read(self, values: Sequence[int], shown: object) -> None:
         self.reads.setdefault((self.frames[-1].module, self.frames[-1].call), []).append(shown)
         for value in values:
