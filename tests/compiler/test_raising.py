@@ -91,3 +91,18 @@ def test_an_error_on_a_further_condition_is_watched() -> None:
     assert on_ranks(model(or_long), MLP, 2, ((x(),), {}), work) == [[True, True, True]] * 2
     calls = [((x(length, scale),), {}) for length, scale in ((12, 1.0), (20, 1.0), (20, 1000.0), (20, 1000.0))]
     assert max(worst(model(or_long), MLP, 2, ((x(),), {}), calls)) < 1e-12
+
+
+class Departs(Checks):
+    """A check that torch carries out, and a branch of which the capture takes the other side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        h = self.up(x)
+        return self.down(h.relu() if (x < 100).all() else h.tanh())
+
+
+def test_a_call_that_departs_elsewhere_is_proved_with_the_check_passed() -> None:
+    torch.manual_seed(0)
+    calls = [((x(),), {}), ((x(20),), {}), ((x(),), {})]
+    assert max(worst(Departs(checked).double(), MLP, 2, ((x(),), {}), calls)) < 1e-12

@@ -291,7 +291,8 @@ class CallGuard:
             UnprovedCallError: there is none.
         """
         kind, before = decision.key.kind, dict(self._paths.of(decision.key.kind).sides)
-        proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
+        unseen = (at for at, side in before.items() if side and at not in taken.exact)  # torch may ask for it itself
+        proof, compiled = self._proved(call, decision.proof, decision.proof, taken.also(unseen))
         self._paths.note(kind, proof, compiled)
         self._steering.join(decision.plain, decision.key, compiled.facts)
         if proof is decision.proof:

@@ -5,8 +5,8 @@ out: the same hooks on the skeleton, so that calls are proved with them
 
     model.layers[0].register_forward_hook(clamp)      each call computes it, so each proof has to
 
-The root's hooks see whole tensors, and torch's own (of FSDP, of profilers) compute nothing of the model's: neither are
-followed.
+Those that a forward registers itself are left to the proof's own run. The root's hooks see whole tensors, and torch's
+own (of FSDP, of profilers) compute nothing of the model's: neither are followed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 
 from tpplan.compat import copy_hook, global_hooks, hook_tables
 from tpplan.compiler.trace.skeleton import transplanted
+from tpplan.runtime.writes import WRITES, Writes
 
 _FOREIGN = ("torch.", "tpplan.")
 Registered = tuple[tuple[str, int], ...]
@@ -37,7 +38,8 @@ class Hooks:
         """
         self._twins = twins
         self._root = model
-        self._registered = {module: held for module in twins if (held := _registered(module)) and module is not model}
+        self._writes: Writes = vars(model)[WRITES]
+        self._registered = {m: held for m in twins if (held := self._registered_on(m)) and m is not model}
         self._global = _own(global_hooks())
 
     def look(self, modules: Iterable[nn.Module] = ()) -> bool:
@@ -57,11 +59,11 @@ class Hooks:
 
     def _differs(self, module: nn.Module) -> bool:
         known = module in self._twins and module is not self._root
-        return known and _registered(module) != self._registered.get(module, ())
+        return known and self._registered_on(module) != self._registered.get(module, ())
 
     def _follow(self, module: nn.Module) -> None:
         twin, tables = self._twins[module], hook_tables(module)
-        before, now = self._registered.pop(module, ()), _registered(module)
+        before, now = self._registered.pop(module, ()), self._registered_on(module)
         for name, key in set(before) - set(now):
             hook_tables(twin)[name].pop(key, None)
         for name, key in now:
@@ -70,12 +72,11 @@ class Hooks:
         if now:
             self._registered[module] = now
 
-
-def _registered(module: nn.Module) -> Registered:
-    """The tables and names of a module's hooks that aren't torch's own."""
-    return tuple(
-        (name, key) for name, table in hook_tables(module).items() if table for key in table if _is_own(table[key])
-    )
+    def _registered_on(self, module: nn.Module) -> Registered:
+        """The tables and names of a module's hooks that are neither torch's nor the forward's own."""
+        tables = ((name, table) for name, table in hook_tables(module).items() if table)
+        made = self._writes.hooks
+        return tuple((name, key) for name, table in tables for key in table if key not in made and _is_own(table[key]))
 
 
 def _own(hooks: Iterable[Any]) -> list[Any]:

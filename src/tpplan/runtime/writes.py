@@ -69,6 +69,7 @@ class Writes:
         local: the attributes that hold what this rank counts, with that.
         cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
         dropped: the parameter that was deleted last, with its module and name.
+        hooks: the ids of hooks that forwards have registered: a proof's run registers its own.
     """
 
     def __init__(self) -> None:
@@ -80,6 +81,7 @@ class Writes:
         self.cut: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
         self.forwards = 0
+        self.hooks: set[int] = set()
         self.outside: Callable[[nn.Module], Outside] | None = None
         self._units: WeakKeyDictionary[Any, list[tuple[nn.Module, str]]] = WeakKeyDictionary()
         self._paused = False
@@ -150,8 +152,7 @@ class Watched(nn.Module):
         """Register a hook, and note it."""
         if is_localizer(hook):
             return RemovableHandle(OrderedDict())
-        _note(self, HOOKS)
-        return super().register_forward_hook(hook, **options)
+        return _noted_hook(self, super().register_forward_hook(hook, **options))
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:  # pyright: ignore
         """Register a hook, and note it."""
@@ -159,23 +160,19 @@ class Watched(nn.Module):
             return RemovableHandle(OrderedDict())
         if is_of_fsdp(hook):
             look_at_composition(self)
-        _note(self, HOOKS)
-        return super().register_forward_pre_hook(hook, **options)
+        return _noted_hook(self, super().register_forward_pre_hook(hook, **options))
 
     def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Register a hook, and note it."""
-        _note(self, HOOKS)
-        return super().register_full_backward_hook(hook, prepend)
+        return _noted_hook(self, super().register_full_backward_hook(hook, prepend))
 
     def register_full_backward_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Register a hook, and note it."""
-        _note(self, HOOKS)
-        return super().register_full_backward_pre_hook(hook, prepend)
+        return _noted_hook(self, super().register_full_backward_pre_hook(hook, prepend))
 
     def register_backward_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook, and note it."""
-        _note(self, HOOKS)
-        return super().register_backward_hook(hook)
+        return _noted_hook(self, super().register_backward_hook(hook))
 
 
 def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter:
@@ -193,6 +190,15 @@ def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
             value = before
     writes.dropped = None, "", None
     return value
+
+
+def _noted_hook(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Note that a hook was registered."""
+    _note(module, HOOKS)
+    writes: Writes | None = module.__dict__.get(WRITES)
+    if writes is not None and writes.forwards:
+        writes.hooks.add(handle.id)
+    return handle
 
 
 def _note(module: nn.Module, name: str) -> None:

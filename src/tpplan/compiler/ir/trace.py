@@ -240,6 +240,12 @@ class Sides(frozenset[Location]):
         made.exact = MappingProxyType(exact)
         return made
 
+    def also(self, locations: Iterable[Location]) -> Sides:
+        """These, and the true sides of further branches."""
+        made = Sides((*self, *locations))
+        made.exact = self.exact
+        return made
+
     def side(self, location: Location | None, number: int) -> bool:
         """Which side a test takes that is the `number`th at its line."""
         sides = self.exact.get(location, ()) if location is not None else ()

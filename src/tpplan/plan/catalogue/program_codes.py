@@ -55,8 +55,10 @@ model = tpplan.parallelize(model, plan)
         summary="The model itself failed on the example inputs.",
         explanation="""
 The compiler runs the model once on meta tensors, which have shapes but no values, and the model raised. The note names
-the line. If the forward reads values (`.item()`, `.tolist()`, `.numpy()`), use tensor operations instead, or read them
-outside of the forward. Otherwise call the model on the same inputs without tpplan: they may not be what it accepts.
+the line. If the forward reads values (`.item()`, `.tolist()`, `.numpy()`) that follow from its inputs, such as sizes of
+pictures, pass `inputs=` with numbers. If they follow from parameters or activations, use tensor operations instead, or
+read them outside of the forward. Otherwise call the model on the same inputs without tpplan: they may not be what it
+accepts.
 """,
     ),
     Entry(
@@ -66,7 +68,8 @@ outside of the forward. Otherwise call the model on the same inputs without tppl
         summary="No example inputs could be made for the model.",
         explanation="""
 For transformers models tpplan makes example inputs from the config. For any other model, pass them: a dict of keyword
-arguments, or a tuple. Fake or meta tensors will do; only shapes and dtypes count.
+arguments, or a tuple. Fake or meta tensors will do; only shapes and dtypes count, unless the model reads whole numbers
+of its inputs.
 """,
         bad="""
 model = tpplan.parallelize(my_model, plan)
