@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tpplan.compat import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
-from tpplan.compiler.ir.steps import BRANCHES, step_of
+from tpplan.compiler.ir.steps import side_of, step_of
 from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -167,7 +167,7 @@ class ConstantWatcher(TorchFunctionMode):
                 "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
             )
         if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, result if func in BRANCHES else None)
+            step = step_of(func, side_of(func, result))
             if step is not None and self._recorder.frames:
                 self._recorder.frames[-1].steps.append(step)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):

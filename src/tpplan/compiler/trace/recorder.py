@@ -453,9 +453,9 @@ class Recorder(RecordingMode):
         known, values = self.known, [self.value_of(operand) for operand in operands]
         assert known is not None
         if func is torch.ops.aten.masked_select.default and values[1] in known:
+            shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
             with self:
-                tensor, mask = torch.broadcast_tensors(*operands)
-                return torch.ops.aten.index.Tensor(tensor, [mask])  # pyright: ignore
+                return torch.ops.aten.index.Tensor(operands[0].expand(shape), [operands[1].expand(shape)])
         held = dict(zip(map(id, operands), values, strict=True))
         if func is torch.ops.aten.equal.default and all(value in known for value in values):
             one, other = map(self.read, operands)
