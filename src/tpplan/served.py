@@ -110,24 +110,26 @@ def _inner_call(model: nn.Module, name: str, arguments: tuple[Any, ...], keyword
     example = with_tensors(arguments, keywords, names, shown)
     inner = skeleton.get_submodule(name)
     inner.forward = _reached  # also met where a wrapper calls `forward` itself, as peft's AdaLoRA does
-    shapes_alone = on_shapes(skeleton, frozenset(), device_of(model), values=True)
-    try:
-        with shapes_alone as recorder:
-            tell_inputs(recorder, (arguments, keywords), example, names)
+    reached: _ReachedError | None = None
+    with on_shapes(skeleton, frozenset(), device_of(model), values=True) as recorder:
+        tell_inputs(recorder, (arguments, keywords), example, names)
+        try:
             skeleton(*example[0], **example[1])
-    except _ReachedError as reached:
+        except _ReachedError as told:
+            reached = told
+        except Exception as error:  # whatever the wrapper raises
+            raise CompileError([_unreached(model, name, f": {type(error).__name__}: {error}")]) from error
+    if reached is None:
+        raise CompileError([_unreached(model, name, "")])
 
-        def passed(path: Path, tensor: Tensor) -> Tensor:
-            if id(tensor) in originals:
-                return originals[id(tensor)][1]
-            numbers = None if tensor.is_floating_point() else recorder.numbers_of(tensor)
-            return tensor.detach().requires_grad_(tensor.requires_grad) if numbers is None else numbers
+    def passed(path: Path, tensor: Tensor) -> Tensor:
+        if id(tensor) in originals:
+            return originals[id(tensor)][1]
+        numbers = None if tensor.is_floating_point() else recorder.numbers_of(tensor)
+        return tensor.detach().requires_grad_(tensor.requires_grad) if numbers is None else numbers
 
-        _refuse_caches(model, name, reached.call)
-        return with_tensors(*reached.call, argument_names(type(inner).forward), passed)
-    except Exception as error:  # whatever the wrapper raises
-        raise CompileError([_unreached(model, name, f": {type(error).__name__}: {error}")]) from error
-    raise CompileError([_unreached(model, name, "")])
+    _refuse_caches(model, name, reached.call)
+    return with_tensors(*reached.call, argument_names(type(inner).forward), passed)
 
 
 def _reached(*arguments: Any, **keywords: Any) -> NoReturn:

@@ -189,7 +189,7 @@ class HooksItself(Body):
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "hooked"):
-            self.up.register_forward_hook(lambda module, args, output: output * 2)
+            self.up.register_forward_hook(normalized)
             self.hooked = True
         return super().forward(x)
 

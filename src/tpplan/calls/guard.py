@@ -70,10 +70,16 @@ from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
 
 _NOTHING = Asked()
+_MANY = 8
 _TP183 = (
     "TP183 compiled-watched: a model is compiled whose calls are watched, by TPPLAN_DEBUG=1 or since a branch on a "
     "tensor's value needs another program on either side; watched calls run without a compiler\n  help: unset "
     "TPPLAN_DEBUG, or don't compile"
+)
+_TP186 = (
+    "TP186 steering-numbers: eight calls of one kind were proved anew, each since the model's Python reads other "
+    "numbers of its inputs, such as sizes of pictures\n  help: nothing is wrong; batches that are alike in these are "
+    "proved once"
 )
 _NEW = "the ranks' comparison of a call of a new kind"
 _PROMPT = "the ranks' comparison of a prompt for `generate`"
@@ -214,6 +220,8 @@ class CallGuard:
                     raise
                 return self._decide(training, arguments, keywords)
             key = self._steering.note(plain, compiled.facts)
+            if self._steering.count(plain) == _MANY:
+                warnings.warn(_TP186, stacklevel=3)
             self._proofs.cover(key.kind, proof)
             self._paths.note(key.kind, proof, compiled)
             key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now

@@ -36,6 +36,10 @@ class Steering:
         """Whether numbers are read in calls of a kind."""
         return key.kind.traced in self._known
 
+    def count(self, key: CallKey) -> int:
+        """How many calls of a kind were proved, for the numbers that they read."""
+        return sum(map(len, self._known.get(key.kind.traced, {}).values()))
+
     def forget(self) -> None:
         """Know none any more, as the model was changed."""
         self._known.clear()

@@ -391,8 +391,10 @@ class _LocalBoundary:
             return False  # it reads or leaves values past its boundary: run it
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
         told = [self.given.trace.reads.get((f.module, f.call)) for f in instance.frame.walk()]
-        key = (id(region), layouts, self._fingerprints.of(module), repr(told) if any(told) else "")
-        first = self._seen.setdefault(key, (instance.frame.module, instance.frame.call))
+        key = (id(region), layouts, self._fingerprints.of(module))
+        first = self._seen.setdefault(
+            (*key, repr(told) if any(told) else ""), (instance.frame.module, instance.frame.call)
+        )
         if first == (instance.frame.module, instance.frame.call):
             return False
         self._like[instance.frame.module, instance.frame.call] = first

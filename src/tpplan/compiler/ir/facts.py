@@ -59,7 +59,7 @@ class Read:
         if not isinstance(other, Read) or self.counted != other.counted:
             return False
         if isinstance(self.seen, tuple) or isinstance(other.seen, tuple):
-            return self.seen is other.seen or (type(self.seen) is type(other.seen) is tuple and self.seen == other.seen)
+            return isinstance(self.seen, tuple) and isinstance(other.seen, tuple) and self.seen == other.seen
         return other.holds(self.seen)
 
     __hash__ = None  # pyright: ignore

@@ -98,7 +98,7 @@ def _assembled(func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[s
     def sample(item: Any) -> object:
         if isinstance(item, (list, tuple)):
             return [*map(sample, item)]  # pyright: ignore[reportUnknownArgumentType]
-        return torch.zeros(item.shape, dtype=item.dtype).tolist() if isinstance(item, Tensor) else item
+        return torch.zeros(item.shape, dtype=item.dtype).tolist() if isinstance(item, Tensor) else item  # pyright: ignore
 
     def stacked(item: Any) -> Tensor:
         if isinstance(item, (list, tuple)):
@@ -132,6 +132,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
+                self._note_step(func, found)
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
@@ -166,14 +167,17 @@ class ConstantWatcher(TorchFunctionMode):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
             )
-        if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result))
-            if step is not None and self._recorder.frames:
-                self._recorder.frames[-1].steps.append(step)
+        self._note_step(func, result)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
             numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
             self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
+
+    def _note_step(self, func: Callable[..., Any], result: Any) -> None:
+        if self._recorder.listening and func.__name__ != "__get__":
+            step = step_of(func, side_of(func, result), depth=1)
+            if step is not None and self._recorder.frames:
+                self._recorder.frames[-1].steps.append(step)
 
     def _over_classes(self, call: ClassCall, run: Callable[[], Any]) -> Any:
         """Record a function over classes; a run on local shapes has a part of these or none, and the weights of all."""

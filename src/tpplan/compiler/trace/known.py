@@ -24,7 +24,7 @@ from tpplan.compat import OpOverload, Unwatched, is_random, schema_mutates, sche
 from tpplan.compiler.ir.facts import Computed, Facts, Read, Slot, on, replaced, results_of
 from tpplan.compiler.ir.trace import Geometry, Path
 
-_LARGEST = 1 << 24  # bytes of one result
+_LARGEST = 1 << 25  # bytes of one result
 _MOST = 1 << 28  # bytes of all
 _UNSET = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
 

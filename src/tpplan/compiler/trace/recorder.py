@@ -224,12 +224,17 @@ class Recorder(RecordingMode):
             if not operands and is_draw(func, args, keywords):
                 keywords = {**keywords, "device": _META}  # a number that each run draws anew is no constant
             elif operands or not _is_meta_device(keywords.get("device")):
-                result = func(*args, **keywords)  # real constants stay real: the model may read their values
-                if self.changing:
-                    self._follow(func, operands, result)
-                if operands and isinstance(result, Tensor) and result.is_meta:
+                if not operands or not _is_meta_device(keywords.get("device")):
+                    result = func(*args, **keywords)  # real constants stay real: the model may read their values
+                    if self.changing:
+                        self._follow(func, operands, result)
+                    return result
+                if func is torch.ops.aten._to_copy.default:
+                    result = func(*args, **keywords)
                     self.new_value(result, False, numbers=operands[0].to(result.dtype))
-                return result
+                    return result
+                args, keywords = self._constants_to_meta(args, keywords)
+                operands = _tensors((*args, *keywords.values()))
         elif not all(on_meta):
             args, keywords = self._constants_to_meta(args, keywords)
             operands = _tensors((*args, *keywords.values()))

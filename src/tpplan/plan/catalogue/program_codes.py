@@ -722,6 +722,24 @@ model.inner.compile(fullgraph=True)  # the module whose forward computes the los
 """,
     ),
     Entry(
+        code="TP186",
+        name="steering-numbers",
+        severity=Severity.WARNING,
+        summary="Many calls were proved anew, since the model's Python reads other numbers of their inputs.",
+        explanation="""
+A model may read sizes of pictures, or how many tokens they take, with `.tolist()` or `.item()`. Calls in which it reads
+the same run by the same proof; others are proved when they come, which takes some seconds each. Results are right.
+Batches whose pictures have the same sizes, and stand in the same places, are proved once.
+""",
+        bad="""
+for batch in batches:                               # pictures of any size, anywhere in a text
+    model(**batch)
+""",
+        good="""
+processor(images=images, text=text, max_pixels=512 * 512, min_pixels=512 * 512, padding="max_length")
+""",
+    ),
+    Entry(
         code="TP190",
         name="loop-unaware",
         severity=Severity.ERROR,
