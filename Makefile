@@ -84,7 +84,7 @@ style: $(VENV)/.extra-dev
 	$(BIN)/ruff check $(SOURCES); found=$$?; $(BIN)/ruff format --check $(SOURCES) && exit $$found
 
 types: $(VENV)/.extra-dev
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --threads $(WORKERS) --pythonpath $(BIN)/python
 
 format: $(VENV)/.extra-dev
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.randomness import RandomnessError
     from tpplan.runtime.recent import RecomputeError
-    from tpplan.runtime.reshard import SecondDerivativeError, UnevenShardError
+    from tpplan.runtime.reshard import SecondDerivativeError, TailError, UnevenShardError
     from tpplan.runtime.standalone import AloneError
     from tpplan.training.sharding import TrainingError
 
@@ -91,6 +91,7 @@ __all__ = [
     "ReplayError",
     "SecondDerivativeError",
     "StateError",
+    "TailError",
     "TooLargeError",
     "TpplanError",
     "TrainingError",
@@ -154,6 +155,7 @@ _ELSEWHERE = {
     "TooLargeError": "tpplan.parity.errors",
     "TrainingError": "tpplan.training.sharding",
     "SecondDerivativeError": "tpplan.runtime.reshard",
+    "TailError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
     "UnplacedError": "tpplan.compiler.search",
     "UnprovedCallError": "tpplan.calls.errors",

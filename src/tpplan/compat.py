@@ -166,6 +166,14 @@ def interleaving(placement: Placement) -> tuple[int, int] | None:
     return (int(placement.dim), 1) if isinstance(placement, Shard) else None  # pyright: ignore[reportUnknownArgumentType]
 
 
+def group_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Callable[[list[Tensor], Any], dist.Work | None]:
+    """The all-reduce of a group's backend for `device`: what the group's own ends in, without the dispatcher."""
+    try:
+        return cast("Any", group)._get_backend(device).allreduce
+    except (AttributeError, RuntimeError):  # a group that is written in Python
+        return group.allreduce
+
+
 def group_all_gather(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work | None]:
     """The group's own all-gather, which is waited for: of an output and an input."""
     gather = getattr(group, "all_gather_single" if _renamed else "_allgather_base")
@@ -360,7 +368,8 @@ def fake_mesh(size: int, rank: int = 0, axis: str = "tp") -> DeviceMesh:
 
     DTensor remembers what it works out for a mesh by the mesh's content, to which the axis's name belongs.
     """
-    return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=rank)
+    with without_dispatch_modes(), without_function_modes():  # such as a caller's default device
+        return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(axis,), _init_backend=False, _rank=rank)
 
 
 def _to_spec(mesh: DeviceMesh, operand: Any) -> Any:
@@ -787,7 +796,7 @@ def copy_without_gradients() -> None:
 
 def inside_transform() -> bool:
     """Whether a transform of torch.func is under way, such as `vmap`."""
-    return cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None
+    return cast("Any", torch._C)._are_functorch_transforms_active()
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.adapters.models import ALL, adapted, bert, gpt2, llama, lora, phi3
-from tests.marking import slow_but
+from tests.marking import in_thirds, sweep_but
 from tests.plans.parity import PLANS
 from tpplan.plan import CompileError
 from tpplan.suggest.share import block_share
@@ -33,9 +33,10 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
 }
 _RUNS = [(name, sequence, tp) for name in CASES for sequence in ("", "-sequence") for tp in (2, 4)]
 _QUICK = [("key-value heads", "-sequence", 4), ("gpt2", "-sequence", 2)]
+_SLOW = [(name, "", 2) for name in CASES] + [(name, "-sequence", 4) for name in CASES]
 
 
-@pytest.mark.parametrize(("name", "sequence", "tp"), slow_but(_QUICK, _RUNS))
+@pytest.mark.parametrize(("name", "sequence", "tp"), in_thirds(_QUICK, _SLOW, _RUNS))
 def test_a_shipped_plan_holds_for_the_model_with_adapters(name: str, sequence: str, tp: int) -> None:
     plan, make, options = CASES[name]
     report = tpplan.verify(adapted(make, **options), PLANS / f"{plan}{sequence}.yaml", tp)
@@ -85,7 +86,7 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
+@pytest.mark.parametrize("plan", sweep_but(["llama-sequence"], ["llama", "llama-sequence"]))
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_adapters_are_right(kind: str, plan: str) -> None:
     report = tpplan.verify(OTHERS[kind](), PLANS / f"{plan}.yaml", 2)

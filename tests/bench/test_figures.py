@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tpplan.bench import compile_time, loop, overhead, training_ranks
+from tpplan.bench import compile_time, decode, forms, loop, overhead, training_ranks
 from tpplan.bench.child import measure
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.page import render_page, write_page
@@ -48,19 +49,31 @@ def test_ratios_are_taken_within_a_round_against_the_first_subject() -> None:
 
 
 def test_overhead_has_a_row_for_each_form_and_way(overhead_result: dict[str, Any]) -> None:
-    forms = (overhead.UNSHARDED, overhead.TPPLAN, overhead.SEQUENCE, overhead.WATCHED, overhead.TORCH)
+    names = (forms.UNSHARDED, forms.TPPLAN, forms.SEQUENCE, forms.TORCH, overhead.WATCHED)
     forward, backward = overhead.FORWARD, overhead.BACKWARD
-    expected = [*((forward, form) for form in (*forms, overhead.GUARD)), *((backward, form) for form in forms)]
+    expected = [*((forward, form) for form in (*names, overhead.GUARD)), *((backward, form) for form in names)]
     assert [(row["way"], row["form"]) for row in overhead_result["rows"]] == expected
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in overhead_result["rows"])
 
 
+@pytest.mark.slow
+def test_overhead_is_measured_beside_transformers_own_and_of_generation() -> None:
+    pytest.importorskip("accelerate")
+    result = _result("overhead", overhead.measure(rounds=1, calls=1))
+    names = (forms.UNSHARDED, forms.TPPLAN, forms.SEQUENCE, forms.TORCH, forms.HUB)
+    rows = {(row["way"], row["form"]) for row in result["rows"]}
+    ways = (overhead.FORWARD, overhead.BACKWARD, decode.PROMPT, decode.TOKEN)
+    assert rows >= {(way, form) for way in ways for form in names}
+    assert any("less than transformers' own" in line for line in verdicts(result))
+    assert "WORLD_SIZE" not in os.environ
+
+
 def test_the_loop_has_a_row_for_each_way_and_is_shown_and_judged(loop_result: dict[str, Any]) -> None:
-    forms = {overhead.UNSHARDED, overhead.TPPLAN, overhead.SEQUENCE}
+    names = {forms.UNSHARDED, forms.TPPLAN, forms.SEQUENCE}
     rows = {(row["way"], row["form"]): row for row in loop_result["rows"]}
     for way in (loop.FRESH, loop.ADDED, loop.CLIPPING, "AdamW step", "AdamW step, foreach", "AdamW step, fused"):
         own = set() if way in (loop.FRESH, loop.ADDED) else {loop.OWN}
-        assert {form for held, form in rows if held == way} == forms | own
+        assert {form for held, form in rows if held == way} == names | own
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows.values())
     console = Console(width=160, record=True)
     show(loop_result, console)
@@ -122,8 +135,8 @@ def test_a_failure_in_a_measurement_says_which_and_why() -> None:
         run_in_process("compile", {"unheard_of": 1})
 
 
-@pytest.mark.slow
-def test_a_benchmark_runs_in_processes_of_its_own() -> None:
+@pytest.mark.sweep
+def test_each_plan_compiles_in_processes_of_its_own() -> None:
     result = run("compile", quick=True)
     assert [row["plan"] for row in result["rows"]] == ["llama", "llama-sequence"]
     assert result["environment"]["versions"]["torch"]
@@ -135,12 +148,23 @@ def test_training_steps_are_held_against_a_floor_written_by_hand() -> None:
     by = {(row["model"], row["way"], row["form"]): row for row in result["rows"]}
     for model in ("plain",):
         for way in (training_ranks.FORWARD, training_ranks.BACKWARD, training_ranks.STEP):
-            floor, ours, theirs = (
-                by[model, way, form] for form in (training_ranks.FLOOR, overhead.TPPLAN, overhead.TORCH)
-            )
+            floor, ours, theirs = (by[model, way, form] for form in (training_ranks.FLOOR, forms.TPPLAN, forms.TORCH))
             assert (ours["collectives"], ours["mib"]) == (floor["collectives"], floor["mib"])
             assert theirs["collectives"] > ours["collectives"] and theirs["mib"] > ours["mib"]
+    assert result["environment"]["versions"]["torch"]
     assert len(verdicts(result)) == 3 and all(tables_of(result))
+
+
+@pytest.mark.slow
+def test_serving_is_measured_for_every_form() -> None:
+    result = run("serving", quick=True)
+    speed = {(row["way"], row["form"]): row for row in result["rows"]}
+    for way in (decode.PROMPT, decode.TOKEN):
+        whole, ours, theirs = (speed[way, form] for form in (forms.UNSHARDED, forms.TPPLAN, forms.TORCH))
+        assert whole["ratio"] == 1 and not whole["collectives"]
+        assert ours["collectives"] == 2 * 4 + 2 < theirs["collectives"]
+        assert ours["tokens_per_second"] > 0 and (way, forms.SEQUENCE) in speed
+    assert len(verdicts(result)) == 2 and all(tables_of(result))
 
 
 @pytest.mark.slow

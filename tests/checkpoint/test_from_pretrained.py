@@ -20,7 +20,7 @@ from torch import Tensor
 
 import tpplan
 from tests.checkpoint.memory import MIB, peak
-from tests.marking import slow_but
+from tests.marking import in_thirds, slow_but
 from tests.plans.parity import tolerance
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import load as loading
@@ -117,20 +117,23 @@ QUICK: list[Any] = [
     ("gpt2", "auto", {}),
     ("mixtral", "mixtral", {}),
 ]
+SLOW: list[Any] = [
+    ("llama", "auto", {"sequence_parallel": True}),
+    ("llama bfloat16", "auto", {"dtype": torch.float32}),
+    ("bert", "auto", {}),
+]
 WAYS: list[Any] = [
     *QUICK,
+    *SLOW,
     ("llama", "auto", {}),
-    ("llama", "auto", {"sequence_parallel": True}),
     ("llama", "llama", {}),
-    ("llama bfloat16", "auto", {"dtype": torch.float32}),
     ("llama", "llama", {"dtype": "bfloat16"}),
-    ("bert", "auto", {}),
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "plan", "options"),
-    slow_but(QUICK, WAYS),
+    in_thirds(QUICK, SLOW, WAYS),
     ids=str,
 )
 def test_it_is_the_stock_model(tmp_path: Path, name: str, plan: Any, options: dict[str, Any]) -> None:

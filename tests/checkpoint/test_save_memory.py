@@ -43,7 +43,11 @@ def _saves(member: Member, folder: str, file_bytes: int) -> tuple[int, int, floa
     return sum(p.numel() * p.itemsize for p in model.parameters()), seen[0], seconds
 
 
-@pytest.mark.parametrize("file_bytes", [5 * 1024 * MIB, 256 * MIB], ids=["one file", "files of both ranks"])
+@pytest.mark.parametrize(
+    "file_bytes",
+    [pytest.param(5 * 1024 * MIB, marks=pytest.mark.sweep), 256 * MIB],
+    ids=["one file", "files of both ranks"],
+)
 def test_a_rank_needs_little_more_than_its_shards(file_bytes: int, tmp_path: Path) -> None:
     for rank, (size, most, seconds) in enumerate(world(2).run(_saves, str(tmp_path), file_bytes)):
         print(f"rank {rank}: {most // MIB} MiB over its shards, {size // MIB} MiB in all, {seconds:.1f} s")

@@ -39,7 +39,7 @@ def test_a_distributed_checkpoint_is_read_on_another_mesh(name: str, tmp_path: P
     assert not outcomes(name, (2, 2), ["read"], tmp_path)
 
 
-SLOW = [("packs", (2, 2)), ("groups", (4,)), ("uneven", (4,)), ("shared in packs", (2, 2))]
+SLOW = [("packs", (2, 2)), ("uneven", (4,))]
 ALL = [
     pytest.param(name, shape, marks=pytest.mark.slow if (name, shape) in SLOW else pytest.mark.sweep)
     for name in SUBJECTS

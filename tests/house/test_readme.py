@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.readme import Block, blocks, exchanges, matches
+from tests.runtime.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -130,20 +131,25 @@ def test_python_prints_under_torchrun_what_is_shown(workplace, reader_environmen
     shown = blocks(PAGE)
     pairs = [(block, after) for block, after in itertools.pairwise(shown) if block.processes]
     assert pairs
-    for block, after in pairs:
-        (workplace / "train.py").write_text(block.text, encoding="utf-8")
-        count = f"--nproc-per-node={block.processes}"
-        ran = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", count, "train.py"],
-            cwd=workplace,
-            env=reader_environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert all(line in ran.stdout for line in after.text.strip().splitlines()), ran.stdout
+    for number, (block, after) in enumerate(pairs):
+        script = workplace / "train.py"
+        script.write_text(block.text, encoding="utf-8")
+        if number:
+            printed = torchrun(script, block.processes, folder=workplace).stdout
+        else:  # one of them as it is written there
+            command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={block.processes}", "train.py"]
+            ran = subprocess.run(
+                [sys.executable, "-m", *command],
+                cwd=workplace,
+                env=reader_environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+            )
+            assert ran.returncode == 0, ran.stderr
+            printed = ran.stdout
+        assert all(line in printed for line in after.text.strip().splitlines()), printed
 
 
 @needs_readme

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.runtime.torchrun import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "tutorials"
 DIFFERENCE = 1e-4  # of losses of 2 to 6 nats in float32, over some steps of AdamW
-
-
-def _run(script: str, processes: int, folder: Path, *options: str) -> str:
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(FOLDER / script)]
-    ran = subprocess.run(
-        [sys.executable, "-m", *command, *options], cwd=folder, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
 
 
 def _check(said: str, folder: Path, name: str) -> None:
@@ -31,15 +22,15 @@ def _check(said: str, folder: Path, name: str) -> None:
 
 
 def test_finetune_and_then_lora(tmp_path: Path) -> None:
-    _check(_run("finetune.py", 2, tmp_path, "--steps", "16"), tmp_path, "finetune")
-    _check(_run("lora.py", 2, tmp_path, "--steps", "8"), tmp_path, "lora")
+    _check(torchrun(FOLDER / "finetune.py", 2, "--steps", "8", folder=tmp_path).stdout, tmp_path, "finetune")
+    _check(torchrun(FOLDER / "lora.py", 2, "--steps", "4", folder=tmp_path).stdout, tmp_path, "lora")
     assert (tmp_path / "out" / "lora" / "adapter_model.safetensors").is_file()
 
 
 def test_fsdp_around_tensor_parallelism(tmp_path: Path) -> None:
-    _check(_run("fsdp.py", 4, tmp_path, "--steps", "8"), tmp_path, "fsdp")
+    _check(torchrun(FOLDER / "fsdp.py", 4, "--steps", "4", folder=tmp_path).stdout, tmp_path, "fsdp")
     assert (tmp_path / "out" / "fsdp" / "model.safetensors").is_file()
 
 
 def test_serving_answers_as_the_unsharded_model_does(tmp_path: Path) -> None:
-    assert "5 of 5 answers are those of the unsharded model" in _run("serve.py", 2, tmp_path)
+    assert "5 of 5 answers are those of the unsharded model" in torchrun(FOLDER / "serve.py", 2, folder=tmp_path).stdout

@@ -113,8 +113,7 @@ def test_plans_are_found_from_a_wheel(installed, tmp_path):
 def test_command_runs_from_a_wheel(installed, tmp_path):
     command = installed / "bin" / "tpplan"
     assert "usage: tpplan" in output_of(command, "--help", cwd=tmp_path)
-    for path in sorted(PLANS.rglob("*.yaml")):
-        output_of(command, "validate", path, cwd=tmp_path)
+    output_of(command, "validate", *sorted(PLANS.rglob("*.yaml")), cwd=tmp_path)
 
 
 @needs_installation

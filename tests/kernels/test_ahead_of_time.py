@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from tpplan.kernels.launch import MAX_BACKWARD_COLUMNS, MAX_FORWARD_COLUMNS, Til
 pytest.importorskip("triton")
 
 from tests.kernels.ahead_of_time import CUOBJDUMP, Binary, compile_for_hopper
+from tests.marking import sweep_but
 from tpplan.kernels.backend import INTERPRETED
 
 pytestmark = [
@@ -107,11 +109,16 @@ def test_norms_spill_nothing_and_load_16_bytes_at_a_time(hidden: int, kind: str)
     assert_good(norm_backward(hidden, kind))
 
 
+WIDTHS = (64, 768, 2048, 5120, 7168, 12_288, 16_384, 65_536)
+FORMS = [*itertools.product(POINTERS, [True, False], [True, False])]
+IN_TURNS = [(hidden, *FORMS[(turn + more) % len(FORMS)]) for turn, hidden in enumerate(WIDTHS) for more in (0, 3)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("kind", POINTERS)
-@pytest.mark.parametrize("hidden", [64, 768, 2048, 5120, 7168, 12_288, 16_384, 65_536])
+@pytest.mark.parametrize(
+    ("hidden", "kind", "residual", "centred"),
+    sweep_but(IN_TURNS, [(hidden, *form) for hidden in WIDTHS for form in FORMS]),
+)
 def test_every_form_of_norm_spills_nothing(hidden: int, kind: str, residual: bool, centred: bool) -> None:
     assert_good(norm_forward(hidden, kind, centred, residual))
     assert_good(norm_backward(hidden, kind, centred, residual))

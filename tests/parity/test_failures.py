@@ -33,7 +33,6 @@ def test_a_rank_that_raises_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.spawned
 @pytest.mark.processes
 def test_a_process_that_raises_is_named():
     model, program, example = subject("torch_transformer", 2)

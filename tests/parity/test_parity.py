@@ -111,6 +111,7 @@ def test_the_package_is_the_function_too():
     assert tpplan.verify(model, PLANS / "torch_transformer.yaml", tp=2, inputs=keywords).ok
 
 
+@pytest.mark.slow
 @pytest.mark.spawned
 @pytest.mark.processes
 def test_processes_compute_the_same():

@@ -78,12 +78,21 @@ def test_a_none_rule_that_matches_nothing_is_only_a_warning() -> None:
         ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj"),
         ("lmhead", "lm_head"),
         ("model.layers.*.mlp.{gat,upp}_proj", "model.layers.*.mlp.gate_proj"),
+        ("model.layers.*.self_attn.{q,k,v}_prj", "model.layers.*.self_attn.{q,k,v}_proj"),
+        ("model.layer.0.self_atn.{q,k,v}_proj", "model.layers.0.self_attn.{q,k,v}_proj"),
     ],
 )
 def test_a_pattern_that_matches_nothing_gets_the_nearest_one(pattern: str, suggestion: str) -> None:
     (finding,) = plan_of(**{pattern: "colwise"}).match(llama_modules()).diagnostics
     assert finding.code == "TP012"
     assert finding.help == f"did you mean `{suggestion}`?"
+
+
+def test_layers_that_another_model_has_as_one_are_found_under_their_joined_name() -> None:
+    modules = [f"layers.{i}.{name}" for i in range(2) for name in ("q_norm", "o_proj", "qkv_proj", "gate_up_proj")]
+    for pattern, suggestion in (("{q,k,v}_proj", "qkv_proj"), ("{gate,up}_proj", "gate_up_proj")):
+        (finding,) = plan_of(**{f"layers.*.{pattern}": "colwise"}).match(modules).diagnostics
+        assert finding.help == f"did you mean `layers.*.{suggestion}`?"
 
 
 def test_a_kernel_pattern_that_matches_nothing_is_reported_once() -> None:

@@ -1,7 +1,7 @@
 """The plans for further families of models, on the tiny configurations of the zoo: outputs and every gradient.
 
-Each is tried by itself on two ranks, and in its sequence-parallel form on four; the zoo has suggestions that say the
-same in the other two settings.
+Each is tried by itself on two ranks, and in its sequence-parallel form on four; half of both in turns, the other half
+in the sweep. The zoo has suggestions that say the same in the other two settings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tpplan
+from tests.marking import sweep_but
 from tests.plans.parity import PLANS
 from tests.zoo.architectures import build
 from tpplan.compiler.ir.layout import REPLICATED
@@ -23,14 +24,12 @@ FAMILIES = (
 ARCHITECTURES = {"falcon": "falcon_new", "falcon-multi-query": "falcon_old"}  # where they have other names than plans
 WITHOUT_SEQUENCE = ("vit",)  # an image's patches and the class token are an odd number
 
-CASES = [
-    *((name, 2) for name in FAMILIES),
-    *((f"{name}-sequence" if name not in WITHOUT_SEQUENCE else name, 4) for name in FAMILIES),
-]
+ALONE = [(name, 2) for name in FAMILIES]
+OF_SEQUENCES = [(f"{name}-sequence" if name not in WITHOUT_SEQUENCE else name, 4) for name in FAMILIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "size"), CASES)
+@pytest.mark.parametrize(("plan", "size"), sweep_but(ALONE[::2] + OF_SEQUENCES[1::2], ALONE + OF_SEQUENCES))
 def test_a_plan_computes_what_the_stock_model_computes(plan: str, size: int) -> None:
     family = plan.removesuffix("-sequence")
     model, inputs = build(ARCHITECTURES.get(family, family))

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tests.marking import slow_but
+from tests.marking import in_thirds
 from tests.models.tiny import ARCHITECTURES, tiny_model
 from tests.plans.parity import PLANS, assert_same_run, run, tolerance, whole
 from tests.plans.test_families import FAMILIES, WITHOUT_SEQUENCE
@@ -30,8 +30,14 @@ def test_every_shipped_plan_is_tested() -> None:
     assert all((PLANS / f"{name}-sequence.yaml").exists() for name in both)
 
 
-@pytest.mark.parametrize("style", ["tp", "sequence"])
-@pytest.mark.parametrize("name", slow_but(QUICK, ARCHITECTURES))
+BOTH = [(name, style) for name in ARCHITECTURES for style in ("tp", "sequence")]
+# The others' sequences are split by four ranks, and by two in the sweep.
+ON_TWO = in_thirds(
+    [(name, style) for name, style in BOTH if name in QUICK], [case for case in BOTH if case[1] == "tp"], BOTH
+)
+
+
+@pytest.mark.parametrize(("name", "style"), ON_TWO)
 def test_a_plan_computes_what_the_stock_model_computes(name: str, style: str) -> None:
     _assert_parity(2, name, style)
 
@@ -43,8 +49,7 @@ ALL_ON_FOUR = [
         style,
         marks=[] if name in ON_FOUR_RANKS else pytest.mark.slow if style == "sequence" else pytest.mark.sweep,
     )
-    for name in ARCHITECTURES
-    for style in ("tp", "sequence")
+    for name, style in BOTH
 ]
 
 

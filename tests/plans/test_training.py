@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tpplan
-from tests.marking import slow_but
+from tests.marking import in_thirds, slow_but
 from tests.models.tiny import ARCHITECTURES, example_keywords, first_output, tiny_model
 from tests.plans.parity import (
     PLANS,
@@ -168,9 +169,14 @@ def _optimizer_step(member: Member, plan: str) -> None:
             assert_close(name, whole(sharded.get_parameter(name).detach()), parameter.detach(), 100 * EXACT)
 
 
-@pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
-@pytest.mark.parametrize("reentrant", slow_but([False], [False, True]))
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "reentrant", "plan"),
+    in_thirds(
+        [("before", False, "llama"), ("after", False, "llama-sequence")],
+        [("before", True, "llama-sequence"), ("after", True, "llama")],
+        itertools.product(["before", "after"], [False, True], ["llama", "llama-sequence"]),
+    ),
+)
 def test_activation_checkpointing_changes_nothing(plan: str, reentrant: bool, when: str) -> None:
     world(2).run(_checkpointed, plan, reentrant, when)
 

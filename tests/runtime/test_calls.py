@@ -199,12 +199,11 @@ def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pyte
         assert "different reshards, and `up.weight` would need layout R" in text and "help: pass `inputs=`" in text
 
 
-LLAMA: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": 2}
+LLAMA: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize(
-    "plan", ["plans/llama.yaml", pytest.param("plans/llama-sequence.yaml", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["plans/llama.yaml", "plans/llama-sequence.yaml"])
 def test_a_call_without_the_mask_of_the_example_or_with_embeddings(plan: str) -> None:
     """With as few key heads as that, attention repeats them otherwise where it has a mask."""
     stock = tiny_model("llama", **LLAMA)[0]

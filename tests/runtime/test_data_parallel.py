@@ -25,13 +25,11 @@ from tpplan.compat import fake_process_group
 QUICK = ["ddp accumulated", "replicate", "replicate by fsdp"]
 HSDP = ["hsdp"]
 SLOW = [
-    "kept",
     "of everything",
     "checkpointed",
     "accumulated",
     "two forwards",
     "half, packs",
-    "ddp packs",
     "ddp shared",
 ]
 SWEPT = [name for name in CASES if name not in (*SLOW, *HSDP)]

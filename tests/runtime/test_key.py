@@ -106,8 +106,14 @@ class Layer:
 
 
 def test_each_length_that_a_cache_notes_is_one_of_its_sizes() -> None:
-    one, other, third = (READ(True, (X, Layers(*lengths)), {}) for lengths in ((5, 5, 7), (5, 7, 7), (5, 5, 7)))
+    one, other, third = (READ(True, (X, Layers(*lengths)), {}) for lengths in ((8, 8, 9), (8, 9, 9), (8, 8, 9)))
     assert one.kind == other.kind and one.sizes != other.sizes and one == third
+
+
+def test_a_number_beside_a_tensor_that_may_name_a_dim_is_no_length() -> None:
+    kinds = [READ(True, (X, Layers(number)), {}).kind for number in (-2, -1, 0, 1, 2, 3, 4, 5, 6)]
+    assert len(set(kinds)) == len(kinds)
+    assert READ(True, (X, Layers(7)), {}).kind == kinds[-1]
 
 
 def test_sizes_are_apart() -> None:

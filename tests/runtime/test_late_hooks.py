@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP
 from tests.runtime.simulated import on_ranks, worst
+from tests.runtime.test_caches import tiny, tokens
 from tpplan.calls.guard import CallGuard
 from tpplan.calls.proofs import Proofs
 
@@ -203,3 +205,25 @@ def test_a_hook_that_a_forward_registers_counts_once() -> None:
 
 def to_softmax(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.softmax(-1)
+
+
+@pytest.mark.slow
+def test_a_hook_that_a_forward_registers_is_registered_once() -> None:
+    """transformers registers hooks at the first call that asks for attentions, and notes that in an attribute.
+
+    Both are the forward's doing, so that each proof begins without them.
+    """
+    pytest.importorskip("transformers")
+    stock, example = tiny("llama")
+    stock.config._attn_implementation = "eager"
+    ids = tokens(2, 8)
+    asked: list[dict[str, Any]] = [{}, {"use_cache": False}, {"attention_mask": torch.ones_like(ids)}]
+    calls: list[dict[str, Any]] = [{"input_ids": ids, "output_attentions": True, **more} for more in asked]
+    expected = [copy.deepcopy(stock)(**call).attentions for call in calls]
+
+    def work(own: nn.Module, _: CallGuard) -> list[Any]:
+        return [own.eval()(**call).attentions for call in calls]
+
+    for found in on_ranks(stock, "plans/llama.yaml", 2, ((), example), work):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert len(ours) == len(theirs) and all(map(torch.allclose, ours, theirs))

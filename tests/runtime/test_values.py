@@ -134,6 +134,20 @@ def test_another_number_is_proved_when_it_comes(between: Any) -> None:
     assert max(worst(model(between), MLP, 2, call(24, 30, 7), calls)) < TOLERANCE
 
 
+def test_calls_without_gradients_look_at_numbers_too() -> None:
+    stock = model(along)
+    calls = [call(*held) for held in ((24, 30, 7), (24, 30, 7), (24, 5, 5), (11, 5, 7), (24, 30, 7), (11, 5, 7))]
+    with torch.no_grad():
+        expected = [stock(*arguments) for arguments, _ in calls]
+
+    def work(own: nn.Module, _: CallGuard) -> list[Tensor]:
+        with torch.no_grad():
+            return [own(*arguments) for arguments, _ in calls]
+
+    for found in on_ranks(stock, MLP, 2, call(24, 30, 7), work):
+        assert all(map(torch.allclose, found, expected))
+
+
 WAYS = (by_view, by_places, by_constant, by_list_of_tensors, by_larger, by_expanded, by_selected)
 
 

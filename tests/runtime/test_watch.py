@@ -184,11 +184,11 @@ class Cache:
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
-        self.count = 0
+        self.count = 10
 
 
 class Steered(Stores):
-    """Takes another path when its cache has counted to four."""
+    """Takes another path when its cache has counted four calls."""
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
         h = self.up(x)
@@ -196,7 +196,7 @@ class Steered(Stores):
             cache.kept = torch.zeros_like(h)
         cache.kept.copy_(h.detach())
         cache.count += 1
-        return self.down(torch.softmax(h, -1) if cache.count > 3 else h.relu())
+        return self.down(torch.softmax(h, -1) if cache.count > 13 else h.relu())
 
 
 class Grows(Stores):
@@ -206,6 +206,22 @@ class Grows(Stores):
         h = self.up(x)
         cache.kept = h.detach() if cache.kept is None else torch.cat([cache.kept, h.detach()], 1)
         return self.down(torch.softmax(h, -1) if cache.kept.shape[1] > 3 * x.shape[1] else h.relu())
+
+
+class Along(Stores):
+    """Normalises along the dim that its cache names."""
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        return self.down(torch.softmax(self.up(x) * cache.kept, cache.count))
+
+
+@pytest.mark.parametrize("dim", [0, 2, -1])
+def test_a_dim_that_a_callers_object_names_beside_tensors_is_proved_by_itself(dim: int) -> None:
+    caches = [Cache(), Cache()]
+    for cache, count in zip(caches, (1, dim), strict=True):
+        cache.kept, cache.count = torch.ones(1, dtype=torch.float64), count
+    first, second = (((x(), cache), {}) for cache in caches)
+    assert max(worst(Along(longer).double(), MLP, 2, first, [first, second])) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [Steered, Grows])

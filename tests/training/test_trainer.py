@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tpplan
+from tests.marking import sweep_but
 from tests.plans.parity import PLANS, tolerance
 from tests.runtime.world import Member, world
 from tests.training.runs import Outcome, Run, launched, made, outcome, sharded, sharded_outcomes, trainer
@@ -91,12 +91,19 @@ RUNS = {
 LIMITS = {"bfloat16": 1e-2, "best at the end": 1e-3}
 
 
+SWEPT = ("sgd", "adamw, each device's own tokens", "no clipping", "no length")
+SLOW = [name for name in RUNS if name not in SWEPT]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["tp", "sp"])
-def test_runs_of_all_kinds(sequence: bool, tmp_path: Path) -> None:
-    told = [(run, sequence, str(tmp_path / f"ours {name}")) for name, run in RUNS.items()]
+@pytest.mark.parametrize(
+    ("names", "sequence"), sweep_but([(SLOW, True)], [(SLOW, True), (SWEPT, True), ([*RUNS], False)])
+)
+def test_runs_of_all_kinds(names: list[str], sequence: bool, tmp_path: Path) -> None:
+    told = [(RUNS[name], sequence, str(tmp_path / f"ours {name}")) for name in names]
     every = world(2).run(sharded_outcomes, told)[0]
-    for (name, run), ours in zip(RUNS.items(), every, strict=True):
+    for name, ours in zip(names, every, strict=True):
+        run = RUNS[name]
         stock = outcome(made(run.model), run, tmp_path / f"stock {name}")
         assert_alike(ours, stock, LIMITS.get(name, EXACT))
 
@@ -208,6 +215,7 @@ def test_ranks_of_the_axis_are_neighbours(tmp_path: Path) -> None:
 
 
 # -- under torchrun ----------------------------------------------------------------------------------------------------
+WORKERS = {"dataloader_num_workers": 2, **SAVING}
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -216,33 +224,30 @@ import torch
 
 import tpplan
 from tests.training.runs import Run, made, outcome
+from tests.training.test_trainer import WORKERS
 from tests.plans.parity import PLANS
 
-folder, sharded = Path(sys.argv[1]), len(sys.argv) > 2
-model = made("llama")
-if sharded:
-    model = tpplan.parallelize(model, PLANS / "llama-sequence.yaml")
-run = Run({"dataloader_num_workers": 2, "save_strategy": "steps", "save_steps": 2}, masks=True)
-found = outcome(model, run, folder)
-if not sharded or torch.distributed.get_rank() == 0:
+folder = Path(sys.argv[1])
+model = tpplan.parallelize(made("llama"), PLANS / "llama-sequence.yaml")
+found = outcome(model, Run({**WORKERS}, masks=True), folder)
+if torch.distributed.get_rank() == 0:
     torch.save((found.losses, found.norms, found.parameters), folder / "found.pt")
 """
 
 
 @pytest.mark.slow
 def test_under_torchrun_with_workers_that_draw_masks(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(Path(tpplan.__file__).parents[1])])
-    start = functools.partial(
-        subprocess.run, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=True, timeout=240
-    )
-    start([sys.executable, str(tmp_path / "script.py"), str(tmp_path / "stock")])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    start([*torchrun, str(tmp_path / "script.py"), str(tmp_path / "ours"), "sharded"])
-    stock, ours = (torch.load(tmp_path / of / "found.pt") for of in ("stock", "ours"))
-    assert ours[0] == pytest.approx(stock[0], rel=EXACT) and ours[1] == pytest.approx(stock[1], rel=EXACT)
-    for name, held in stock[2].items():
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, str(script), str(tmp_path / "ours")], env=environment, check=True, timeout=240)
+    stock = outcome(made("llama"), Run({**WORKERS}, masks=True), tmp_path / "stock")
+    ours = torch.load(tmp_path / "ours" / "found.pt")
+    assert ours[0] == pytest.approx(stock.losses, rel=EXACT) and ours[1] == pytest.approx(stock.norms, rel=EXACT)
+    for name, held in stock.parameters.items():
         assert float((ours[2][name] - held).abs().max()) < EXACT, name
     state = json.loads((tmp_path / "ours" / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4

@@ -34,12 +34,17 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from tpplan.bench import training
 
         return training.measure(**arguments)
-    from tpplan.bench import collectives
+    if name == "serving":
+        from tpplan.bench import serving
+
+        return serving.measure(**arguments)
+    from tpplan.bench import collectives, generation_collectives
     from tpplan.compat import fake_process_group
 
-    size = int(arguments.get("size", 2))
+    size, plans = int(arguments.get("size", 2)), tuple(arguments.get("plans", ()))
+    counted = generation_collectives if arguments.get("of") == "generation" else collectives
     with fake_process_group(size):
-        return collectives.measure(tuple(arguments.get("plans", ())), size)
+        return counted.measure(plans, size)
 
 
 if __name__ == "__main__":

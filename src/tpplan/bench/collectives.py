@@ -29,7 +29,7 @@ _KINDS = {
     "all_to_all": Collective.ALL_TO_ALL,
     "alltoall": Collective.ALL_TO_ALL,
 }
-_FEWER, _MORE = 2, 3
+FEWER, MORE = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +68,34 @@ def measure(plans: tuple[str, ...] = (), size: int = 2) -> dict[str, Any]:
 
 
 def _row(name: str, kind: str, size: int) -> dict[str, Any]:
-    predicted = {layers: _predicted(name, kind, layers, size) for layers in (_FEWER, _MORE)}
-    counted = {layers: _counted(name, kind, layers, size) for layers in (_FEWER, _MORE)}
+    predicted = {layers: _predicted(name, kind, layers, size) for layers in (FEWER, MORE)}
+    counted = {layers: _counted(name, kind, layers, size) for layers in (FEWER, MORE)}
     return {
+        "of": "steps",
         "plan": name,
         "by": "tpplan",
         "agrees": predicted == counted,
         "block": {
-            "predicted": (predicted[_MORE] - predicted[_FEWER]).to_dict(),
-            "counted": (counted[_MORE] - counted[_FEWER]).to_dict(),
+            "predicted": (predicted[MORE] - predicted[FEWER]).to_dict(),
+            "counted": (counted[MORE] - counted[FEWER]).to_dict(),
         },
-        "model": {"layers": _FEWER, "predicted": predicted[_FEWER].to_dict(), "counted": counted[_FEWER].to_dict()},
+        "model": {"layers": FEWER, "predicted": predicted[FEWER].to_dict(), "counted": counted[FEWER].to_dict()},
     }
 
 
 def _torch_row(size: int) -> dict[str, Any]:
     counted: dict[int, Count] = {}
-    for layers in (_FEWER, _MORE):
+    for layers in (FEWER, MORE):
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
         model = parallelize_module(tiny_transformer(SHIPPED["llama"], layers), mesh, torch_plan(layers))
         counted[layers] = count_collectives(model, _call(size))
     return {
+        "of": "steps",
         "plan": "llama",
         "by": TORCH,
         "agrees": None,
-        "block": {"counted": (counted[_MORE] - counted[_FEWER]).to_dict()},
-        "model": {"layers": _FEWER, "counted": counted[_FEWER].to_dict()},
+        "block": {"counted": (counted[MORE] - counted[FEWER]).to_dict()},
+        "model": {"layers": FEWER, "counted": counted[FEWER].to_dict()},
     }
 
 
@@ -119,12 +121,13 @@ def count_collectives(model: nn.Module, call: Mapping[str, Any]) -> Count:
     with warnings.catch_warnings(), CommDebugMode() as counter:
         warnings.simplefilter("ignore", UserWarning)  # the counter's own hooks, which modules without a gradient upset
         result = first_tensor(model(**call))
-        forward = _by_kind(counter)
+        forward = by_kind(counter)
         torch.autograd.backward(result, torch.ones_like(result))
-        return Count(forward, _by_kind(counter))
+        return Count(forward, by_kind(counter))
 
 
-def _by_kind(counter: CommDebugMode) -> Counter[str]:
+def by_kind(counter: CommDebugMode) -> Counter[str]:
+    """What torch counted, by tpplan's names."""
     counted: Counter[str] = Counter()
     operators: dict[Any, int] = counter.get_comm_counts()
     for operator, count in operators.items():

@@ -5,6 +5,7 @@ As in `overhead` the collectives are fake, so that the difference is what the ru
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,15 +49,17 @@ def next_calls(
     ids = prompt["input_ids"]
     batch, length = ids.shape
     cache: Any = DynamicCache(config=model.config)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    common: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    common: dict[str, Any] = {"past_key_values": cache, "cache_params": cache, "use_cache": True, "logits_to_keep": 1}
+    accepted = inspect.signature(type(model).forward).parameters
 
     def call(ids: Tensor, tokens: int, start: int) -> dict[str, Any]:
-        return {
+        keywords: dict[str, Any] = {
             "input_ids": ids,
             "attention_mask": torch.ones(batch, tokens, dtype=torch.long),
             "position_ids": torch.arange(start, tokens).expand(batch, -1),
             **common,
         }
+        return {name: held for name, held in keywords.items() if name in accepted}
 
     return call(ids, length, 0), lambda number: call(ids[:, -1:], length + number, length + number - 1)
 

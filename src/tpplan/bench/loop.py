@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tpplan.api import parallelize
-from tpplan.bench.overhead import MODELS, SEQUENCE, SIZE, TPPLAN, UNSHARDED
+from tpplan.bench.forms import MODELS, SEQUENCE, TPPLAN, UNSHARDED
+from tpplan.bench.overhead import SIZE
 from tpplan.bench.rounds import processor_seconds, time_interleaved
 from tpplan.bench.subjects import ToySizes, first_tensor, toy_call, toy_llama
 from tpplan.compat import fake_process_group

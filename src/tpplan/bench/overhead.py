@@ -14,24 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from tpplan.api import parallelize
 from tpplan.bench.decode import time_generation
+from tpplan.bench.forms import MODELS, TPPLAN, forms_of
 from tpplan.bench.rounds import processor_seconds, time_interleaved
-from tpplan.bench.subjects import ToySizes, first_tensor, torch_plan, toy_call, toy_llama
+from tpplan.bench.subjects import ToySizes, first_tensor, toy_call, toy_llama
 from tpplan.compat import fake_process_group
 from tpplan.runtime.module_runtime import RUNTIME
 
 SIZE = 2
 _GUARDS = 20  # one alone is too short for the clock
-UNSHARDED = "unsharded"
-TPPLAN = "tpplan"
-SEQUENCE = "tpplan, TP+SP"
 WATCHED = "tpplan, every call watched"
 GUARD = "tpplan's guard of a call alone"
-TORCH = "parallelize_module"
-MODELS = {"transformers": "LlamaForCausalLM of transformers", "plain": "Llama on plain torch.nn"}
 FORWARD = "forward without grad"
 BACKWARD = "forward and backward"
 
@@ -71,13 +66,8 @@ def measure(rounds: int = 60, calls: int = 3, kind: str = "transformers") -> dic
 def _forms(kind: str, sizes: ToySizes) -> dict[str, nn.Module]:
     mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
     call = toy_call(sizes)
-    return {
-        UNSHARDED: toy_llama(kind, sizes),
-        TPPLAN: parallelize(toy_llama(kind, sizes), "llama", mesh, call),
-        SEQUENCE: parallelize(toy_llama(kind, sizes), "llama-sequence", mesh, call),
-        WATCHED: _watched(lambda: parallelize(toy_llama(kind, sizes), "llama", mesh, call)),
-        TORCH: parallelize_module(toy_llama(kind, sizes), mesh, torch_plan(sizes.layers)),
-    }
+    watched = _watched(lambda: parallelize(toy_llama(kind, sizes), "llama", mesh, call))
+    return forms_of(kind, sizes, mesh, call) | {WATCHED: watched}
 
 
 def _watched(make: Callable[[], nn.Module]) -> nn.Module:

@@ -14,7 +14,7 @@ _HEAD = """\
 
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
 measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints,
-of the loss and of training steps are of gloo processes.
+of the loss, of training steps and of serving are of gloo processes.
 """
 _ABOUT = {
     "collectives": """\
@@ -32,8 +32,10 @@ A toy Llama (hidden size 64, intermediate size 128, 4 layers, 4 heads, vocabular
 float32) at tp=2, seen from one rank, so small that nearly all time is Python's and torch's cost of an operator.
 Milliseconds are processor time of one thread; ratios to the unsharded model are medians over interleaved rounds. A rank
 has half of the arithmetic, which at these sizes is little. `parallelize_module` has the equivalent plan: colwise and
-rowwise linears, the embedding split by rows, the head's result replicated, local outputs. A prompt and the tokens after
-it are called as `generate` calls them, with a cache and a mask that grow.
+rowwise linears, the embedding split by rows, the head's result replicated, local outputs. transformers' own is
+`from_pretrained(…, tp_plan="auto")`. A prompt and the tokens after it are called as `generate` calls them, with a cache
+and a mask that grow. As no numbers are exchanged, results mean nothing here; the benchmarks below on real processes
+compare them.
 """,
     "loop": """\
 ## The loop around the model
@@ -84,7 +86,30 @@ plan, transformers its own (`tp_plan="auto"`). The loss is torch's, of whole log
 with `foreach`. Collectives and MiB are what a rank hands to them in a step. All forms are first held against the
 unsharded model.
 """,
+    "serving": """\
+## Serving
+
+A prompt, for its last token's logits, and the eight tokens after it, called as `generate` calls a model, on two gloo
+processes, each with one thread: a toy Llama (hidden size 64, intermediate size 128, 4 layers, 4 heads, vocabulary 256,
+prompts of 16 tokens), whose time is that of Python and of exchanging messages, and a wide one (hidden size 1024,
+intermediate size 2816, 4 layers, 16 heads, vocabulary 8192, prompts of 128 tokens; float32).
+The baseline is the unsharded model on one process alone, with one thread. The clock is that of the slower rank;
+milliseconds, collectives and MiB (what a rank hands to them) are of a prompt, or of one token of each sequence; tokens
+a second count those of a batch. Figures are medians over interleaved rounds, and ratios are taken within a round:
+higher is better. A machine that does other work meanwhile slows the toy's processes most, as each waits for the other
+at every collective; processor time suffers least. First all forms are held against the unsharded model, by their logits
+of the prompt and of each token.
+""",
 }
+
+_GENERATION = """\
+Generation: a prompt for its last token's logits, with a cache, and one token after it, for each shipped plan of a
+causal model. Each is predicted by the program that such a call runs by. *Around the blocks* is what a model of two
+blocks takes beyond them: for a token the sum of a table split by rows and the gather of the head's logits. *Least*: a
+token takes at most two all-reduces a block, and nothing else but these; where attention and feed-forward start from the
+same hidden states, one sum is enough. An empty *as predicted*: experts that no token is routed to aren't called, and
+fewer collectives are counted than predicted.
+"""
 
 
 def write_page(folder: Path, results: list[dict[str, Any]]) -> Path:
@@ -104,6 +129,8 @@ def render_page(results: list[dict[str, Any]]) -> str:
     parts = [_HEAD]
     for result in results:
         parts.append(_ABOUT[result["benchmark"]])
+        if any(row.get("of") == "generation" for row in result["rows"]):
+            parts.append(_GENERATION)
         parts += [f"{table.markdown()}\n" for table in tables_of(result)]
         parts.append("".join(f"- {line}\n" for line in verdicts(result)))
         parts.append(f"{_where(result['environment'])}\n")

@@ -40,10 +40,11 @@ def time_interleaved(subjects: Mapping[str, Callable[[], float]], rounds: int, c
         for name, subject in subjects.items():
             seconds[name].append(min(subject() for _ in range(calls)))
     base = seconds[next(iter(subjects))]
-    return {name: _timing(taken, base) for name, taken in seconds.items()}
+    return {name: timing_against(taken, base) for name, taken in seconds.items()}
 
 
-def _timing(taken: list[float], base: list[float]) -> Timing:
+def timing_against(taken: list[float], base: list[float]) -> Timing:
+    """What rounds took, in seconds, against another subject's in the same rounds."""
     ratios = [mine / its for mine, its in zip(taken, base, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return Timing(round(statistics.median(taken) * 1e3, 3), round(middle, 3), round(low, 3), round(high, 3))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training")
+BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving")
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 
@@ -23,7 +23,8 @@ class BenchmarkError(RuntimeError):
 def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
     """The arguments of each measurement of a benchmark; `quick` only shows that it runs."""
     if name == "collectives":
-        return [{"plans": ["llama", "llama-sequence"]}] if quick else [{}]
+        few = {"plans": ["llama", "llama-sequence"]} if quick else {}
+        return [{"of": "steps", **few}, {"of": "generation", **few}]
     if name in ("overhead", "loop"):
         rounds = {"rounds": 2, "calls": 1} if quick else {}
         return [{"kind": kind, **rounds} for kind in ("transformers", "plain")]
@@ -31,6 +32,10 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
         if quick:
             return [{"kind": "plain", "rounds": 2, "tiny": True}]
         return [{"kind": kind} for kind in ("transformers", "plain")]
+    if name == "serving":
+        if quick:
+            return [{"model": "toy", "rounds": 2, "batches": [2]}]
+        return [{"model": model} for model in ("toy", "wide")]
     if name == "checkpoint":
         tiny = {"layers": 1, "hidden": 256, "rounds": 1, "file_bytes": 1 << 23}
         return [{"ranks": 2, **tiny}] if quick else [{"ranks": 2}, {"ranks": 4}]
@@ -59,7 +64,7 @@ def run(name: str, quick: bool = False, progress: Callable[[str], None] = lambda
     whole: dict[str, Any] = {"benchmark": name, "quick": quick, "environment": environment}
     rows: list[dict[str, Any]] = []
     for arguments in measurements(name, quick):
-        progress(f"{name}: {', '.join(f'{key} {value}' for key, value in arguments.items()) or 'all plans'}")
+        progress(f"{name}: {', '.join(f'{key} {value}' for key, value in arguments.items()) or 'all'}")
         measured = run_in_process(name, arguments)
         rows += measured.pop("rows")
         whole |= measured

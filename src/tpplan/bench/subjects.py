@@ -75,7 +75,7 @@ class Architecture:
     Attributes:
         kind: its model type.
         headed: whether the causal language model is meant, or the bare one.
-        settings: fields of a tiny config, beyond the common ones.
+        settings: fields of a tiny config, beyond the common ones; a function is asked with the number of layers.
     """
 
     kind: str
@@ -111,7 +111,8 @@ def tiny_transformer(architecture: Architecture, layers: int, device: str = "cpu
         "max_position_embeddings": 64,
         "use_cache": False,
     }
-    config: Any = AutoConfig.for_model(architecture.kind, **{**common, **architecture.settings, **settings})
+    own = {name: held(layers) if callable(held) else held for name, held in architecture.settings.items()}
+    config: Any = AutoConfig.for_model(architecture.kind, **{**common, **own, **settings})
     maker: Any = AutoModelForCausalLM if architecture.headed else AutoModel
     with torch.device(device):
         return maker.from_config(config).eval()

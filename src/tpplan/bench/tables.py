@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from tpplan.bench.collectives_tables import collectives_tables, collectives_verdicts
 from tpplan.bench.compile_time import TARGET_GIB, TARGET_SECONDS
-from tpplan.bench.decode import TOKEN
+from tpplan.bench.decode import PROMPT, TOKEN
+from tpplan.bench.forms import HUB, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED
 from tpplan.bench.loop import ADDED, FRESH, OWN
-from tpplan.bench.overhead import BACKWARD, FORWARD, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED, WATCHED
+from tpplan.bench.overhead import BACKWARD, FORWARD, WATCHED
+from tpplan.bench.serving_tables import serving_tables, serving_verdicts
+from tpplan.bench.table import Table
 
 FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
 TOKEN_TARGET = 1.1
@@ -23,31 +26,17 @@ READ_TARGET, TIME_TARGET = 1.02, 1.3
 MEMORY_TARGET, SAVE_TARGET = 100, 300  # MiB
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table with a title; the first column is text, the others are figures."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def markdown(self) -> str:
-        """The table in Markdown, with its title as a line above."""
-        rule = ("---", *("--:" for _ in self.columns[1:]))
-        lines = [f"| {' | '.join(cells)} |" for cells in (self.columns, rule, *self.rows)]
-        return "\n".join([f"**{self.title}**", "", *lines])
-
-
 def tables_of(result: dict[str, Any]) -> list[Table]:
     """The tables of a benchmark's result."""
     tables = {
         "overhead": _overhead,
         "loop": _overhead,
         "compile": _compile,
-        "collectives": _collectives,
+        "collectives": collectives_tables,
         "checkpoint": _checkpoint,
         "loss": _loss,
         "training": _training,
+        "serving": serving_tables,
     }
     return tables[result["benchmark"]](result)
 
@@ -92,8 +81,9 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             for row in rows
             if row["form"] == TPPLAN
         ]
-    checked = [row["agrees"] for row in rows if row["agrees"] is not None]
-    return [f"predicted and counted agree for {sum(checked)} of {len(checked)} plans"]
+    if kind == "serving":
+        return serving_verdicts(rows)
+    return collectives_verdicts(rows)
 
 
 def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -120,6 +110,12 @@ def _overhead_verdicts(model: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{model}, {form}, {TOKEN}: {ours:.2f} × the unsharded model (at most {TOKEN_TARGET}: "
             f"{_met(ours <= TOKEN_TARGET)})"
+        )
+    for way in (PROMPT, TOKEN) if (TOKEN, HUB) in ratio else ():
+        ours, torch, hub = (ratio[way, form] for form in (TPPLAN, TORCH, HUB))
+        lines.append(
+            f"{model}, {way}: {torch / ours:.1f} × less than parallelize_module, {hub / ours:.1f} × less than "
+            "transformers' own"
         )
     return lines
 
@@ -195,17 +191,6 @@ def _compile(result: dict[str, Any]) -> list[Table]:
     return [Table("compile_plan, tp=8", columns, rows)]
 
 
-def _collectives(result: dict[str, Any]) -> list[Table]:
-    rows: list[tuple[str, ...]] = []
-    for row in result["rows"]:
-        block, model = row["block"]["counted"], row["model"]["counted"]
-        agrees = {True: "yes", False: "NO", None: ""}[row["agrees"]]
-        name = row["plan"] if row["by"] == "tpplan" else f"{row['plan']}, {row['by']}"
-        rows.append((name, _counts(block), _counts(model), agrees))
-    columns = ("plan", "a block: forward / with backward", "a model of two blocks", "as predicted")
-    return [Table(f"Collectives counted, tp={result['tp']}", columns, tuple(rows))]
-
-
 def _checkpoint(result: dict[str, Any]) -> list[Table]:
     columns = (
         "", "GiB", "share MiB", "read / share", "load s", "plain read s", "ratio", "quartiles", "cold load s",
@@ -269,12 +254,6 @@ def _training(result: dict[str, Any]) -> list[Table]:
         )
         tables.append(Table(f"{MODELS[model]}, {result['ranks']} processes", columns, rows))
     return tables
-
-
-def _counts(count: dict[str, dict[str, int]]) -> str:
-    """`all-reduce 2 / 4`: in a forward, and in a forward with its backward."""
-    forward, step = count["forward"], count["step"]
-    return ", ".join(f"{kind} {forward.get(kind, 0)} / {step[kind]}" for kind in step) or "none"
 
 
 def _unique(rows: Sequence[dict[str, Any]], key: str) -> list[str]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing.spawn import spawn  # pyright: ignore[reportUnknownVariableType]
-
+from tpplan.bench.ranks import run_on_ranks
+from tpplan.bench.rounds import timing_against
 from tpplan.bench.subjects import ToySizes
 from tpplan.bench.training_ranks import FLOOR, rank_main
 
@@ -33,9 +29,7 @@ def measure(kind: str = "transformers", ranks: int = 2, rounds: int = 12, tiny: 
         round.
     """
     sizes = TINY if tiny else SIZES
-    with tempfile.TemporaryDirectory(prefix="tpplan-bench-") as folder:
-        spawn(rank_main, (ranks, folder, kind, asdict(sizes), rounds), ranks)  # pyright: ignore[reportUnknownArgumentType]
-        told = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+    told = run_on_ranks(rank_main, ranks, kind, asdict(sizes), rounds)
     rows: list[dict[str, Any]] = []
     for way, forms in told[0]["seconds"].items():
         clock, processor = (
@@ -57,14 +51,8 @@ def measure(kind: str = "transformers", ranks: int = 2, rounds: int = 12, tiny: 
 
 
 def _timing(taken: list[float], floor: list[float]) -> dict[str, float]:
-    ratios = [ours / least for ours, least in zip(taken, floor, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {
-        "milliseconds": round(statistics.median(taken) * 1e3, 2),
-        "ratio": round(middle, 3),
-        "low": round(low, 3),
-        "high": round(high, 3),
-    }
+    timing = asdict(timing_against(taken, floor))
+    return timing | {"milliseconds": round(timing["milliseconds"], 2)}
 
 
 __all__ = ["measure"]

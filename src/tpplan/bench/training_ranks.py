@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import importlib.util
-import json
-import os
-import shutil
-import tempfile
-import time
-import warnings
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
-from tpplan.api import parallelize
+from tpplan.bench.forms import UNSHARDED, forms_of
 from tpplan.bench.megatron import split_by_hand
-from tpplan.bench.subjects import ToySizes, first_tensor, torch_plan, toy_llama
-from tpplan.compat import TorchDispatchMode
+from tpplan.bench.ranks import Seconds, joined, sent, tell, timed
+from tpplan.bench.subjects import ToySizes, first_tensor, toy_llama
 
-UNSHARDED, TPPLAN, SEQUENCE = "unsharded", "tpplan", "tpplan, TP+SP"
-TORCH, HUB, FLOOR = "parallelize_module", "transformers' own", "by hand"
+FLOOR = "by hand"
 FORWARD, BACKWARD, STEP = "forward without grad", "forward and backward", "with AdamW"
 _WARM = 3
 
@@ -38,45 +25,31 @@ Way = Callable[[], object]
 
 def rank_main(rank: int, size: int, folder: str, kind: str, sizes: dict[str, int], rounds: int) -> None:
     """Measure, and write what was measured."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    told = _measured(kind, ToySizes(**sizes), mesh, rounds)
-    Path(folder, f"{rank}.json").write_text(json.dumps(told))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, size, folder) as mesh:
+        tell(rank, folder, _measured(kind, ToySizes(**sizes), mesh, rounds))
 
 
 def _measured(kind: str, sizes: ToySizes, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
     forms = {name: _ways(model, sizes) for name, model in _forms(kind, sizes, mesh).items()}
-    seconds: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    sent: dict[str, dict[str, dict[str, float]]] = {}
+    seconds: dict[str, dict[str, list[Seconds]]] = {}
+    traffic: dict[str, dict[str, dict[str, float]]] = {}
     for way in (FORWARD, BACKWARD, STEP):
         runs = {name: ways[way] for name, ways in forms.items()}
         for run in runs.values():
             for _ in range(_WARM):
                 run()
-        sent[way] = {name: _sent(run) for name, run in runs.items()}
+        traffic[way] = {name: sent(run) for name, run in runs.items()}
         seconds[way] = {name: [] for name in runs}
         for _ in range(rounds):
             for name, run in runs.items():
-                seconds[way][name].append(_timed(run))
-    return {"seconds": seconds, "sent": sent}
+                seconds[way][name].append(timed(run))
+    return {"seconds": seconds, "sent": traffic}
 
 
 def _forms(kind: str, sizes: ToySizes, mesh: DeviceMesh) -> dict[str, nn.Module]:
     call = {"input_ids": _ids(sizes)}
-    forms: dict[str, nn.Module] = {
-        UNSHARDED: toy_llama(kind, sizes),
-        FLOOR: split_by_hand(toy_llama(kind, sizes)),
-        TPPLAN: parallelize(toy_llama(kind, sizes), "llama", mesh, call),
-        SEQUENCE: parallelize(toy_llama(kind, sizes), "llama-sequence", mesh, call),
-        TORCH: parallelize_module(toy_llama(kind, sizes), mesh, torch_plan(sizes.layers)),
-    }
-    if kind == "transformers" and importlib.util.find_spec("accelerate") is not None:  # it refuses without
-        forms[HUB] = _of_transformers(toy_llama(kind, sizes))
+    forms = forms_of(kind, sizes, mesh, call)
+    forms = {UNSHARDED: forms[UNSHARDED], FLOOR: split_by_hand(toy_llama(kind, sizes)), **forms}
     expected = _results(forms[UNSHARDED], call)
     for name, model in forms.items():
         torch.testing.assert_close(_results(model, call), expected, msg=lambda text, name=name: f"{name}: {text}")
@@ -91,19 +64,6 @@ def _results(model: Any, call: dict[str, Tensor]) -> list[Tensor]:
     gradient = _whole(norm.grad)
     model.zero_grad()
     return [logits.detach(), gradient]
-
-
-def _of_transformers(model: Any) -> nn.Module:
-    """The same model, loaded by transformers with its own plan."""
-    names = [tempfile.mkdtemp(prefix="tpplan-bench-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(names)
-    model.save_pretrained(names[0])
-    dist.barrier()
-    load: Any = model.from_pretrained  # a class method
-    loaded: nn.Module = load(names[0], tp_plan="auto", dtype=torch.float32).eval()
-    dist.barrier()
-    shutil.rmtree(names[0], ignore_errors=True)
-    return loaded
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -136,46 +96,4 @@ def _ways(model: nn.Module, sizes: ToySizes) -> dict[str, Way]:
     return {FORWARD: forward, BACKWARD: backward, STEP: step}
 
 
-def _timed(run: Way) -> tuple[float, float]:
-    """The seconds from when all ranks begin to when this one is done, and those of its processor."""
-    gc.collect()
-    dist.barrier()
-    began, busy = time.perf_counter(), time.process_time()
-    run()
-    return time.perf_counter() - began, time.process_time() - busy
-
-
-class _Traffic(TorchDispatchMode):
-    """Counts collectives, and the bytes of what a rank hands to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted = Counter[str]()
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            self.counted[func.__name__] += 1
-            given = _tensors((args, kwargs))
-            self.bytes += min((held.nbytes for held in given), default=0)
-        return func(*args, **(kwargs or {}))
-
-
-def _tensors(held: Any) -> list[Tensor]:
-    if isinstance(held, dict):
-        return _tensors(list(cast("dict[str, Any]", held).values()))
-    if isinstance(held, (list, tuple)):
-        return [tensor for item in cast("list[Any]", held) for tensor in _tensors(item)]
-    return [held] if isinstance(held, Tensor) else []
-
-
-def _sent(run: Way) -> dict[str, float]:
-    traffic = _Traffic()
-    with traffic:
-        run()
-    return {"collectives": traffic.counted.total(), "mib": round(traffic.bytes / 2**20, 3)}
-
-
-__all__ = ["BACKWARD", "FLOOR", "FORWARD", "HUB", "SEQUENCE", "STEP", "TORCH", "TPPLAN", "UNSHARDED", "rank_main"]
+__all__ = ["BACKWARD", "FLOOR", "FORWARD", "STEP", "rank_main"]

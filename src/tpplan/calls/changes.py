@@ -60,7 +60,7 @@ class Changes:
         self._attributes = {module: contents.attributes(module) for module in self._names}
         for module, name in self._writes.local:  # the next program may well have the stock model's number there
             self._attributes[module][name] = contents.kept(getattr(self._stock[module], name, MISSING))
-        self._hooks = Hooks(model, self._stock)
+        self._hooks = Hooks(model, self._stock, self._writes.hooked)
         self._tables = Tables(self._names)
         self._settings = self._find_settings()
         self._broken: dict[_Place, str] = {}

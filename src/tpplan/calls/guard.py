@@ -41,6 +41,7 @@ from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
+from tpplan.calls.repeat import Repeats
 from tpplan.calls.steering import Steering
 from tpplan.calls.watch import Departure
 from tpplan.compat import (
@@ -121,6 +122,7 @@ class CallGuard:
         self._stock = stock
         self._read = KeyReader(type(stock).forward)
         self._names = self._read.names
+        self._repeats = Repeats(self._read.devices)
         self._example = with_tensors(*without_opaque(arguments, keywords), self._names, kept_example)
         self._described = described(arguments, keywords, self._names)
         self._axis = axis
@@ -178,12 +180,20 @@ class CallGuard:
             UnprovedCallError: the call can't be proved.
             UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
         """
+        self._look()
+        repeats = self._asked == _NOTHING and self._lockstep is None and not torch.is_grad_enabled()
+        if repeats and not has_left():
+            known = self._repeats.find((training, self._modes), arguments, keywords)
+            if known is not None:
+                return known, None
         call, decision = self._decide(training, arguments, keywords)
         proof, key = decision.proof, decision.key
         path = self._paths.of(key.kind)
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
+            if repeats and self._asked == _NOTHING and not self._steering.is_known(decision.plain):
+                self._repeats.note((training, self._modes), arguments, keywords, proof.program)
             return proof.program, None
         self._require_alike(call, key.kind)
         passed = Passed(arguments, keywords)
@@ -192,8 +202,8 @@ class CallGuard:
             call = Call(training, *before, call.parts)
         return proof.program, functools.partial(GuardedCall, self, call, decision, passed)
 
-    def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
-        """The call, and the proof that covers it; it is made now if there is none."""
+    def _look(self) -> None:
+        """Follow what was changed since the last call."""
         if inside_transform():
             raise UnprovedCallError(_INSIDE_TRANSFORM)
         if torch.is_grad_enabled():
@@ -202,6 +212,9 @@ class CallGuard:
             if self._changes.look():
                 self._forget()
             self._modes = self._changes.modes
+
+    def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
+        """The call, and the proof that covers it; it is made now if there is none."""
         call = Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         if self._lockstep is not None:
             self._begin_watched(call, self._lockstep)
@@ -267,6 +280,7 @@ class CallGuard:
 
     def _forget(self) -> None:
         self._changed = True
+        self._repeats.forget()
         self._alone = None
         self._proofs.forget()
         self._paths.forget()
@@ -438,6 +452,7 @@ class CallGuard:
     ) -> tuple[Proof, Compiled]:
         """A proof of a call by the plan of `base`, `first` if that covers it, and what was compiled for it."""
         parts = call.parts
+        self._repeats.forget()
         self._refuse_hidden(call)
 
         def whole(path: Path, tensor: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ out: the same hooks on the skeleton, so that calls are proved with them
 
     model.layers[0].register_forward_hook(clamp)      each call computes it, so each proof has to
 
-Those that a forward registers itself are left to the proof's own run. The root's hooks see whole tensors, and torch's
-own (of FSDP, of profilers) compute nothing of the model's: neither are followed.
+The root's hooks see whole tensors, and torch's own (of FSDP, of profilers) compute nothing of the model's: neither are
+followed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from types import MethodType
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import nn
 
 from tpplan.compat import copy_hook, global_hooks, hook_tables
 from tpplan.compiler.trace.skeleton import transplanted
-from tpplan.runtime.writes import WRITES, Writes
 
 _FOREIGN = ("torch.", "tpplan.")
 Registered = tuple[tuple[str, int], ...]
@@ -29,17 +28,22 @@ Registered = tuple[tuple[str, int], ...]
 class Hooks:
     """Follows the hooks of one sharded model."""
 
-    def __init__(self, model: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, twins: Mapping[nn.Module, nn.Module], hooked: Set[tuple[nn.Module, int]]
+    ) -> None:
         """Remember the hooks as they are.
 
         Args:
             model: the sharded model.
             twins: for each of its modules that of the skeleton.
+            hooked: the hooks that forwards register, by module and number: those of proofs do so as well.
         """
+        self._hooked = hooked
         self._twins = twins
         self._root = model
-        self._writes: Writes = vars(model)[WRITES]
-        self._registered = {m: held for m in twins if (held := self._registered_on(m)) and m is not model}
+        self._registered = {
+            module: held for module in twins if (held := self._registered_on(module)) and module is not model
+        }
         self._global = _own(global_hooks())
 
     def look(self, modules: Iterable[nn.Module] = ()) -> bool:
@@ -57,6 +61,16 @@ class Hooks:
         """As `look`, at all modules."""
         return self.look(self._twins)
 
+    def _registered_on(self, module: nn.Module) -> Registered:
+        """The tables and names of a module's hooks that aren't torch's own, nor those of forwards."""
+        return tuple(
+            (name, key)
+            for name, table in hook_tables(module).items()
+            if table
+            for key in table
+            if (module, key) not in self._hooked and _is_own(table[key])
+        )
+
     def _differs(self, module: nn.Module) -> bool:
         known = module in self._twins and module is not self._root
         return known and self._registered_on(module) != self._registered.get(module, ())
@@ -71,12 +85,6 @@ class Hooks:
                 copy_hook(module, twin, name, key, transplanted(tables[name][key], self._twins))
         if now:
             self._registered[module] = now
-
-    def _registered_on(self, module: nn.Module) -> Registered:
-        """The tables and names of a module's hooks that are neither torch's nor the forward's own."""
-        tables = ((name, table) for name, table in hook_tables(module).items() if table)
-        made = self._writes.hooks
-        return tuple((name, key) for name, table in tables for key in table if key not in made and _is_own(table[key]))
 
 
 def _own(hooks: Iterable[Any]) -> list[Any]:

@@ -32,6 +32,7 @@ from tpplan.compiler.trace.capture import argument_names
 
 Part = tuple[object, ...]
 _DEPTH = 7
+_DIMS = 6  # as many as a tensor of a model may have: a smaller number may name a dim, which decides on a layout
 _READ_OTHERWISE = frozenset((float, complex, slice))
 
 
@@ -94,7 +95,7 @@ class KeyReader:
         self.names = argument_names(forward)
         self._left_out = _none_by_default(forward)
         accelerator = torch.accelerator.current_accelerator()
-        self._devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+        self.devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
     def __call__(
         self, training: bool, arguments: Sequence[Any], keywords: Mapping[str, Any], more: Part = ()
@@ -109,7 +110,7 @@ class KeyReader:
         recorded = torch.is_grad_enabled()
         seen = _Seen(recorded)
         read, left_out, names = seen.read, self._left_out, self.names
-        found: list[object] = [training, *more, torch.get_default_dtype(), *map(_autocast, self._devices)]
+        found: list[object] = [training, *more, torch.get_default_dtype(), *map(_autocast, self.devices)]
         for position, held in enumerate(arguments):
             name = names[position] if position < len(names) else f"*{position}"
             if held is not None or name not in left_out:
@@ -118,8 +119,7 @@ class KeyReader:
             if held is not None or name not in left_out:
                 found.append((name, read(held)))
         found.append(seen.aliases())
-        ambient = (recorded, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
-        return CallKey(Kind((*ambient, *seen.devices), tuple(found)), seen.all_sizes())
+        return CallKey(Kind((*_ambient(), *seen.devices), tuple(found)), seen.all_sizes())
 
 
 class _Seen:
@@ -180,13 +180,13 @@ class _Seen:
         return self._read_object(kind, held, depth)
 
     def _read_state(self, state: dict[str, Any], depth: int) -> object:
-        """What counts of an object; the whole numbers beside tensors are lengths, which count as sizes do."""
+        """What counts of an object; whole numbers beside tensors, if not small, are lengths: they count as sizes."""
         found: list[object] = []
         lengths: list[tuple[str, int]] = []
         tensors = len(self.tensors)
         for name, item in state.items():
             kind = cast("type[Any]", type(item))
-            if kind is int:
+            if kind is int and item >= _DIMS:
                 lengths.append((name, item))
             elif kind in PLAIN and kind not in _READ_OTHERWISE:
                 found.append((name, kind, item))
@@ -215,6 +215,19 @@ class _Seen:
         return kind, Identity(held)
 
 
+def _ambient() -> Part:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def ambient_state(devices: Sequence[str]) -> Part:
+    """What of torch's state is in the key of a call, for these types of devices."""
+    return (*_ambient(), torch.get_default_dtype(), *map(_autocast, devices))
+
+
 def _autocast(device: str) -> object:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -235,4 +248,4 @@ def _none_by_default(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters.items() if parameter.default is None)
 
 
-__all__ = ["CallKey", "Identity", "KeyReader", "Kind"]
+__all__ = ["CallKey", "Identity", "KeyReader", "Kind", "ambient_state"]

@@ -36,6 +36,7 @@ from tpplan.compiler.place.conflicts import (
 )
 from tpplan.compiler.place.place import Placer, root_solution
 from tpplan.compiler.place.solution import Failure
+from tpplan.compiler.place.tails import tails
 from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.refine import refine
 from tpplan.compiler.rules.propagate import Propagator
@@ -117,7 +118,8 @@ class _Solver:
         for _ in range(_ROUNDS):
             instance = self._instance(learned.fixed)
             inputs = tuple(problem.parts.get(instance.values[i], REPLICATED) for i in instance.region.inputs)
-            solutions = self._placer.solve(instance.region, inputs, learned.constraints)
+            constraints = replace(learned.constraints, tails=tails(instance, trace))
+            solutions = self._placer.solve(instance.region, inputs, constraints)
             if not isinstance(solutions, Failure):
                 if learned.constraints.forgiven:
                     break

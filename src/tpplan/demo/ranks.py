@@ -174,8 +174,8 @@ def _run(job: _Job, name: str, batch: Batch) -> RankRun:
     # The first call in evaluation mode is proved before it runs; the counted one is like all that follow.
     embed(model, batch)
     with warnings.catch_warnings(), CommDebugMode() as counter:
-        # CommDebugMode hooks into the backward too, which results that are dataclasses don't support.
-        warnings.filterwarnings("ignore", "For backward hooks to be called", UserWarning)
+        # Of the counter's own hooks: results that are dataclasses and calls without a gradient upset them.
+        warnings.simplefilter("ignore", UserWarning)
         embeddings = embed(model, batch)
     return RankRun(embeddings, _named(counter), _parameter_bytes(model))
 

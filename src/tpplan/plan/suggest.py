@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import islice
@@ -12,6 +13,7 @@ from tpplan.plan.wording import one_of
 _SHAPES = 500
 _LISTED = 5
 _CUTOFF = 0.6
+_BRACES = re.compile(r"(?P<before>[^{}]*)\{(?P<words>[^{}.]*)\}(?P<after>[^{}]*)")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
@@ -52,7 +54,7 @@ class Suggestions:
         """The nearest pattern that matches, or else what there is to match."""
         if not self.shapes:
             return "the model has no modules"
-        suggestion = self.with_other_prefix(pattern) or self.nearest(pattern)
+        suggestion = self.with_other_prefix(pattern) or self.joined(pattern) or self.nearest(pattern)
         if suggestion:
             return f"did you mean `{suggestion}`?"
         listed = ", ".join(f"`{shape}`" for shape in islice(self.shapes, _LISTED))
@@ -76,8 +78,36 @@ class Suggestions:
         likely = any(shape.matches(name) for name in self.shapes.values())
         return likely and any(pattern.matches(name) for name in self.names)
 
+    def joined(self, pattern: Pattern) -> str | None:
+        """The module beside which the pattern looks, that has all of its alternatives in its name."""
+        braces = _BRACES.fullmatch(pattern.text)
+        if braces is None or "." in braces["after"]:
+            return None
+        parent = _shape(braces["before"]).rpartition(".")[0]
+        words = re.compile(r"[^.]*?".join(map(re.escape, braces["words"].split(","))))
+        for shape in self.shapes:
+            above, _, leaf = shape.rpartition(".")
+            if above == parent and words.match(leaf) and leaf.endswith(braces["after"]):
+                return _with_indices(shape, pattern.text)
+        return None
+
     def nearest(self, pattern: Pattern) -> str | None:
-        """The shape that reads most like the pattern, with the pattern's own indices."""
+        """What reads most like the pattern, with its braces if all that they stand for is there."""
+        found = self.nearest_name(pattern)
+        braces = _BRACES.fullmatch(pattern.text)
+        if found is None or braces is None:
+            return found
+        place, words = braces["before"].count("."), f"{{{braces['words']}}}"
+        segments = found.split(".")
+        for word in braces["words"].split(","):
+            if place < len(segments) and word and word in segments[place]:
+                text = ".".join([*segments[:place], segments[place].replace(word, words, 1), *segments[place + 1 :]])
+                if all(self.matches_any(alternative.text) for alternative in Pattern.parse(text).alternatives):
+                    return text
+        return found
+
+    def nearest_name(self, pattern: Pattern) -> str | None:
+        """The shape that reads most like one of the pattern's alternatives, with the pattern's own indices."""
         from difflib import SequenceMatcher
 
         best = (_CUTOFF, "")

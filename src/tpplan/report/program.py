@@ -26,6 +26,7 @@ _LEGEND = """\
 R: each rank holds the whole. S(d): split along dim d. P: the ranks' sum is the value. R·∂P: R, with a gradient that \
 is P. summed: a parameter's P gradient, added up once a step. Bytes are what each rank sends in ring algorithms."""
 _BY_RANK = " a|b: what the ranks hold, where it differs."
+_TAIL = " T(n): each rank has the last n entries of the sequence."
 _WHOLE_SEQUENCES = """\
 Calls with a sequence that {size} ranks can't share evenly run by a second program, compiled at the first such call \
 from the same plan with all sequences whole."""
@@ -74,6 +75,7 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
 def legend(program: Program) -> Text:
     """What the signs mean."""
     more = (_BY_RANK if program.is_uneven else "") + (_INTERLEAVED if program.flattens_batch else "")
+    more += _TAIL if any(reshard.target.tail for _, reshard in program.reshards()) else ""
     return Text(_LEGEND + more, style="dim")
 
 

@@ -6,7 +6,8 @@ Other implementations stand in for it elsewhere: shapes only (the compiler's che
 from __future__ import annotations
 
 import copy
-from typing import NoReturn, Protocol, Self
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tpplan.compat import (
     group_all_gather,
+    group_all_reduce,
     group_reduce_scatter,
     is_traced,
     traced_all_gather,
@@ -98,6 +100,29 @@ class ProcessGroupCommunicator:
         except RuntimeError as error:
             self._raise("all-reduce", tensor, error)
         return tensor
+
+    def own_all_reduce(self) -> Callable[[Tensor], Tensor]:
+        """`all_reduce` where neither a compiler nor a mode looks, with little around it: it comes twice in a block."""
+        options, group = self._summed, self.group
+        reduce: Callable[[list[Tensor], Any], dist.Work | None] | None = None
+        device: torch.device | None = None
+
+        def all_reduce(tensor: Tensor) -> Tensor:
+            nonlocal reduce, device
+            if tensor.is_complex() or not tensor.is_contiguous():
+                return self.all_reduce(tensor)
+            if reduce is None or tensor.device != device:
+                device = tensor.device
+                reduce = group_all_reduce(group, device)
+            try:
+                work = reduce([tensor], options)
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                self._raise("all-reduce", tensor, error)
+            return tensor
+
+        return all_reduce
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""

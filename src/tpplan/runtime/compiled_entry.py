@@ -36,6 +36,7 @@ def call_compiled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if guarded is not None:
             return guarded(module, args, kwargs, compiler)
         handed_out = runtime_of(module).handed_out
+        handed_out.compiles = True
         if handed_out.shards is not None or not starts_alone(handed_out):
             return run_compiled(module, compiler, args, kwargs)
 

@@ -25,6 +25,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.compiled_entry import become, carrying_class
+from tpplan.runtime.direct import Direct
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.modules import ShardedModule
@@ -289,6 +290,11 @@ class Variants:
             self._change_to(program)
         return None if watch is None else watch(self._replaced_bodies())
 
+    @property
+    def program(self) -> Program:
+        """The program in place, by which the last call ran."""
+        return self._current
+
     def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
         """See `CallGuard`."""
         if self._guard is not None:
@@ -355,6 +361,10 @@ class Variants:
         for held in prepared:
             if held.module is self._modules[""]:
                 held.runtime.guard = None if self._guard is None else self
+                if held.runtime.direct is None:
+                    known = {other.module: other.runtime for other in prepared}
+                    others = [module for module in self._modules.values() if module is not held.module]
+                    held.runtime.direct = Direct((module, known.get(module)) for module in others)
                 held.runtime.handed_out.alone = None if self._guard is None else self.alone
                 held.runtime.handed_out.again = self.again
                 held.runtime.handed_out.calls = self._calls

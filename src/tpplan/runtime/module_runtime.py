@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,20 @@ from tpplan.runtime.watched import WatchedCall
 
 Reader = Callable[[Tensor], Tensor]
 RUNTIME = MARK
+
+
+class Direct(Protocol):
+    """Forwards that are in place only during a call; see `runtime.direct`."""
+
+    in_place: bool
+
+    def put(self) -> None:
+        """Put them in place."""
+        ...
+
+    def take(self) -> None:
+        """Leave the modules as they were."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,7 @@ class ModuleRuntime:
         guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
             put the program in place that the call runs by; returns a watch over the call, if it has to be watched.
         context: for the root, where a reshard needs the batch size: where to note it.
+        direct: for the root: forwards for plain calls that record no gradient.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
         walked: whether its own forward runs, whatever body its style has.
         body: what runs in place of the stock forward; None for that.
@@ -87,6 +102,7 @@ class ModuleRuntime:
     opened: tuple[tuple[nn.Module, str], ...] = ()
     guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
     context: CallContext | None = None
+    direct: Direct | None = None
     transposed: bool = False
     walked: bool = False
     shared: bool = False

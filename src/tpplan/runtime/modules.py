@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import active_compiler, is_traced, runs_backward, skip_frame, without_function_modes
+from tpplan.compat import (
+    active_compiler,
+    has_dispatch_modes,
+    is_traced,
+    runs_backward,
+    skip_frame,
+    without_function_modes,
+)
 from tpplan.plan import InternalError
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.compiled import run_compiled, run_inside, runtime_of, trace_call, trace_root
@@ -172,7 +179,11 @@ class ShardedRoot(ShardedModule):
         runtime.handed_out.open(summed)  # pyright: ignore[reportArgumentType]
         if writes is not None:
             writes.forwards += 1
+        plain = compiler is None and not cut and not (writes is not None and writes.compiled) and _is_plain(runtime)
+        direct = runtime.direct if plain else None
         try:
+            if direct is not None:
+                direct.put()
             if compiler is None:
                 result = super().forward(*args, **kwargs)
             else:
@@ -181,9 +192,18 @@ class ShardedRoot(ShardedModule):
                 result = runtime.alone.leave(result)  # `generate` and the like choose among all classes
             return result
         finally:
+            if direct is not None:
+                direct.take()
             if writes is not None:
                 writes.forwards -= 1
             runtime.handed_out.close()
+
+
+def _is_plain(runtime: ModuleRuntime) -> bool:
+    """Whether a call records nothing, and nobody looks at what it does."""
+    if torch.is_grad_enabled() or runtime.handed_out.watched or runtime.handed_out.compiles:
+        return False
+    return runtime.direct is not None and not (runtime.direct.in_place or has_dispatch_modes() or runs_backward())
 
 
 for _function in (ShardedModule.forward, ShardedRoot.forward):

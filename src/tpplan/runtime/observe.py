@@ -99,6 +99,11 @@ class _Look:
         if found is None or self._outside is None:
             return tensor.detach().clone()
         layout = _of_gradient(found.layout) if self._gradients else found.layout
+        if layout.tail:
+            raise ObserveError(
+                f"TP178 wrong-placement: `{self._outside.name}` is called for its last tokens alone, and hands out no "
+                "more of a sequence that is split\n  help: observe a module around or inside of it"
+            )
         ways = reshard_between(layout, REPLICATED)
         if ways is None or layout.forward == "R":
             return tensor.detach().clone()

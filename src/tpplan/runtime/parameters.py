@@ -173,6 +173,7 @@ class HandedOut:
         regions: what regions read, by their outermost module, once that is worked out.
         compiler: what compiles the modules that a body calls which isn't compiled itself.
         compiled_by: the same, of the call under way or ended last.
+        compiles: whether a compiler was ever seen at one of the modules.
         uncompiled: whether a region was to be compiled in a forward that is watched, and wasn't.
         recalled: the call of which a part was recomputed last.
     """
@@ -190,6 +191,7 @@ class HandedOut:
         self.within = False
         self.watched = False
         self.placed = False
+        self.compiles = False
         self.uncompiled = False
         self.recalled: Ran | None = None
         self.compiler: object = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_keeping_modes
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
-from tpplan.runtime.communicator import Communicator, of_backward
+from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator, of_backward
 from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
@@ -35,6 +35,18 @@ class SecondDerivativeError(TpplanError):
             "TP138 second-derivative: the backward of a sharded model was called with `create_graph=True`\n  help: "
             "take the gradient with `torch.autograd.grad(…, create_graph=True)` in the model's forward, with respect "
             "to one of its inputs: it is then part of what is proved"
+        )
+
+
+class TailError(TpplanError):
+    """A call reads more of a split sequence's end than the proof of its kind."""
+
+    def __init__(self, read: int, proved: int) -> None:
+        """Of so many entries."""
+        super().__init__(
+            f"TP131 departed-call: the call reads the last {read} entries of a sequence that is split, where the proof "
+            f"of such calls reads the last {proved}\n  help: let how many are read be an argument of the call or an "
+            "attribute, and not follow from the sizes of tensors"
         )
 
 
@@ -197,6 +209,9 @@ def make_reshard(
         shape: of the whole tensor in the example call: what the ranks can't share evenly has that size in every call.
         twice: whether its backward may be differentiated.
     """
+    if source.tail or target.tail:
+        moves = _of_tails(source, target, backward, axis)
+        return ReshardStep(*moves, twice=twice)
     if fresh and not twice and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
         return SumInPlace(axis)
     before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
@@ -336,6 +351,41 @@ def _move(collective: Collective, source: _Sharing | None, target: _Sharing | No
     return _chain(shared.padded, lambda tensor: _pad(tensor, dim, axis), shared.joined)
 
 
+def _of_tails(source: Layout, target: Layout, backward: Collective, axis: Communicator) -> tuple[Move, Move]:
+    """The moves to and from a tensor whose last entries alone are there on each rank."""
+    if target.tail:
+        ours = _equal(1, axis)
+        return lambda tensor: _last_entries(tensor, target.tail, axis), ours.part
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.shape[1] > source.tail:
+            raise TailError(tensor.shape[1], source.tail)
+        return tensor
+
+    return cut, _move(backward, None, None, of_backward(axis))
+
+
+def _last_entries(tensor: Tensor, count: int, axis: Communicator) -> Tensor:
+    """A tensor of the whole's size with the last entries of the whole, which ranks hold equal parts of.
+
+    Each rank gives those that it has, and zeros for the others.
+    """
+    part = tensor.shape[1]
+    whole, first = part * axis.size, part * axis.rank
+    start = max(whole - count, 0)
+    held = max(first + part - max(first, start), 0)
+    shape = (tensor.shape[0], whole - start, *tensor.shape[2:])
+    if held == whole - start:
+        ending = tensor.narrow(1, part - held, held).clone(memory_format=torch.contiguous_format)
+    else:
+        ending = tensor.new_zeros(shape)
+        if held:
+            ending.narrow(1, max(first - start, 0), held).copy_(tensor.narrow(1, part - held, held))
+    made = tensor.new_empty((tensor.shape[0], whole, *tensor.shape[2:]))
+    made.narrow(1, start, whole - start).copy_(axis.all_reduce(ending))
+    return made
+
+
 def _chain(*moves: Move) -> Move:
     """The moves one after the other."""
     kept = [move for move in moves if move is not _identity]
@@ -357,6 +407,16 @@ def _identity(tensor: Tensor) -> Tensor:
 def moves_values(move: Move) -> bool:
     """Whether a reshard does anything where no gradient is recorded."""
     return not (isinstance(move, ReshardStep) and move.forward is _identity)
+
+
+def without_gradient(move: Move) -> Move:
+    """What is left of a reshard in a call that records no gradient, under no dispatch mode and no compiler."""
+    if isinstance(move, ReshardStep):
+        return move.forward
+    if not isinstance(move, SumInPlace):
+        return move
+    axis = move.axis
+    return axis.own_all_reduce() if isinstance(axis, ProcessGroupCommunicator) else axis.all_reduce
 
 
 def _pad(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:

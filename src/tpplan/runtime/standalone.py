@@ -39,7 +39,7 @@ def _move(module: str, boundary: Boundary, axis: Communicator, context: CallCont
         return _share(axis.size)
     ways = reshard_between(source, target)
     what = f"its argument `{'.'.join(map(str, boundary.path))}`" if boundary.inward else "its result"
-    if ways is None:
+    if ways is None or boundary.layout.tail:
         return _refuse(module, f"{what} is {boundary.layout} there, which one rank can't make whole")
     move = make_reshard(source, target, ways.forward, ways.backward, axis, False, context, boundary.shape)
     if boundary.differentiable or not boundary.inward:

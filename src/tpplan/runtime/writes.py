@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.compat import (
+    COMPILED_CALL,
     fsdp_unit,
     is_localized,
     is_localizer,
@@ -65,11 +66,12 @@ class Writes:
         noted: modules with the names that were set in them outside of forwards.
         modes: whether a module's `training` was.
         inside: the same of forwards: what a body writes is a matter of its proof.
+        hooked: the hooks that forwards registered, by module and number.
         outside: how values lie around a module, for those who look at them.
         local: the attributes that hold what this rank counts, with that.
         cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
         dropped: the parameter that was deleted last, with its module and name.
-        hooks: the ids of hooks that forwards have registered: a proof's run registers its own.
+        compiled: whether a compiler was given one of the modules.
     """
 
     def __init__(self) -> None:
@@ -77,11 +79,12 @@ class Writes:
         self.noted: set[tuple[nn.Module, str]] = set()
         self.modes = False
         self.inside: set[tuple[nn.Module, str]] = set()
+        self.hooked: set[tuple[nn.Module, int]] = set()
         self.local: dict[tuple[nn.Module, str], Any] = {}
         self.cut: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
         self.forwards = 0
-        self.hooks: set[int] = set()
+        self.compiled = False
         self.outside: Callable[[nn.Module], Outside] | None = None
         self._units: WeakKeyDictionary[Any, list[tuple[nn.Module, str]]] = WeakKeyDictionary()
         self._paused = False
@@ -98,6 +101,7 @@ class Writes:
         """Remember that `name` was set in, added to or deleted from `module`."""
         if self._paused:
             return
+        self.compiled |= name == COMPILED_CALL
         if self.forwards:
             self.inside.add((module, name))
         elif name == "training":
@@ -152,7 +156,7 @@ class Watched(nn.Module):
         """Register a hook, and note it."""
         if is_localizer(hook):
             return RemovableHandle(OrderedDict())
-        return _noted_hook(self, super().register_forward_hook(hook, **options))
+        return _noted(self, super().register_forward_hook(hook, **options))
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:  # pyright: ignore
         """Register a hook, and note it."""
@@ -160,19 +164,19 @@ class Watched(nn.Module):
             return RemovableHandle(OrderedDict())
         if is_of_fsdp(hook):
             look_at_composition(self)
-        return _noted_hook(self, super().register_forward_pre_hook(hook, **options))
+        return _noted(self, super().register_forward_pre_hook(hook, **options))
 
     def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Register a hook, and note it."""
-        return _noted_hook(self, super().register_full_backward_hook(hook, prepend))
+        return _noted(self, super().register_full_backward_hook(hook, prepend))
 
     def register_full_backward_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         """Register a hook, and note it."""
-        return _noted_hook(self, super().register_full_backward_pre_hook(hook, prepend))
+        return _noted(self, super().register_full_backward_pre_hook(hook, prepend))
 
     def register_backward_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook, and note it."""
-        return _noted_hook(self, super().register_backward_hook(hook))
+        return _noted(self, super().register_backward_hook(hook))
 
 
 def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter:
@@ -192,12 +196,13 @@ def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     return value
 
 
-def _noted_hook(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
-    """Note that a hook was registered."""
-    _note(module, HOOKS)
+def _noted(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """The handle of a module's new hook, once that is noted."""
     writes: Writes | None = module.__dict__.get(WRITES)
-    if writes is not None and writes.forwards:
-        writes.hooks.add(handle.id)
+    if writes is not None:
+        writes.note(module, HOOKS)
+        if writes.forwards:
+            writes.hooked.add((module, handle.id))
     return handle
 
 

@@ -5,6 +5,7 @@ out: `Layout`, and `reshard_between(source, target)`: the collectives that the c
 
     REPLICATED -> REPLICATED_PARTIAL   forward: nothing      backward: all-reduce       (Megatron's f)
     PARTIAL    -> REPLICATED           forward: all-reduce   backward: nothing          (f*)
+    S(1)       -> ending(1)            forward: all-reduce   backward: slice            of the last entry alone
     S(1)       -> REPLICATED_PARTIAL   forward: all-gather   backward: reduce-scatter   (g)
 """
 
@@ -90,7 +91,8 @@ class Layout:
     """The placement of a value on the axis, with the placement of its gradient.
 
     Attributes:
-        forward: "R" (replicated), "S" (sharded) or "P" (partial: the ranks' sum is the value).
+        forward: "R" (replicated), "S" (sharded), "P" (partial: the ranks' sum is the value), or "T" (the tail: of
+            the size of the whole on each rank, and equal to it in the last entries of the sequence, dim 1).
         gradient: "R", "S" or "P" for the gradient that arrives at the value. A replicated value whose consumers also
             read sharded operands receives a partial gradient; everywhere else it is determined by `forward`.
         dim: the sharded tensor dim, counted from the front; None unless sharded.
@@ -101,6 +103,7 @@ class Layout:
         within: the packs of the dim after `dim`, which the holders of one part share out among themselves: repeated key
             and value heads, (…, heads, repeats, …), of which each holder of a head keeps its own repeats, or groups of
             queries with their key and value, (…, groups, queries + 2, …). Empty if they all hold the whole of it.
+        tail: of "T", how many entries; otherwise 0.
     """
 
     forward: str
@@ -109,8 +112,11 @@ class Layout:
     interleave: int = 1
     packs: tuple[Pack, ...] = ()
     within: tuple[Pack, ...] = ()
+    tail: int = 0
 
     def __str__(self) -> str:
+        if self.tail:
+            return f"T({self.tail})"
         if self.forward == "S":
             return f"S({', '.join([str(self.dim), *self._details()])})"
         return "R·∂P" if self == REPLICATED_PARTIAL else self.forward
@@ -223,6 +229,11 @@ REPLICATED_PARTIAL = Layout("R", "P")
 PARTIAL = Layout("P", "R")
 
 
+def ending(count: int) -> Layout:
+    """The layout of which the last `count` entries of the sequence are there on each rank."""
+    return Layout("T", "R", tail=count)
+
+
 def sharded(dim: int, interleave: int = 1) -> Layout:
     """The layout split along tensor dim `dim` (not negative)."""
     return Layout("S", "S", dim, interleave)
@@ -282,6 +293,9 @@ _TABLE: dict[tuple[str, str], Collectives] = {
     ("R/R", "S/S"): Collectives(Collective.SLICE, Collective.ALL_GATHER),
     ("R/P", "S/S"): Collectives(Collective.SLICE, Collective.PAD),
     ("S/S", "S/S"): Collectives(Collective.ALL_TO_ALL, Collective.ALL_TO_ALL),
+    # Of what is left once the rest was cut off.
+    ("T/R", "R/R"): Collectives(Collective.NONE, Collective.NONE),
+    ("T/R", "R/P"): Collectives(Collective.NONE, Collective.ALL_REDUCE),
 }
 
 
@@ -289,6 +303,8 @@ def reshard_between(source: Layout, target: Layout) -> Collectives | None:
     """The collectives of a change from `source` to `target`; None where tpplan has no such reshard."""
     if source == target:
         return Collectives(Collective.NONE, Collective.NONE)
+    if target.tail:
+        return Collectives(Collective.ALL_REDUCE, Collective.SLICE) if source == sharded(1) else None
     found = _TABLE.get((f"{source.forward}/{source.gradient}", f"{target.forward}/{target.gradient}"))
     special = [held for held in (source, target) if held.interleave != 1 or not held.is_plain]
     if any(held.has_replicas or any(pack.among for pack in held.packs) for held in special):

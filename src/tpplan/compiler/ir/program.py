@@ -52,8 +52,14 @@ class Reshard:
     aliases: tuple[tuple[str | int, ...], ...] = ()
 
     def padded_bytes(self, size: int) -> int:
-        """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the first."""
+        """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the first.
+
+        Of a tail, of its entries alone.
+        """
         shape = list(self.shape)
+        if self.target.tail:
+            shape[1] = min(self.target.tail, shape[1])
+            return self.bytes * math.prod(shape) // math.prod(self.shape)
         for held in (self.source, self.target):
             if held.dim is not None:
                 shape[held.dim] = held.local_size(self.shape[held.dim], size, 0) * size
@@ -475,7 +481,7 @@ class Program:
             for name in ("walked", "class_calls", "counted_apart"):
                 if not module[name]:
                     del module[name]
-        return json.loads(json.dumps(plain))
+        return _without_defaults(json.loads(json.dumps(plain)))
 
     def to_json(self, indent: int | None = 2) -> str:
         """The program as JSON text with sorted keys."""
@@ -501,6 +507,13 @@ class Program:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def _without_defaults(plain: Any) -> Any:
+    """Without what hardly any layout has."""
+    if isinstance(plain, dict):
+        return {key: _without_defaults(held) for key, held in plain.items() if (key, held) != ("tail", 0)}  # pyright: ignore
+    return [_without_defaults(held) for held in plain] if isinstance(plain, list) else plain  # pyright: ignore
 
 
 def splits_sequence(layout: Layout, shape: tuple[int, ...]) -> bool:

@@ -15,11 +15,13 @@ from tpplan.compiler.ir.layout import (
     Collectives,
     Layout,
     Pack,
+    ending,
     packed,
     reshard_between,
     sharded,
 )
 from tpplan.compiler.ir.operators import lookup
+from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
 from tpplan.compiler.place.solution import Constraints, Cost
 from tpplan.compiler.rules.propagate import Propagator
@@ -46,10 +48,10 @@ class Boundaries:
                 continue
             if target != REPLICATED and (region.example, boundary.target) in self.constraints.whole:
                 continue
-            collectives = reshard_between(source, target)
+            collectives = _change(source, target, value)
             if collectives is not None:
                 tie = 0 if source == target else 100 * (2 if source == PARTIAL else 1) + region.depth
-                options.append((target, self._price(collectives, value, tie)))
+                options.append((target, self._price(source, target, collectives, value, tie)))
         return options
 
     def exit_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
@@ -57,10 +59,10 @@ class Boundaries:
         value = region.values[boundary.target]
         options: list[tuple[Layout, Cost]] = []
         for target in self._targets(region, boundary, value, source, outward=True):
-            collectives = reshard_between(source, target)
+            collectives = _change(source, target, value)
             if collectives is not None:
                 tie = 0 if source == target else (50 - region.depth if source == PARTIAL else 1000)
-                options.append((target, self._price(collectives, value, tie)))
+                options.append((target, self._price(source, target, collectives, value, tie)))
         return options
 
     def _targets(
@@ -92,6 +94,9 @@ class Boundaries:
         movable = value.differentiable or not source.is_replicated or self.constraints.slice_constants
         if movable and sequence is not None and self.constraints.sequence:
             targets += [REPLICATED, sequence]
+        tail = self.constraints.tails.get((region.example, boundary.target), 0) if outward else 0
+        if tail and splits_sequence(source, value.shape):
+            targets.append(ending(tail))
         targets += self._head_layouts(value)
         return list(dict.fromkeys(targets))
 
@@ -138,10 +143,13 @@ class Boundaries:
             return sharded(0, interleave=batch) if fits else None
         return None if len(value.shape) < 3 or value.shape[1] % self.size else sharded(1)
 
-    def _price(self, collectives: Collectives, value: LocalValue, tie: int) -> Cost:
+    def _price(self, source: Layout, target: Layout, collectives: Collectives, value: LocalValue, tie: int) -> Cost:
+        """Of tails no latency is counted: prompts are read to their ends, and may be longer than the example."""
+        size, entries = self.size, min(target.tail, value.shape[1]) if target.tail else 0
+        whole = value.bytes // value.shape[1] * entries if entries else value.bytes
         ways = [collectives.forward] + ([collectives.backward] if value.differentiable else [])
         time = sum(
-            self.topology.time(ring_steps(way, self.size), bytes_sent(way, value.bytes, self.size))
+            self.topology.time(0 if source.tail or entries else ring_steps(way, size), bytes_sent(way, whole, size))
             for way in ways
             if way.communicates
         )
@@ -150,6 +158,13 @@ class Boundaries:
     def gradient_sum(self, value: LocalValue) -> int:
         """A parameter's share of the coalesced sum; its latency is paid once for all."""
         return 1 + self.topology.time(0, bytes_sent("all-reduce", value.bytes, self.size))
+
+
+def _change(source: Layout, target: Layout, value: LocalValue) -> Collectives | None:
+    """What the change of a value costs; None where there is no such change."""
+    if source.tail and source != target and value.shape[1] > source.tail:
+        return None  # the rest isn't there
+    return reshard_between(source, target)
 
 
 __all__ = ["Boundaries"]

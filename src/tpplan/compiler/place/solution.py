@@ -6,7 +6,8 @@ out: the ways to run a region, each with what was chosen on it; or the place whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tpplan.compiler.ir.layout import Features, Layout
 from tpplan.compiler.rewrite.recognise import Norm
@@ -134,6 +135,7 @@ class Constraints:
         features: ways to split features; a tensor made anew with a dim of so many may be split. Empty until then.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
+        tails: results of which so many entries from the end of the sequence are read, and no others.
     """
 
     unsharded: frozenset[Place] = frozenset()
@@ -145,6 +147,7 @@ class Constraints:
     features: Features = frozenset()
     slice_constants: bool = False
     sequence: bool = False
+    tails: Mapping[Place, int] = field(default_factory=dict[Place, int])
 
     @property
     def everywhere(self) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ partial, each rank differentiates its own part, so the gradient of a replicated 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,9 @@ from tpplan.compiler.rules.gradient import gradient_layouts
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
 _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
+_SLICE = "aten.slice.Tensor"
+_COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clone", "_to_copy"))
+_END = sys.maxsize
 _PRODUCT = torch.ops.aten.mul.Tensor
 _TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
 # Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
@@ -117,6 +121,10 @@ class Propagator:
         """The ways in which `node` can run, given its operands' layouts by local number."""
         node_inputs = _meaningful_inputs(node, values)
         operands = tuple((i, layout(i)) for i in dict.fromkeys((*node_inputs, *node.overwritten)))
+        if any(held.tail for _, held in operands):
+            if _keeps_tail(node, values, dict(operands)):
+                return [Outcome((operands[0][1],))]
+            return Refusal("communication", "reads more of a split sequence than its last entries", operands)
         if node.target is GRADIENT:
             made = gradient_layouts(node, values, layout)
             return Refusal("communication", made, operands) if isinstance(made, str) else [Outcome(made)]
@@ -429,9 +437,39 @@ def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
     return len(operands) == 1 and operands[0][1].dim == 1 and output.dim == 0
 
 
+def tail_of(node: OperationNode, values: Sequence[LocalValue]) -> int:
+    """How many entries from the end of dim 1 it takes, by their number; 0 if it takes others."""
+    if node.name != _SLICE or len(node.arguments) < 3:
+        return 0
+    operand: Reference
+    operand, dim, start, *others = node.arguments
+    rank = len(values[operand.identifier].shape)
+    end, step = (*others, *(_END, 1)[len(others) :])
+    return -start if dim % rank == 1 and start is not None and start < 0 and end >= _END and step == 1 else 0
+
+
+def copies(node: OperationNode, values: Sequence[LocalValue]) -> bool:
+    """Whether its result is its operand, of the same shape, perhaps in another dtype."""
+    made = node.outputs[0]
+    viewed = node.name in packed.VIEWS and made is not None and values[made].shape == values[node.inputs[0]].shape
+    return viewed or node.name in _COPIES
+
+
+def _keeps_tail(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
+    """Whether of a tensor whose last entries are known no others are read."""
+    if copies(node, values):
+        return True
+    if node.name != _SLICE:
+        return False
+    operand: Reference = node.arguments[0]
+    if len(node.arguments) > 1 and node.arguments[1] % len(values[operand.identifier].shape) != 1:
+        return True
+    return 0 < tail_of(node, values) <= layouts[operand.identifier].tail
+
+
 def _counts_from_the_end(node: OperationNode, layouts: dict[int, Layout], values: Sequence[LocalValue]) -> bool:
     """Whether it takes so many entries from the end of a split sequence, all of them only by the example's length."""
-    if node.name != "aten.slice.Tensor" or len(node.arguments) < 3:
+    if node.name != _SLICE or len(node.arguments) < 3:
         return False
     operand: Reference
     operand, dim, start = node.arguments[:3]
@@ -455,4 +493,4 @@ def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> t
     return (kept or tensors, *rest)
 
 
-__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal"]
+__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "tail_of"]

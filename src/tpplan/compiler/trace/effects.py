@@ -134,7 +134,7 @@ def left_findings(trace: Trace, layouts: Mapping[int, Layout], lengths: Collecti
         layout = layouts.get(value, REPLICATED)
         shape = trace.values[value].shape
         length = shape[layout.dim or 0] // layout.interleave if splits_sequence(layout, shape) and shape else None
-        if layout == PARTIAL or (layout.is_sharded and length in lengths):
+        if layout == PARTIAL or layout.tail or (layout.is_sharded and length in lengths):
             found.append(
                 Diagnostic(
                     code="TP107",

@@ -360,7 +360,8 @@ each new combination of sizes, is watched: the torch functions that the model's 
 proof. A call that takes another path (a branch on a size, on a tensor's value, on a global or an environment
 variable) is proved again, and runs by a program of its own if it needs one. This finding says that there is none, or
 that nothing the proof can see explains the path. It is raised on every rank, before a result leaves the model. Under
-`TPPLAN_DEBUG=1`, read when `parallelize` is called, every call is watched.
+`TPPLAN_DEBUG=1`, read when `parallelize` is called, every call is watched. It is also raised for a call that reads more
+entries from the end of a split sequence (`h[:, -n:]`) than its proof, where n follows from a size.
 """,
         bad="""
 def forward(self, x):

@@ -1,0 +1,226 @@
+"""Calls that record no gradient run by forwards that ask nothing, and leave no trace of these in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tests.runtime.simulated import on_ranks
+from tests.runtime.world import Member, world
+from tpplan.compat import fake_mesh
+from tpplan.runtime import direct
+from tpplan.runtime.direct import Direct
+from tpplan.runtime.module_runtime import RUNTIME
+
+RULES = {
+    "table": "vocab",
+    "blocks.*.norm": "sequence",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": {"style": "colwise", "output": "replicate"},
+}
+PLAIN = RULES | {"blocks.*.norm": "replicate"}
+IDS = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(3))
+
+
+class Block(nn.Module):
+    """A block whose body may do what bodies do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """A table, two blocks and a head."""
+
+    block: type[Block] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList([self.block() for _ in range(2)])
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Steep(Block):
+    """One that asks for the slope of its layer, in the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.down(torch.relu(self.up(self.norm(y)))).square().sum(), y)
+        return x - 0.1 * slope
+
+
+class SteepModel(Model):
+    """A model of such blocks."""
+
+    block = Steep
+
+
+@pytest.fixture
+def uses(monkeypatch: pytest.MonkeyPatch) -> list[Direct]:
+    """The forwards that were put in place, once for each call."""
+    found: list[Direct] = []
+    put = Direct.put
+
+    def noted(self: Direct) -> None:
+        found.append(self)
+        put(self)
+
+    monkeypatch.setattr(direct.Direct, "put", noted)
+    return found
+
+
+def stock(kind: Callable[[], nn.Module] = Model) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double().eval()
+
+
+def ways(model: nn.Module) -> set[tuple[str, str]]:
+    """What instances hold that gives way to what is put in place."""
+    names = ("forward", "weight", "bias")
+    return {(at, name) for at, module in model.named_modules() for name in names if name in vars(module)}
+
+
+@pytest.mark.parametrize("rules", [RULES, PLAIN])
+@pytest.mark.parametrize("kind", [Model, SteepModel])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_call_without_gradients_gives_what_the_stock_model_gives(
+    kind: type[Model], rules: dict[str, Any], tp: int, uses: list[Direct]
+) -> None:
+    model = stock(kind)
+    with torch.no_grad():
+        expected = model(IDS)
+
+    def work(own: nn.Module, _: object) -> Tensor:
+        before = ways(own)
+        with torch.no_grad():
+            own(IDS)
+            made = own(IDS)
+        assert ways(own) == before
+        trained = own(IDS)  # nothing of it is left for a call with gradients
+        assert trained.requires_grad
+        torch.testing.assert_close(trained.detach(), made)
+        return made
+
+    for made in on_ranks(model, rules, tp, ((IDS,), {}), work):
+        torch.testing.assert_close(made, expected)
+    assert len(uses) == tp
+
+
+def test_modules_are_as_they_were_after_a_call_that_raised() -> None:
+    class Failing(Block):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            if type(self).fails:
+                raise ValueError("no")
+            return made
+
+    class FailingModel(Model):
+        block = Failing
+
+    def work(own: nn.Module, _: object) -> None:
+        before = ways(own)
+        with torch.no_grad():
+            own(IDS)
+            own(IDS)
+            own.blocks[1].register_forward_hook(lambda *_: None)  # pyright: ignore
+            own(IDS)
+            with pytest.raises(IndexError):
+                own(IDS + 20)  # on each rank, whoever would hold the row
+        assert ways(own) == before and not own.__dict__[RUNTIME].direct.in_place
+        with torch.no_grad():
+            torch.testing.assert_close(own(IDS), expected)
+
+    model = stock(FailingModel)
+    expected = model(IDS).detach()
+    on_ranks(model, PLAIN, 2, ((IDS,), {}), work)
+
+
+def drawn(member: Member) -> list[Tensor]:
+    """What a model makes of one seed whose blocks alone are in training: watched, with gradients, and without."""
+    own: Any = tpplan.parallelize(stock(), {"version": 1, "modules": RULES}, member.mesh(), (IDS,)).eval()
+    own.blocks.train()
+    found: list[Tensor] = []
+    for recorded in (False, True, False, False):
+        torch.manual_seed(5)
+        with torch.set_grad_enabled(recorded):
+            found.append(own(IDS).detach())
+    return found
+
+
+@pytest.mark.processes
+def test_random_numbers_of_a_part_in_training_are_drawn_as_ever() -> None:
+    one, other = world(2).run(drawn)
+    for held in (*one, *other):
+        torch.testing.assert_close(held, one[0])
+
+
+def test_a_replaced_forward_is_called(uses: list[Direct]) -> None:
+    model = stock()
+
+    def work(own: nn.Module, _: object) -> int:
+        calls: list[int] = []
+        with torch.no_grad():
+            own(IDS)
+            own(IDS)
+            up: Any = own.blocks[0].up  # pyright: ignore
+            forward = up.forward
+            up.forward = lambda *args: (calls.append(1), forward(*args))[1]
+            own(IDS)
+            own(IDS)
+        return len(calls)
+
+    assert on_ranks(model, PLAIN, 2, ((IDS,), {}), work) == [2, 2] and uses
+
+
+class Two(Model):
+    """A model with a table and a layer that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_table, self.other_head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor, other: bool = False) -> Tensor:
+        return self.other_head(self.other_table(ids)) if other else super().forward(ids)
+
+
+def test_layers_that_a_program_does_not_call_are_left_alone() -> None:
+    model = stock(Two)
+    rules = PLAIN | {"other_table": "vocab"}
+    with torch.no_grad():
+        expected = [model(IDS, other) for other in (False, True)]
+
+    def work(own: nn.Module, _: object) -> list[Tensor]:
+        with torch.no_grad():
+            return [own(IDS, other) for other in (False, True) * 3]
+
+    for found in on_ranks(model, rules, 2, ((IDS,), {}), work):
+        for one, other in zip(found, expected * 3, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_rules_are_asked_under_a_default_device() -> None:
+    fake_mesh.cache_clear()
+    with torch.device("meta"):
+        assert fake_mesh(3).size() == 3
