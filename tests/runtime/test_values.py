@@ -136,7 +136,8 @@ def test_another_number_is_proved_when_it_comes(between: Any) -> None:
 
 def test_calls_without_gradients_look_at_numbers_too() -> None:
     stock = model(along)
-    calls = [call(*held) for held in ((24, 30, 7), (24, 30, 7), (24, 5, 5), (11, 5, 7), (24, 30, 7), (11, 5, 7))]
+    numbers = ((24, 30, 7), (24, 30, 7), (24, 30, 7), (24, 5, 5), (11, 5, 7), (24, 30, 7), (11, 5, 7))
+    calls = [((arguments[0].detach(), arguments[1]), {}) for arguments, _ in (call(*held) for held in numbers)]
     with torch.no_grad():
         expected = [stock(*arguments) for arguments, _ in calls]
 
