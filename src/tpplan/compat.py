@@ -975,6 +975,11 @@ def is_random(operator: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags and "TensorType" in returned
 
 
+def sizes_by_numbers(operator: OpOverload) -> bool:
+    """Whether the sizes of its results depend on the numbers in its operands."""
+    return torch.Tag.dynamic_output_shape in operator.tags
+
+
 def schema_defaults(operator: OpOverload) -> tuple[tuple[str, Any], ...]:
     """The names of its arguments, with their defaults; None for those without one."""
     return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)

@@ -23,7 +23,8 @@ from tpplan.compiler.bind.wrapped import wrapped_models
 from tpplan.compiler.ir.objects import is_object, is_opaque
 from tpplan.compiler.ir.pytree import tensors_in, with_tensors
 from tpplan.compiler.ir.trace import Path
-from tpplan.compiler.trace.capture import argument_names, takes_keywords
+from tpplan.compiler.trace.capture import argument_names, on_shapes, takes_keywords, tell_inputs
+from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.inputs import Call, example_call
@@ -106,22 +107,29 @@ def _inner_call(model: nn.Module, name: str, arguments: tuple[Any, ...], keyword
         originals[id(made)] = (made, tensor)
         return made
 
-    def passed(path: Path, tensor: Tensor) -> Tensor:
-        if id(tensor) in originals:
-            return originals[id(tensor)][1]
-        return tensor.detach().requires_grad_(tensor.requires_grad)
-
     example = with_tensors(arguments, keywords, names, shown)
     inner = skeleton.get_submodule(name)
     inner.forward = _reached  # also met where a wrapper calls `forward` itself, as peft's AdaLoRA does
-    try:
-        skeleton(*example[0], **example[1])
-    except _ReachedError as reached:
-        _refuse_caches(model, name, reached.call)
-        return with_tensors(*reached.call, argument_names(type(inner).forward), passed)
-    except Exception as error:  # whatever the wrapper raises
-        raise CompileError([_unreached(model, name, f": {type(error).__name__}: {error}")]) from error
-    raise CompileError([_unreached(model, name, "")])
+    reached: _ReachedError | None = None
+    with on_shapes(skeleton, frozenset(), device_of(model), values=True) as recorder:
+        tell_inputs(recorder, (arguments, keywords), example, names)
+        try:
+            skeleton(*example[0], **example[1])
+        except _ReachedError as told:
+            reached = told
+        except Exception as error:  # whatever the wrapper raises
+            raise CompileError([_unreached(model, name, f": {type(error).__name__}: {error}")]) from error
+    if reached is None:
+        raise CompileError([_unreached(model, name, "")])
+
+    def passed(path: Path, tensor: Tensor) -> Tensor:
+        if id(tensor) in originals:
+            return originals[id(tensor)][1]
+        numbers = None if tensor.is_floating_point() else recorder.numbers_of(tensor)
+        return tensor.detach().requires_grad_(tensor.requires_grad) if numbers is None else numbers
+
+    _refuse_caches(model, name, reached.call)
+    return with_tensors(*reached.call, argument_names(type(inner).forward), passed)
 
 
 def _reached(*arguments: Any, **keywords: Any) -> NoReturn:

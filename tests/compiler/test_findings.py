@@ -81,6 +81,7 @@ ELSEWHERE = {
     "TP181": "runtime/test_compile.py",
     "TP182": "runtime/test_compile.py",
     "TP183": "runtime/test_compile.py",
+    "TP186": "runtime/test_values.py",
     "TP184": "runtime/test_compile.py",
     "TP190": "training/test_trainer.py",
     "TP191": "training/test_trainer.py",

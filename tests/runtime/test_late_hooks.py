@@ -49,7 +49,7 @@ def normalised(module: nn.Module, arguments: Any, result: Any) -> Tensor:
     return torch.softmax(result, -1)
 
 
-def doubled(module: nn.Module, arguments: Any, result: Any) -> Tensor:
+def normalized(module: nn.Module, arguments: Any, result: Any) -> Tensor:
     return result * 2
 
 
@@ -176,7 +176,7 @@ def test_torchs_own_hooks_and_the_roots_need_no_proof(monkeypatch: pytest.Monkey
 
     def work(model: nn.Module, _: CallGuard) -> None:
         model(x())
-        model.register_forward_hook(doubled)
+        model.register_forward_hook(normalized)
         profiled = lambda module, arguments, result: None  # noqa: E731
         profiled.__module__ = "torch.profiler"
         model.get_submodule("up").register_forward_hook(profiled)
@@ -184,6 +184,27 @@ def test_torchs_own_hooks_and_the_roots_need_no_proof(monkeypatch: pytest.Monkey
 
     on_ranks(stock(), MLP, 2, CALL, work)
     assert not changes
+
+
+class HooksItself(Body):
+    """Registers a hook in its first call, as models do that collect what their layers return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "hooked"):
+            self.up.register_forward_hook(normalized)
+            self.hooked = True
+        return super().forward(x)
+
+
+def test_a_hook_that_a_forward_registers_counts_once() -> None:
+    torch.manual_seed(0)
+    model = HooksItself().double()
+    calls = [CALL, lambda m: m.eval(), CALL, lambda m: m.up.register_forward_hook(to_softmax), CALL]
+    assert max(worst(model, MLP, 2, CALL, cast("Any", calls))) < 1e-12
+
+
+def to_softmax(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.softmax(-1)
 
 
 @pytest.mark.slow

@@ -56,6 +56,14 @@ def large(h: Tensor, x: Tensor) -> Tensor:
     return torch.softmax(h, -1) if x.abs().max() > 100 else h.relu()
 
 
+def large_by_item(h: Tensor, x: Tensor) -> Tensor:
+    return torch.softmax(h, -1) if (x.abs() > 100).any().item() else h.relu()
+
+
+def large_by_entry(h: Tensor, x: Tensor) -> Tensor:
+    return torch.softmax(h, -1) if True in (x.abs() > 100) else h.relu()
+
+
 def large_alike(h: Tensor, x: Tensor) -> Tensor:
     return h * 2 if x.abs().max() > 100 else h
 
@@ -232,7 +240,7 @@ def test_what_a_cache_counts_or_how_far_it_has_grown_may_steer_the_path(kind: ty
     assert on_ranks(stock, MLP, 2, ((x(), Cache()), {}), work) == [[True]] * 2
 
 
-@pytest.mark.parametrize("between", [large, large_alike])
+@pytest.mark.parametrize("between", [large, large_by_item, large_by_entry, large_alike])
 def test_both_sides_of_a_branch_on_numbers_run_by_their_own_programs(between: Any) -> None:
     calls = [((x(scale=scale),), {}) for scale in (1.0, 1000.0, 1.0, 1.0, 1000.0)]
     assert max(worst(body(between), MLP, 2, ((x(),), {}), calls)) < TOLERANCE

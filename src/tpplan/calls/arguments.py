@@ -19,6 +19,8 @@ from tpplan.compiler.ir.program import LeftTensor, Program
 from tpplan.compiler.ir.pytree import children, has_own_state, tensors_in, with_items
 from tpplan.parity.tree import Path
 
+_FEW = 1 << 16
+
 
 def on_meta(_: Path, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """A tensor without numbers; it wants a gradient if `tensor` does and one would be recorded."""
@@ -28,6 +30,22 @@ def on_meta(_: Path, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Te
     else:
         made = tensor.new_empty(shape, device="meta")
     return note_alike(made.detach().requires_grad_(wanted), tensor)
+
+
+def with_numbers(path: Path, tensor: Tensor) -> Tensor:
+    """A tensor of a call as its proof takes it, which may look at its numbers; those of a cache have none."""
+    if type(tensor) is not Tensor or (tensor.is_floating_point() and len(path) > 1):
+        return on_meta(path, tensor)
+    wanted = tensor.requires_grad and torch.is_grad_enabled()
+    return tensor if wanted == tensor.requires_grad else note_alike(tensor.detach(), tensor)
+
+
+def kept_example(path: Path, tensor: Tensor) -> Tensor:
+    """A tensor of the example, to be kept: whole numbers and flags with their numbers, if they are few."""
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.is_floating_point() or tensor.numel() > _FEW:
+        return on_meta(path, tensor)
+    copied = tensor.detach().clone(memory_format=torch.preserve_format)
+    return note_alike(copied, tensor) if copied.stride() == tensor.stride() else on_meta(path, tensor)
 
 
 def without_opaque(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

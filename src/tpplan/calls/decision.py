@@ -15,10 +15,12 @@ class Decision(NamedTuple):
     Attributes:
         proof: the proof that covers it.
         key: its key.
+        plain: its key without the numbers that its Python reads.
     """
 
     proof: Proof
     key: CallKey
+    plain: CallKey
 
 
 class Call(NamedTuple):

@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.calls.alike import facts_of, refuse_different
-from tpplan.calls.arguments import Left, Parts, on_meta, sequence_dims, shows_odd_sequence, without_opaque
+from tpplan.calls.arguments import (
+    Left,
+    Parts,
+    kept_example,
+    on_meta,
+    sequence_dims,
+    shows_odd_sequence,
+    with_numbers,
+    without_opaque,
+)
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
@@ -34,6 +43,7 @@ from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
 from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
 from tpplan.calls.repeat import Repeats
+from tpplan.calls.steering import Steering
 from tpplan.calls.watch import Departure
 from tpplan.compat import (
     buffer_versions,
@@ -51,6 +61,7 @@ from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Asked, Location, Sides
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
+from tpplan.compiler.trace.capture import BodyError
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank
@@ -61,10 +72,16 @@ from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
 
 _NOTHING = Asked()
+_MANY = 8
 _TP183 = (
     "TP183 compiled-watched: a model is compiled whose calls are watched, by TPPLAN_DEBUG=1 or since a branch on a "
     "tensor's value needs another program on either side; watched calls run without a compiler\n  help: unset "
     "TPPLAN_DEBUG, or don't compile"
+)
+_TP186 = (
+    "TP186 steering-numbers: eight calls of one kind were proved anew, each since the model's Python reads other "
+    "numbers of its inputs, such as sizes of pictures\n  help: nothing is wrong; batches that are alike in these are "
+    "proved once"
 )
 _NEW = "the ranks' comparison of a call of a new kind"
 _PROMPT = "the ranks' comparison of a prompt for `generate`"
@@ -107,7 +124,7 @@ class CallGuard:
         self._read = KeyReader(type(stock).forward)
         self._names = self._read.names
         self._repeats = Repeats(self._read.devices)
-        self._example = with_tensors(*without_opaque(arguments, keywords), self._names, on_meta)
+        self._example = with_tensors(*without_opaque(arguments, keywords), self._names, kept_example)
         self._described = described(arguments, keywords, self._names)
         self._axis = axis
         self._device = torch.device(program.device)
@@ -131,7 +148,9 @@ class CallGuard:
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
         self._paths = Paths(rank if axis is None else axis.rank, always)
-        kind = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts())).kind
+        self._steering = Steering()
+        key = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts()))
+        kind = self._steering.note(key, compiled.facts).kind
         self._proofs.cover(kind, self.main)
         self._paths.note(kind, self.main, compiled)
 
@@ -169,12 +188,12 @@ class CallGuard:
             if known is not None:
                 return known, None
         call, decision = self._decide(training, arguments, keywords)
-        proof, key = decision
+        proof, key = decision.proof, decision.key
         path = self._paths.of(key.kind)
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
-            if repeats and self._asked == _NOTHING:
+            if repeats and self._asked == _NOTHING and not self._steering.is_known(decision.plain):
                 self._repeats.note((training, self._modes), arguments, keywords, proof.program)
             return proof.program, None
         self._require_alike(call, key.kind)
@@ -200,7 +219,8 @@ class CallGuard:
         call = Call(training, arguments, keywords, self._left.parts_of(arguments, keywords, self._names))
         if self._lockstep is not None:
             self._begin_watched(call, self._lockstep)
-        key = self._key(call)
+        plain = self._key(call)
+        key = self._steering(plain, lambda: self._tensors(call))
         proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
         if proof is None or has_left():
             self._require_alike(call, key.kind)
@@ -213,10 +233,16 @@ class CallGuard:
                 if not self._cuts(call):
                     raise
                 return self._decide(training, arguments, keywords)
+            key = self._steering.note(plain, compiled.facts)
+            if self._steering.count(plain) == _MANY:
+                warnings.warn(_TP186, stacklevel=3)
             self._proofs.cover(key.kind, proof)
             self._paths.note(key.kind, proof, compiled)
             key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now
-        return call, Decision(proof, key)
+        return call, Decision(proof, key, plain)
+
+    def _tensors(self, call: Call) -> dict[Path, Tensor]:
+        return dict(tensors_of(call.arguments, call.keywords, self._names))
 
     def _begin_watched(self, call: Call, lockstep: LockstepCommunicator) -> None:
         """Raise if the ranks were called with different arguments, under `TPPLAN_DEBUG=1`."""
@@ -259,6 +285,7 @@ class CallGuard:
         self._alone = None
         self._proofs.forget()
         self._paths.forget()
+        self._steering.forget()
 
     # -- watched calls --------------------------------------------------------------------------------------------
     def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
@@ -287,8 +314,10 @@ class CallGuard:
             UnprovedCallError: there is none.
         """
         kind, before = decision.key.kind, dict(self._paths.of(decision.key.kind).sides)
-        proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
+        unseen = (at for at, side in before.items() if side and at not in taken.exact)  # torch may ask for it itself
+        proof, compiled = self._proved(call, decision.proof, decision.proof, taken.also(unseen))
         self._paths.note(kind, proof, compiled)
+        self._steering.join(decision.plain, decision.key, compiled.facts)
         if proof is decision.proof:
             self._paths.free(
                 kind, [at for at, sides in taken.exact.items() if {before.get(at), *sides} >= {True, False}]
@@ -323,9 +352,12 @@ class CallGuard:
             taken = frozenset(at for at, other in sides.items() if other) ^ {location}
             try:
                 proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
-            except (UnprovedCallError, UnevenShardError):
-                path.watched = True
+            except (UnprovedCallError, UnevenShardError) as error:
+                if _raising_side(error) == location:  # so do calls that take it
+                    path.free.add(location)
+                path.watched |= location not in path.free
                 continue
+            self._steering.join(decision.plain, decision.key, compiled.facts)
             if proof is decision.proof:
                 self._paths.note(decision.key.kind, proof, compiled)
                 path.free.add(location)
@@ -425,13 +457,15 @@ class CallGuard:
         self._refuse_hidden(call)
 
         def whole(path: Path, tensor: Tensor) -> Tensor:
-            return on_meta(path, tensor, self._left.whole_shape(path, tensor, parts))
+            shape = self._left.whole_shape(path, tensor, parts)
+            return on_meta(path, tensor, shape) if shape is not None else with_numbers(path, tensor)
 
         example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
         size, training = self.main.program.size, call.training
         request = Request(
-            self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device
-        )
+            self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
+            values=self._steering.is_known(self._key(call)),
+        )  # fmt: skip
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
@@ -552,6 +586,13 @@ class CallGuard:
                 "that no sum over the ranks was placed for calls of single modules\n  help: let all parameters that "
                 "may ever be trained require grad when `parallelize` is called; they can be frozen afterwards"
             )
+
+
+def _raising_side(error: BaseException | None) -> Location | None:
+    """The branch on data of which one side is an error that the model itself raises; None if that isn't the reason."""
+    while error is not None and not isinstance(error, BodyError):
+        error = error.__cause__
+    return None if error is None else error.side
 
 
 def _passes_objects(call: Call) -> bool:

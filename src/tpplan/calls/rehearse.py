@@ -26,9 +26,9 @@ from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
-from tpplan.compiler.ir.trace import Location, Path
+from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.pipeline import Compiled
-from tpplan.compiler.trace.capture import argument_names, on_shapes
+from tpplan.compiler.trace.capture import argument_names, on_shapes, tell_inputs
 from tpplan.compiler.trace.recorder import AlignmentError
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
@@ -37,6 +37,7 @@ from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
 
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 _LIBRARIES = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[1]))
 
 
@@ -111,27 +112,22 @@ def rehearse(
     ranks = {id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}
     found: list[Rehearsed] = []
     for rank in sorted(ranks.values()):
-        found.append(_rehearse(model, compiled, with_tensors(arguments, keywords, names, _like), rank))
+        found.append(_rehearse(model, compiled, (tuple(arguments), dict(keywords)), names, rank))
     return found
 
 
-def _rehearse(
-    model: nn.Module, compiled: Compiled, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int
-) -> Rehearsed:
+def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str], rank: int) -> Rehearsed:
     program = compiled.program
-    taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     skeleton, axis = lowered_on_shapes(model, program, rank)
     standing = _stand_in(skeleton, compiled.streams[rank])
     around = Surroundings(skeleton)
     try:
-        with on_shapes(skeleton, taken, torch.device(program.device)):
-            result = skeleton(*call[0], **call[1])
-            error = _differentiate(result)
+        error = _differentiated(skeleton, compiled, example, names)
         if isinstance(error, CheckpointError):
             error = None  # what is computed again runs the calls that were left out
         if isinstance(error, AlignmentError):
             raise error
-        if error is not None and _differentiable(model, program, call, taken):
+        if error is not None and _differentiable(model, compiled, example, names):
             raise InternalError(f"its backward can't run as rank {rank}: {type(error).__name__}: {error}") from error
     except TpplanError:
         raise
@@ -164,13 +160,20 @@ def _differentiate(result: Any) -> Exception | None:
     return None
 
 
-def _differentiable(
-    model: nn.Module, program: Program, call: tuple[tuple[Any, ...], dict[str, Any]], taken: frozenset[Location]
-) -> bool:
+def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str]) -> Exception | None:
+    """Run the call and its backward on shapes; what the backward raised."""
+    call = with_tensors(*example, names, _like)
+    taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
+    device, values = torch.device(compiled.program.device), compiled.facts is not None
+    with on_shapes(model, taken, device, values=values) as recorder:
+        tell_inputs(recorder, example, call, names)
+        return _differentiate(model(*call[0], **call[1]))
+
+
+def _differentiable(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str]) -> bool:
     """Whether the stock model has a backward: a body may overwrite what that needs, and so be for evaluation alone."""
-    skeleton = make_skeleton(model).model.train(program.training)
-    with on_shapes(skeleton, taken, torch.device(program.device)):
-        return _differentiate(skeleton(*call[0], **call[1])) is None
+    skeleton = make_skeleton(model).model.train(compiled.program.training)
+    return _differentiated(skeleton, compiled, example, names) is None
 
 
 def _finding(error: Exception, rank: int) -> Diagnostic:

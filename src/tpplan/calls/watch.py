@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compiler.ir.steps import BRANCHES, Step, Stream, step_of
+from tpplan.compiler.ir.steps import Step, Stream, side_of, step_of
 from tpplan.compiler.ir.trace import Location, Sides
 
 
@@ -110,7 +110,7 @@ class Watch(TorchFunctionMode):
         """Call `func`, and note the step."""
         result = func(*args, **(kwargs or {}))
         if func.__name__ != "__get__":
-            step = step_of(func, result if func in BRANCHES else None)
+            step = step_of(func, side_of(func, result))
             if step is not None:
                 self.steps.append(step)
         return result

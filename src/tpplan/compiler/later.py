@@ -35,7 +35,7 @@ def after_a_call(
             arguments,
             keywords,
             trace.training,
-            Capture(Recorder(trace.taken, trace.device, trace.reducing)),
+            Capture(Recorder.like(trace)),
             around,
         )
         yield without_records(skeleton.model)

@@ -25,6 +25,7 @@ from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
@@ -56,6 +57,7 @@ class Compiled:
         keeps_writing: whether each call after it does so, too.
         asked: what the call's bodies ask for beside sizes, dtypes and numbers.
         members: what became of rules on modules that wrap layers.
+        facts: what the call's bodies read of numbers; None if they were kept from them.
     """
 
     program: Program
@@ -67,6 +69,7 @@ class Compiled:
     keeps_writing: bool = False
     asked: Asked = field(default_factory=Asked)
     members: Members = field(default_factory=dict[str, Style])
+    facts: Facts | None = None
 
     @property
     def digest(self) -> str:
@@ -155,7 +158,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
-        keeps_writing=state.sequel.writes, asked=trace.asked, members=members,
+        keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
     )  # fmt: skip
     return compiled, trace, state
 
@@ -245,13 +248,13 @@ def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, C
         try:
             return record_model(
                 request.model, request.arguments, request.keywords, training, request.taken, request.device,
-                request.reducing,
+                request.reducing, request.values,
             )  # fmt: skip
         except BodyError as error:
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding
             errors.append(error)
-    raise CompileError([*findings, of_capture(errors[-1])])
+    raise CompileError([*findings, of_capture(errors[-1])]) from errors[-1]
 
 
 __all__ = ["Compiled", "compile_call"]

@@ -36,6 +36,7 @@ class Request:
         members: what the first call has made of rules on wrappers; None if this is the first.
         device: where the model will run; None for where its parameters are.
         reducing: modules whose bodies may reduce split classes by a collective; see `ir/class_reductions`.
+        values: whether bodies may read the numbers in the call; else only if they can't be captured without.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Request:
     members: Members | None = None
     device: torch.device | None = None
     reducing: frozenset[str] = frozenset()
+    values: bool = False
 
 
 __all__ = ["Request"]

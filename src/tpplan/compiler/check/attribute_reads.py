@@ -36,7 +36,7 @@ def attributes_read(
             arguments,
             keywords,
             trace.training,
-            Capture(Recorder(trace.taken, trace.device, trace.reducing), leaves=False),
+            Capture(Recorder.like(trace), leaves=False),
         )
     except Exception:  # a class that can't be derived from, or a body that looks at classes: nothing is known then
         return known

@@ -115,7 +115,7 @@ def _check_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes, every_call)
-    state = Capture(Recorder(given.trace.taken, given.trace.device, given.trace.reducing), boundary)
+    state = Capture(Recorder.like(given.trace), boundary)
     state.recorder.listening = True
     state.recorder.whole = False
     state.recorder.unused = dict(_unused_gradients(given.trace))
@@ -385,11 +385,16 @@ class _LocalBoundary:
         result = self.given.results[module, instance.frame.call]
         if not isinstance(result, Tensor) and any(type(held) in _COUNTS for _, held in leaves(result)):
             return False  # its caller may count with a number that it returns
+        if any(crossing.target in self.given.trace.known for crossing in instance.frame.exits):
+            return False  # or with one that is in a tensor
         if len(region.inputs) > len({b.source for b in region.entries}) or len(region.outputs) > len(region.exits):
             return False  # it reads or leaves values past its boundary: run it
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
+        told = [self.given.trace.reads.get((f.module, f.call)) for f in instance.frame.walk()]
         key = (id(region), layouts, self._fingerprints.of(module))
-        first = self._seen.setdefault(key, (instance.frame.module, instance.frame.call))
+        first = self._seen.setdefault(
+            (*key, repr(told) if any(told) else ""), (instance.frame.module, instance.frame.call)
+        )
         if first == (instance.frame.module, instance.frame.call):
             return False
         self._like[instance.frame.module, instance.frame.call] = first

@@ -41,6 +41,14 @@ def of_capture(error: BaseException) -> Diagnostic:
     at = _raised_at(cause)
     notes = (f"in {quoted(name)}, at {at}",) if at else ()
     text = str(cause).strip().splitlines()
+    if isinstance(cause, DataDependentError) and cause.absent:
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} reads numbers of `{cause.absent}`, and the example call has none",
+            help="pass `inputs=` with the whole numbers of a real call, as a processor makes them, and not on `meta`",
+            notes=notes,
+            subject=name or None,
+        )
     if isinstance(cause, DataDependentError) or any(told in str(cause) for told in _NO_NUMBERS):
         return Diagnostic(
             code="TP110",

@@ -182,6 +182,12 @@ def _walk(heard: Heard) -> Iterator[Heard]:
             yield from _walk(step)
 
 
-BRANCHES = frozenset((Tensor.__bool__,))
+_BRANCHES = frozenset((Tensor.__bool__, Tensor.__contains__, Tensor.item))
 
-__all__ = ["BRANCHES", "Heard", "Step", "Stream", "renamed", "step_of"]
+
+def side_of(function: object, result: object) -> bool | None:
+    """The side of a branch on a tensor's value, of a call of torch that says it; None of any other."""
+    return result if function in _BRANCHES and type(result) is bool else None
+
+
+__all__ = ["Heard", "Step", "Stream", "renamed", "side_of", "step_of"]

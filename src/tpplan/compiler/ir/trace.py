@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tpplan.compat import OpOverload
+from tpplan.compiler.ir.facts import Facts
 
 Path = tuple[str | int, ...]
 Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -239,6 +240,12 @@ class Sides(frozenset[Location]):
         made.exact = MappingProxyType(exact)
         return made
 
+    def also(self, locations: Iterable[Location]) -> Sides:
+        """These, and the true sides of further branches."""
+        made = Sides((*self, *locations))
+        made.exact = self.exact
+        return made
+
     def side(self, location: Location | None, number: int) -> bool:
         """Which side a test takes that is the `number`th at its line."""
         sides = self.exact.get(location, ()) if location is not None else ()
@@ -293,6 +300,9 @@ class Trace:
         asked: what the bodies ask for beside sizes, dtypes and numbers.
         reducing: modules whose bodies' reductions are recorded as functions over classes.
         in_objects: the places of what is `left` that are in objects, such as caches, which only models read.
+        facts: what the bodies read of the example's numbers; None if these were kept from them.
+        reads: the same by call, as (module, call).
+        known: values whose numbers follow from the example's.
     """
 
     root: Frame
@@ -321,6 +331,9 @@ class Trace:
     asked: Asked = field(default_factory=Asked)
     reducing: frozenset[str] = frozenset()
     in_objects: frozenset[Path] = frozenset()
+    facts: Facts | None = None
+    reads: Mapping[tuple[str, int], Sequence[object]] = field(default_factory=dict[tuple[str, int], "Sequence[object]"])
+    known: frozenset[int] = frozenset()
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

@@ -6,6 +6,7 @@ out: its trace, in which no parameter stays unused that the other side of a bran
     if mask.all(): mask = None                  ->   false: the mask is used
     if chosen.any(): y += expert(x[chosen])     ->   true, since `expert` would never be called
     if torch.rand(1) > p: y += x @ self.a       ->   true, since `a` would never be read
+    if count != expected: raise ValueError      ->   false; of `assert count == expected` true
 
 A capture on meta tensors has no numbers, so that it takes one side. The program records the assumption.
 """
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from tpplan.compiler.ir.trace import Location, Operation, Trace
-from tpplan.compiler.trace.capture import Capture, record
+from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.device import device_of
+from tpplan.compiler.trace.raising import surely_raises, tested_before
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.sequel import sequel, state_of
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
@@ -37,6 +39,7 @@ def record_model(
     taken: frozenset[Location] | None = None,
     device: torch.device | None = None,
     reducing: frozenset[str] = frozenset(),
+    values: bool = False,
 ) -> tuple[Trace, Capture]:
     """Record a call of `model`; branches on data take their false side, unless parameters would then stay unused.
 
@@ -45,6 +48,7 @@ def record_model(
         taken: the branches that take their true side; None to choose them as said.
         device: where bodies are told that their tensors lie; None for where the model's parameters do.
         reducing: modules whose bodies' reductions are recorded as functions over classes.
+        values: whether bodies may read the numbers in the call; else only if they can't be captured without.
 
     Raises:
         BodyError: a module raised on these inputs.
@@ -53,7 +57,7 @@ def record_model(
     around, stale = Surroundings(model), list[Any]()
     try:
         try:
-            return _recorded(model, arguments, keywords, training, taken, device, reducing, around)
+            return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
         finally:
             stale = around.stale()
             around.restore()
@@ -64,7 +68,7 @@ def record_model(
         cache.cache_clear()
     around = Surroundings(model)
     try:
-        return _recorded(model, arguments, keywords, training, taken, device, reducing, around)
+        return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
     finally:
         around.restore()
 
@@ -77,6 +81,7 @@ def _recorded(
     chosen: frozenset[Location] | None,
     device: torch.device,
     reducing: frozenset[str],
+    values: bool,
     around: Surroundings,
 ) -> tuple[Trace, Capture]:
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
@@ -85,12 +90,31 @@ def _recorded(
         return record(skeleton, arguments, keywords, training, state, around), state
 
     def again(skeleton: Skeleton, recorder: Recorder | None) -> tuple[Trace, Recorder]:
-        trace_again, state_again = run(skeleton, recorder or Recorder(trace.taken, device, reducing))
+        trace_again, state_again = run(skeleton, recorder or Recorder.like(trace))
         return trace_again, state_again.recorder
 
-    skeleton = make_skeleton(model)
-    before = state_of(skeleton.model, around)
-    trace, state = run(skeleton, Recorder(chosen or frozenset(), device, reducing))
+    def attempt(taken: frozenset[Location], values: bool) -> tuple[Trace, Capture, Skeleton]:
+        around.restore()
+        skeleton = make_skeleton(model)
+        recorder = Recorder(taken, device, reducing, values)
+        try:
+            return *run(skeleton, recorder), skeleton
+        except BodyError as error:
+            cause = error.__cause__ or error
+            error.side = surely_raises(cause, recorder)
+            test = tested_before(cause, recorder)
+            if chosen is not None or test is None or test in taken:
+                raise
+        return attempt(taken | {test}, values)
+
+    before = state_of(make_skeleton(model).model, around)
+    taken = frozenset[Location]() if chosen is None else chosen
+    try:
+        trace, state, skeleton = attempt(taken, values)
+    except Exception as error:  # whatever it wants to know
+        if values or (chosen is not None and isinstance(error, BodyError) and error.side is not None):
+            raise
+        trace, state, skeleton = attempt(taken, True)
     if around.stale():
         raise StaleCacheError
     unused = set(_unused(model, trace)) if chosen is None and trace.assumptions else set[str]()
@@ -101,7 +125,7 @@ def _recorded(
         around.restore()
         other = make_skeleton(model)
         try:
-            found, reached = run(other, Recorder(taken, device, reducing))
+            found, reached = run(other, Recorder(taken, device, reducing, trace.facts is not None))
         except Exception:  # that side can't be captured: the first stands
             break
         still = set(_unused(model, found))

@@ -86,6 +86,7 @@ class BodyError(Exception):
     Attributes:
         root: what was recorded until then; calls that were open have no exits.
         frame: the innermost call that was open.
+        side: the branch on data of which each call that takes this side raises; None if it has nothing to do with one.
     """
 
     def __init__(self, root: Frame, frame: Frame) -> None:
@@ -93,6 +94,7 @@ class BodyError(Exception):
         super().__init__(frame.module)
         self.root = root
         self.frame = frame
+        self.side: Location | None = None
 
 
 class ReplacedModuleError(Exception):
@@ -148,7 +150,11 @@ def without_collection() -> Generator[None]:
 
 @contextmanager
 def on_shapes(
-    model: nn.Module, taken: frozenset[Location], device: torch.device, kind: type[Recorder] = Recorder
+    model: nn.Module,
+    taken: frozenset[Location],
+    device: torch.device,
+    kind: type[Recorder] = Recorder,
+    values: bool = False,
 ) -> Generator[Recorder]:
     """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
 
@@ -157,8 +163,9 @@ def on_shapes(
         taken: the branches on data to take on their true side.
         device: where bodies are told that their tensors lie.
         kind: what gives the answers.
+        values: whether bodies may read the numbers in the call, of which the recorder is to be told (`tell_inputs`).
     """
-    recorder = kind(taken, device)
+    recorder = kind(taken, device, values=values)
     recorder.frames.append(OpenFrame("", 0, []))
     recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
     with recorder, ConstantWatcher(recorder):
@@ -215,6 +222,7 @@ def _record(
     called = argument_names(type(skeleton.model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)
     inputs = {path: recorder.value_of(tensor) for path, tensor in tensors_of(*example, called)}
+    tell_inputs(recorder, (arguments, keywords), example, called)
     for _, tensor in tensors_of(*example, called):
         recorder.outlives(tensor)
     outer = OpenFrame("", 0, [])
@@ -307,7 +315,23 @@ def _record(
         ),
         recorder.reducing,
         frozenset(in_objects),
+        None if recorder.known is None else recorder.known.facts(),
+        {call: tuple(told) for call, told in recorder.reads.items()},
+        frozenset() if recorder.known is None else recorder.known.values,
     )
+
+
+def tell_inputs(
+    recorder: Recorder,
+    call: tuple[Sequence[Any], Mapping[str, Any]],
+    copied: tuple[tuple[Any, ...], dict[str, Any]],
+    names: Sequence[str],
+) -> None:
+    """Tell a recorder that lets bodies read numbers of those in a call; `copied` is the call on `meta`."""
+    if recorder.known is not None:
+        stock = dict(tensors_of(*call, names))
+        for path, tensor in tensors_of(*copied, names):
+            recorder.known.take_input(path, recorder.value_of(tensor), stock[path])
 
 
 def _read_from(

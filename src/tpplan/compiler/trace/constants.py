@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tpplan.compat import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
-from tpplan.compiler.ir.steps import BRANCHES, step_of
+from tpplan.compiler.ir.steps import side_of, step_of
 from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -80,6 +80,39 @@ def _dims_of(item: Any) -> int:
     return item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
+def _data(position: int, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What a tensor is made of."""
+    return args[position] if position < len(args) else keywords.get("data", keywords.get("obj"))
+
+
+def _holds_meta(data: Any) -> bool:
+    """Whether a list has tensors without numbers among its items."""
+    if isinstance(data, (list, tuple)):
+        return any(map(_holds_meta, data))  # pyright: ignore[reportUnknownArgumentType]
+    return False if type(data) in (int, float, bool) else isinstance(data, Tensor) and data.is_meta
+
+
+def _assembled(func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any], data: Any) -> Tensor:
+    """A tensor of a list of numbers and of tensors, whose numbers torch would read one by one."""
+
+    def sample(item: Any) -> object:
+        if isinstance(item, (list, tuple)):
+            return [*map(sample, item)]  # pyright: ignore[reportUnknownArgumentType]
+        return torch.zeros(item.shape, dtype=item.dtype).tolist() if isinstance(item, Tensor) else item  # pyright: ignore
+
+    def stacked(item: Any) -> Tensor:
+        if isinstance(item, (list, tuple)):
+            return torch.stack([*map(stacked, item)])  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(item, Tensor):
+            return item.detach().to(like.dtype)
+        return torch.full((), item, dtype=like.dtype, device="meta")
+
+    sampled = sample(data)
+    given = tuple(sampled if item is data else item for item in args)
+    like = func(*given, **{name: sampled if item is data else item for name, item in keywords.items()})
+    return stacked(data).requires_grad_(like.requires_grad)
+
+
 class ConstantWatcher(TorchFunctionMode):
     """Notes the numbers that meta tensors are made of, and hooks on tensors."""
 
@@ -95,10 +128,11 @@ class ConstantWatcher(TorchFunctionMode):
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
         if func in _VALUE_READS and args[0].is_meta:
-            raise self._recorder.refuse_value()
+            args = (self._recorder.read(args[0]).to("cpu", copy=True), *args[1:])
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
+                self._note_step(func, found)
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
@@ -119,9 +153,13 @@ class ConstantWatcher(TorchFunctionMode):
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):
             args, keywords = self._device.moved(func, args, keywords)
+        position = _POSITION_OF_DATA.get(func)
+        data = None if position is None else _data(position, args, keywords)
         classes = class_call(func, args, keywords, self._recorder.reduces)
         result: Any
-        if classes is None:
+        if _holds_meta(data):
+            result, data = _assembled(func, args, keywords, data), None
+        elif classes is None:
             result = func(*args, **keywords)
         else:
             result = self._over_classes(classes, lambda: func(*args, **keywords))
@@ -129,17 +167,17 @@ class ConstantWatcher(TorchFunctionMode):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
             )
+        self._note_step(func, result)
+        if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
+            numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
+            self._recorder.new_value(result, result.requires_grad, numbers=numbers)
+        return result
+
+    def _note_step(self, func: Callable[..., Any], result: Any) -> None:
         if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, result if func in BRANCHES else None)
+            step = step_of(func, side_of(func, result), depth=1)
             if step is not None and self._recorder.frames:
                 self._recorder.frames[-1].steps.append(step)
-        position = _POSITION_OF_DATA.get(func)
-        if position is not None and isinstance(result, Tensor) and result.is_meta:
-            data = args[position] if position < len(args) else keywords.get("data", keywords.get("obj"))
-            if not isinstance(data, Tensor):
-                numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
-                self._recorder.new_value(result, result.requires_grad, numbers=numbers)
-        return result
 
     def _over_classes(self, call: ClassCall, run: Callable[[], Any]) -> Any:
         """Record a function over classes; a run on local shapes has a part of these or none, and the weights of all."""

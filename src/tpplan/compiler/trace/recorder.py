@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -29,11 +29,13 @@ from tpplan.compat import (
     random_state,
     schema_mutates,
     schema_returns_view,
+    sizes_by_numbers,
 )
 from tpplan.compiler.ir.objects import note_alike
-from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Sides, Value
+from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Sides, Trace, Value
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.known import Known
 from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame, UnfollowedError
 
 INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
@@ -41,7 +43,13 @@ _META = torch.device("meta")
 
 
 class DataDependentError(Exception):
-    """The model asked for the number inside a tensor, which a capture on meta tensors doesn't have."""
+    """The model asked for the number inside a tensor, which a capture on meta tensors doesn't have.
+
+    Attributes:
+        absent: the input of the example that has no numbers, from which it would follow; "" if it follows from others.
+    """
+
+    absent: str = ""
 
 
 class Recorder(RecordingMode):
@@ -56,6 +64,7 @@ class Recorder(RecordingMode):
         taken: frozenset[Location] = frozenset(),
         device: torch.device | None = None,
         reducing: frozenset[str] = frozenset(),
+        values: bool = False,
     ) -> None:
         """Start a record.
 
@@ -63,8 +72,11 @@ class Recorder(RecordingMode):
             taken: where branches on data go to their true side; elsewhere they go to their false one.
             device: where bodies are told that their tensors lie; None for the CPU.
             reducing: modules whose bodies' reductions are recorded as functions over classes.
+            values: whether bodies may read the numbers that follow from the example's inputs and from constants.
         """
         super().__init__()
+        self.known = Known() if values else None
+        self.reads: dict[tuple[str, int], list[object]] = {}  # what bodies were told of numbers, by call
         self.device = device
         self.reducing = reducing
         self.changing: set[int] = set()  # ids of real tensors that each call changes, and of what is made of them
@@ -84,6 +96,7 @@ class Recorder(RecordingMode):
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
         self.taken = taken if isinstance(taken, Sides) else Sides(taken)
         self._met: Counter[Location | None] = Counter()  # tests of branches, by line
+        self.last_test: Location | None = None
         self._packing = packs_saved_tensors()
         self._random = random_state()
         self.familiar: set[int] | None = None  # ids of tensors from before the run; None while any may be met
@@ -105,6 +118,11 @@ class Recorder(RecordingMode):
         self._members: dict[int, list[int]] = {}
         self._memo: dict[object, tuple[object, list[Geometry]]] = {}
         self._meta_copies: dict[int, Tensor] = {}
+
+    @classmethod
+    def like(cls, trace: Trace) -> Recorder:
+        """One that answers as that of a trace did."""
+        return cls(trace.taken, trace.device, trace.reducing, trace.facts is not None)
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value_of(self, tensor: Tensor) -> int:
@@ -169,6 +187,8 @@ class Recorder(RecordingMode):
             self._members[storage].append(identifier)
         self._identity[id(tensor)] = identifier
         self._alive.append(tensor)
+        if self.known is not None and numbers is not None:
+            self.known.take(identifier, numbers)
         return identifier
 
     def outlives(self, tensor: Tensor) -> None:
@@ -186,7 +206,10 @@ class Recorder(RecordingMode):
             alias = torch.ops.aten.alias.default(tensor)
             if tensor.__dict__:
                 note_alike(alias, tensor)
-            return alias, outside, self.new_value(alias, self.values[outside].differentiable, outside)
+            inside = self.new_value(alias, self.values[outside].differentiable, outside)
+            if self.known is not None:
+                self.known.alias(inside, outside)
+            return alias, outside, inside
 
     # -- operations -----------------------------------------------------------------------------------------------
     def __torch_dispatch__(
@@ -201,17 +224,26 @@ class Recorder(RecordingMode):
             if not operands and is_draw(func, args, keywords):
                 keywords = {**keywords, "device": _META}  # a number that each run draws anew is no constant
             elif operands or not _is_meta_device(keywords.get("device")):
-                result = func(*args, **keywords)  # real constants stay real: the model may read their values
-                if self.changing:
-                    self._follow(func, operands, result)
-                if operands and isinstance(result, Tensor) and result.is_meta:
+                if not operands or not _is_meta_device(keywords.get("device")):
+                    result = func(*args, **keywords)  # real constants stay real: the model may read their values
+                    if self.changing:
+                        self._follow(func, operands, result)
+                    return result
+                if func is torch.ops.aten._to_copy.default:
+                    result = func(*args, **keywords)
                     self.new_value(result, False, numbers=operands[0].to(result.dtype))
-                return result
+                    return result
+                args, keywords = self._constants_to_meta(args, keywords)
+                operands = _tensors((*args, *keywords.values()))
         elif not all(on_meta):
             args, keywords = self._constants_to_meta(args, keywords)
             operands = _tensors((*args, *keywords.values()))
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assume(operands[0])
+        if self.known is not None:
+            found = self._by_numbers(func, args, keywords, operands)
+            if found is not None:
+                return found
         if func is torch.ops.aten.nonzero.default:
             return self._find(func, args, operands)
         if func in INDEXING and has_boolean_rows(args):
@@ -231,6 +263,10 @@ class Recorder(RecordingMode):
         named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
         written, view, detached = _traits(func)
         result, made = self._run(func, args, keywords, memoise=not written and not view)
+        numbers: Sequence[Any] | None = None
+        if self.known is not None:
+            held = dict(zip(map(id, operands), inputs, strict=True))
+            numbers = self.known.computed(func, args, keywords, held, [g for _, g in made], bool(written))
         differentiable = (
             not detached
             and torch.is_grad_enabled()
@@ -250,6 +286,13 @@ class Recorder(RecordingMode):
             dtype = geometry[2]
             grad = differentiable and (dtype.is_floating_point or dtype.is_complex)
             outputs.append(self._new_value(item, geometry, grad, base))
+        if self.known is not None:
+            if numbers is not None:
+                self.known.note(inputs, outputs, numbers)
+            elif written:
+                targets = _written_tensors(written, args)
+                self.known.forget([v for t in targets for v in self._members[self._storage[self.value_of(t)]]])
+            self.known.follow_absent(inputs, outputs)
         if written and any(
             self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
         ):
@@ -357,14 +400,16 @@ class Recorder(RecordingMode):
 
         return tuple(convert(a) for a in args), {name: convert(a) for name, a in keywords.items()}
 
-    def _assume(self, tensor: Tensor) -> bool:
+    def _assume(self, tensor: Tensor) -> Any:
+        """What Python is told of a tensor with one entry: its number if that is known, else the side of a branch."""
+        value = self.value_of(tensor)
+        if tensor.dtype is not torch.bool or (self.known is not None and value in self.known):
+            return self.read(tensor).item()
         location = self.location()
-        if tensor.dtype is not torch.bool:
-            raise self.refuse_value()
         number = self._met[location]
         self._met[location] += 1
+        self.last_test = location
         taken = self.taken.side(location, number)
-        value = self.value_of(tensor)
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken, value in self.drawn))
         self.tested.setdefault(value, location)
         return taken
@@ -379,11 +424,89 @@ class Recorder(RecordingMode):
             self.changing.add(id(made))
             self._alive.append(made)
 
-    def refuse_value(self) -> DataDependentError:
+    def read(self, tensor: Tensor) -> Tensor:
+        """The numbers of a tensor that a body reads, if they are known; an error to raise if they aren't."""
+        value = self.value_of(tensor)
+        if self.known is None or not self.known.is_readable(value):
+            raise self.refuse_value(value)
+        numbers = self.known.read(value)
+        self._note_read([value], numbers.tolist())  # pyright: ignore
+        return numbers
+
+    def numbers_of(self, tensor: Tensor) -> Tensor | None:
+        """The numbers of a tensor that the run has met; None if they aren't known."""
+        value = self.held_value(tensor)
+        return None if self.known is None or value is None else self.known.of(value)
+
+    def _note_read(self, values: Sequence[int], shown: object) -> None:
+        self.reads.setdefault((self.frames[-1].module, self.frames[-1].call), []).append(shown)
+        for value in values:
+            self.tested.setdefault(value, self.location())
+
+    def refuse_value(self, value: int | None = None) -> DataDependentError:
         """Note that a body reads a value, as it may swallow the error; returns the error to raise."""
         error = DataDependentError(f"reads the value of a tensor at {self.location()}")
+        if self.known is not None and value is not None:
+            error.absent = self.known.absent.get(value, "")
         self.unreadable.append((error, self.frames[-1]))
         return error
+
+    def _by_numbers(
+        self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]
+    ) -> Any:
+        """The result of an operation that shows numbers, or whose sizes do, where they are known; None otherwise."""
+        known, values = self.known, [self.value_of(operand) for operand in operands]
+        assert known is not None
+        if func is torch.ops.aten.masked_select.default and values[1] in known:
+            shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+            with self:
+                return torch.ops.aten.index.Tensor(operands[0].expand(shape), [operands[1].expand(shape)])
+        held = dict(zip(map(id, operands), values, strict=True))
+        if func is torch.ops.aten.equal.default and all(value in known for value in values):
+            one, other = map(self.read, operands)
+            return bool(torch.equal(one, other))
+        if not sizes_by_numbers(func):
+            return None
+        if func is torch.ops.aten.nonzero.default and not known.has_room(operands[0].numel() * operands[0].dim() * 8):
+            return self._count(operands[0], values[0])
+        numbers = known.computed(func, args, keywords, held, None, False)
+        if numbers is None:
+            return None
+        found = [torch.empty_strided(n.shape, n.stride(), dtype=n.dtype, device=_META) for n in numbers]
+        made = tuple(self.new_value(item, False) for item in found)
+        known.note(values, made, numbers)
+        for number in numbers:
+            known.count(number)
+        self._note_read(values, [tuple(number.shape) for number in numbers])
+        self._record_found(func, args, keywords, tuple(values), made)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _count(self, tensor: Tensor, value: int) -> Tensor | None:
+        """The entries of a large tensor that aren't zero, of which only the number is known."""
+        known, counting = self.known, torch.ops.aten.count_nonzero.default
+        assert known is not None
+        numbers = known.computed(counting, (tensor,), {}, {id(tensor): value}, [((), (), torch.int64)], False)
+        if numbers is None:
+            return None
+        count = known.seen(numbers[0]).item()
+        self._note_read([value], count)
+        found = torch.empty(int(count), tensor.dim(), dtype=torch.int64, device=_META)
+        self._record_found(torch.ops.aten.nonzero.default, (tensor,), {}, (value,), (self.new_value(found, False),))
+        return found
+
+    def _record_found(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        inputs: tuple[int, ...],
+        made: tuple[int, ...],
+    ) -> None:
+        """Record an operation whose results show numbers: what is made of these doesn't show that they are read."""
+        self.effects.update(made)
+        named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
+        operation = Operation(func, tuple(map(self._refer, args)), named, inputs, made, (), self.location())
+        self.frames[-1].body.append(operation)
 
     def _find(self, func: OpOverload, args: tuple[Any, ...], operands: list[Tensor]) -> Tensor:
         """Where a tensor isn't zero: all of it, in numbers, if that may pick modules; else so many places."""
@@ -391,12 +514,7 @@ class Recorder(RecordingMode):
         picks = tensor.dim() == 1 and len(tensor) in self.containers
         count = len(tensor) if picks else found_count(tensor.numel())
         found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=_META)
-        inputs = (self.value_of(tensor),)
-        made = self.new_value(found, False)
-        self.effects.add(made)  # what is made of its numbers doesn't show that it is read
-        self.frames[-1].body.append(
-            Operation(func, tuple(map(self._refer, args)), {}, inputs, (made,), (), self.location())
-        )
+        self._record_found(func, args, {}, (self.value_of(tensor),), (self.new_value(found, False),))
         self.chosen.add((self.frames[-1].module, self.frames[-1].call))
         if not picks:
             return found

@@ -69,7 +69,7 @@ def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Su
     """Record one more call, in which all is watched that each call changes."""
     read: list[str] = []
     skeleton = make_skeleton(model)
-    recorder = Recorder(trace.taken, trace.device, trace.reducing)
+    recorder = Recorder.like(trace)
 
     def note(name: str) -> None:
         if len(recorder.frames) > 1:  # a forward reads it, and not the capture

@@ -55,8 +55,10 @@ model = tpplan.parallelize(model, plan)
         summary="The model itself failed on the example inputs.",
         explanation="""
 The compiler runs the model once on meta tensors, which have shapes but no values, and the model raised. The note names
-the line. If the forward reads values (`.item()`, `.tolist()`, `.numpy()`), use tensor operations instead, or read them
-outside of the forward. Otherwise call the model on the same inputs without tpplan: they may not be what it accepts.
+the line. If the forward reads values (`.item()`, `.tolist()`, `.numpy()`) that follow from its inputs, such as sizes of
+pictures, pass `inputs=` with numbers. If they follow from parameters or activations, use tensor operations instead, or
+read them outside of the forward. Otherwise call the model on the same inputs without tpplan: they may not be what it
+accepts.
 """,
     ),
     Entry(
@@ -66,7 +68,8 @@ outside of the forward. Otherwise call the model on the same inputs without tppl
         summary="No example inputs could be made for the model.",
         explanation="""
 For transformers models tpplan makes example inputs from the config. For any other model, pass them: a dict of keyword
-arguments, or a tuple. Fake or meta tensors will do; only shapes and dtypes count.
+arguments, or a tuple. Fake or meta tensors will do; only shapes and dtypes count, unless the model reads whole numbers
+of its inputs.
 """,
         bad="""
 model = tpplan.parallelize(my_model, plan)
@@ -717,6 +720,24 @@ model.compile(fullgraph=True)        # a wrapper around the model whose forward 
 """,
         good="""
 model.inner.compile(fullgraph=True)  # the module whose forward computes the loss
+""",
+    ),
+    Entry(
+        code="TP186",
+        name="steering-numbers",
+        severity=Severity.WARNING,
+        summary="Many calls were proved anew, since the model's Python reads other numbers of their inputs.",
+        explanation="""
+A model may read sizes of pictures, or how many tokens they take, with `.tolist()` or `.item()`. Calls in which it reads
+the same run by the same proof; others are proved when they come, which takes some seconds each. Results are right.
+Batches whose pictures have the same sizes, and stand in the same places, are proved once.
+""",
+        bad="""
+for batch in batches:                               # pictures of any size, anywhere in a text
+    model(**batch)
+""",
+        good="""
+processor(images=images, text=text, max_pixels=512 * 512, min_pixels=512 * 512, padding="max_length")
 """,
     ),
     Entry(
