@@ -176,6 +176,46 @@ def test_random_numbers_of_a_part_in_training_are_drawn_as_ever() -> None:
         torch.testing.assert_close(held, one[0])
 
 
+class Hooking(Block):
+    """One that registers a hook on its layer in the forward, and counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        def count(*_: object) -> None:
+            Hooking.calls += 1
+
+        handle = self.up.register_forward_hook(count)
+        made = super().forward(x)
+        handle.remove()
+        return made
+
+
+class HookingModel(Model):
+    """A model of such blocks."""
+
+    block = Hooking
+
+
+def test_hooks_are_called_that_are_there_or_that_a_forward_registers(uses: list[Direct]) -> None:
+    def work(own: nn.Module, _: object) -> tuple[int, int, int]:
+        seen: list[int] = []
+        with torch.no_grad():
+            own(IDS)
+            before = len(uses)
+            handle = own.blocks[0].down.register_forward_hook(lambda *_: seen.append(1))  # pyright: ignore
+            for _ in range(3):
+                own(IDS)
+            handle.remove()
+            Hooking.calls = 0
+            for _ in range(3):
+                own(IDS)
+        return len(seen), Hooking.calls, len(uses) - before
+
+    ((seen, calls, direct),) = on_ranks(stock(HookingModel), PLAIN, 1, ((IDS,), {}), work)
+    assert direct >= 3 and seen == 3 and calls == 6
+
+
 def test_a_replaced_forward_is_called(uses: list[Direct]) -> None:
     model = stock()
 

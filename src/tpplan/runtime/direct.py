@@ -2,8 +2,9 @@
 
 A sharded module asks in each call whether a compiler reads it, whether it is called by itself, whether a gradient is
 recorded. For a plain call of the root the answers are the same in all modules. While such a call is under way, each
-module has a forward of its own that does only what is left: its product and its reshards. A decoded token takes little
-more than its operations, so that the questions would be a tenth of it.
+module has a forward of its own that does only what is left: its product and its reshards. Where there are no hooks,
+torch calls it as it calls what `Module.compile` sets, without looking for any. A decoded token takes little more than
+its operations, so that the questions would be a tenth of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import local_of, own_parameters
+from tpplan.compat import COMPILED_CALL, global_hooks, local_of, own_parameters
 from tpplan.runtime.compiled import ENTRY
 from tpplan.runtime.kernels import Body
 from tpplan.runtime.layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
@@ -58,15 +59,20 @@ class Direct:
         if not self._made:
             self._make()
         self.in_place = True
+        hooked = bool(global_hooks())
         for own, forward, entry in self._forwards:
             if own.get(_FORWARD) is entry:
                 own[_FORWARD] = forward
+                if not (hooked or own["_forward_hooks"] or own["_forward_pre_hooks"]):
+                    own[COMPILED_CALL] = forward
         self._put_tensors()
 
     def take(self) -> None:
         """Leave the modules as they were."""
         self.in_place = False
         for own, forward, entry in self._forwards:
+            if own.get(COMPILED_CALL) is forward:
+                del own[COMPILED_CALL]
             if own.get(_FORWARD) is not forward:
                 continue
             if entry is None:

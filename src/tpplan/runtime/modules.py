@@ -203,7 +203,9 @@ def _is_plain(runtime: ModuleRuntime) -> bool:
     """Whether a call records nothing, and nobody looks at what it does."""
     if torch.is_grad_enabled() or runtime.handed_out.watched or runtime.handed_out.compiles:
         return False
-    return runtime.direct is not None and not (runtime.direct.in_place or has_dispatch_modes() or runs_backward())
+    if runtime.direct is None or runtime.direct.in_place or has_dispatch_modes():
+        return False
+    return not (runs_backward() or torch.jit.is_tracing())
 
 
 for _function in (ShardedModule.forward, ShardedRoot.forward):

@@ -203,6 +203,9 @@ def _noted(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
         writes.note(module, HOOKS)
         if writes.forwards:
             writes.hooked.add((module, handle.id))
+            own = module.__dict__
+            if COMPILED_CALL in own and own[COMPILED_CALL] is own.get("forward"):
+                del own[COMPILED_CALL]  # a direct forward, beside which torch would look for no hooks
     return handle
 
 
