@@ -174,6 +174,10 @@ class _Counting:
         for name in ("all_reduce", "all_gather"):
             setattr(axis, name, self._counted(name, getattr(axis, name)))
 
+    def clear(self) -> None:
+        self.counts.clear()
+        self.entries = 0
+
     def _counted(self, name: str, usual: Any) -> Any:
         def call(tensor: Tensor, *rest: Any) -> Tensor:
             self.counts[name] += 1
@@ -197,13 +201,14 @@ def generated(member: Member, name: str, ways: list[str]) -> None:
     rules = LLAMA if name == "llama" else GPT2_RULES
     sharded: Any = copy.deepcopy(stock)
     tpplan.parallelize(sharded, {"version": 1, "modules": rules}, member.mesh(), {"input_ids": PROMPT})
+    counting = _Counting(sharded.__dict__["_tpplan"].axis)
     for way in ways:
         (ours, more), (theirs, other) = tokens_of(sharded, WAYS[way]), tokens_of(stock, WAYS[way])
         assert torch.equal(ours, theirs), (name, way, ours, theirs)
         for mine, its in zip(more, other, strict=True):
             assert type(mine) is Tensor
             torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
-    counting = _Counting(sharded.__dict__["_tpplan"].axis)
+    counting.clear()
     tokens_of(sharded, WAYS["greedy"])
     # Of a layer two sums, one of the table, and a gather of two numbers for each of two rows: no logits.
     assert counting.entries == 4 and counting.counts["all_gather"] <= 6, counting.counts

@@ -103,6 +103,8 @@ class ProcessGroupCommunicator:
 
     def own_all_reduce(self) -> Callable[[Tensor], Tensor]:
         """`all_reduce` where neither a compiler nor a mode looks, with little around it: it comes twice in a block."""
+        if "all_reduce" in self.__dict__:  # somebody counts
+            return self.all_reduce
         options, group = self._summed, self.group
         reduce: Callable[[list[Tensor], Any], dist.Work | None] | None = None
         device: torch.device | None = None
