@@ -995,6 +995,11 @@ def runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportUnknownMemberType]
 
 
+def is_jit_traced() -> bool:
+    """Whether `torch.jit.trace` records what runs."""
+    return cast("Any", torch._C)._get_tracing_state() is not None
+
+
 def running_backward() -> int:
     """The number of the backward that this thread runs; -1 outside of one."""
     return torch._C._current_graph_task_id()  # pyright: ignore

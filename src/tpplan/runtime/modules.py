@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tpplan.compat import (
     active_compiler,
     has_dispatch_modes,
+    is_jit_traced,
     is_traced,
     runs_backward,
     skip_frame,
@@ -205,7 +206,7 @@ def _is_plain(runtime: ModuleRuntime) -> bool:
         return False
     if runtime.direct is None or runtime.direct.in_place or has_dispatch_modes():
         return False
-    return not (runs_backward() or torch.jit.is_tracing())
+    return not (runs_backward() or is_jit_traced())
 
 
 for _function in (ShardedModule.forward, ShardedRoot.forward):
