@@ -108,6 +108,19 @@ def test_a_call_that_differs_is_not_taken_for_one_that_was_decided(name: str) ->
         assert repeats.find((), (), other) is None
 
 
+def test_a_cache_that_was_cut_meanwhile_counts_as_it_is_then() -> None:
+    with torch.no_grad():
+        repeats, whole = Repeats(READ.devices), call()
+        repeats.note((), (), call(), PROGRAM)
+        whole["cache"].layers[0].keys = torch.zeros(2, 6, 5)
+        assert repeats.find((), (), whole) is None
+        whole["cache"].layers[0].keys = torch.zeros(2, 3, 5)  # as the guard does
+        repeats.note((), (), whole, PROGRAM)
+        again = call()
+        again["cache"].layers[0].keys = torch.zeros(2, 6, 5)
+        assert repeats.find((), (), again) is None
+
+
 def test_what_was_decided_is_by_sizes() -> None:
     with torch.no_grad():
         repeats, other = Repeats(READ.devices), cast("Program", object())

@@ -40,12 +40,10 @@ class Repeats:
         """Know none; `devices` are the types whose autocast counts."""
         self._devices = tuple(devices)
         self._forms: list[_Form] = []
-        self._latest: tuple[_Form, tuple[object, ...]] | None = None
 
     def forget(self) -> None:
         """Know nothing of any call."""
         self._forms.clear()
-        self._latest = None
 
     def find(self, more: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Program | None:
         """The program that such a call was found to run by.
@@ -54,25 +52,23 @@ class Repeats:
             more: what else a call's key has.
             arguments, keywords: the call.
         """
-        self._latest = None
         state = (more, *ambient_state(self._devices))
         for form in self._forms:
             sizes = form.read(state, arguments, keywords)
             if sizes is not None:
-                self._latest = form, sizes
                 return form.met.get(sizes)
         return None
 
     def note(self, more: object, arguments: tuple[Any, ...], keywords: dict[str, Any], program: Program) -> None:
-        """Remember by which program a call runs, for which `find` found none."""
-        if self._latest is None:
-            form = _form((more, *ambient_state(self._devices)), arguments, keywords)
-            sizes = None if form is None else form.read(form.state, arguments, keywords)
-            if form is None or sizes is None:
-                return
+        """Remember by which program a call runs, as it is now: whole caches were cut to this rank's part."""
+        state = (more, *ambient_state(self._devices))
+        known = next((form for form in self._forms if form.read(state, arguments, keywords) is not None), None)
+        form = _form(state, arguments, keywords) if known is None else known
+        sizes = None if form is None else form.read(state, arguments, keywords)
+        if form is None or sizes is None:
+            return
+        if known is None:
             self._forms = [form, *self._forms[: _MOST - 1]]
-            self._latest = form, sizes
-        form, sizes = self._latest
         form.met[sizes] = program
 
 

@@ -128,11 +128,14 @@ class Direct:
         slow, draws, recorded = type(module).forward, runtime.random is not None, torch.is_grad_enabled
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if recorded() or (draws and module.training):
-                result = slow(module, *args, **kwargs)
-                self._put_tensors()  # it took away what it had put in place for itself
-                return result
-            return direct(*args, **kwargs)
+            if not (recorded() or (draws and module.training)):
+                return direct(*args, **kwargs)
+            places = [(owner.__dict__, name) for owner, name, _ in runtime.reads]
+            kept = [(own, name, own[name]) for own, name in places if name in own]
+            result = slow(module, *args, **kwargs)
+            for own, name, tensor in kept:  # it took away what it had put in place for itself
+                own[name] = tensor
+            return result
 
         functools.update_wrapper(forward, slow)
         return forward
