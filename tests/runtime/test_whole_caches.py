@@ -86,8 +86,8 @@ def test_whole_caches_are_cut_to_parts_by_the_guess_that_can_be_proved(plan: str
 
         def work(model: Any, _: object, cache: Any = cache) -> tuple[list[Tensor], set[int]]:
             model.eval()
-            caches = [copy.deepcopy(cache) for _ in range(3)]
-            found = [continued(model, caches[i], positional=i == 1) for i in range(3)]
+            caches = [copy.deepcopy(cache) for _ in range(6)]
+            found = [continued(model, caches[i], positional=i == 1) for i in range(6)]
             return found, heads_of(caches[0], dim)  # noqa: B023
 
         for logits, heads in on_ranks(stock, f"plans/{plan}.yaml", RANKS, ((), example), work):
