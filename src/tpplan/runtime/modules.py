@@ -180,8 +180,7 @@ class ShardedRoot(ShardedModule):
         runtime.handed_out.open(summed)  # pyright: ignore[reportArgumentType]
         if writes is not None:
             writes.forwards += 1
-        plain = compiler is None and not cut and not (writes is not None and writes.compiled) and _is_plain(runtime)
-        direct = runtime.direct if plain else None
+        direct = runtime.direct if compiler is None and _is_plain(runtime, writes) else None
         try:
             if direct is not None:
                 direct.put()
@@ -200,9 +199,11 @@ class ShardedRoot(ShardedModule):
             runtime.handed_out.close()
 
 
-def _is_plain(runtime: ModuleRuntime) -> bool:
+def _is_plain(runtime: ModuleRuntime, writes: Writes | None) -> bool:
     """Whether a call records nothing, and nobody looks at what it does."""
     if torch.is_grad_enabled() or runtime.handed_out.watched or runtime.handed_out.compiles:
+        return False
+    if writes is not None and (writes.cut or writes.compiled):
         return False
     if runtime.direct is None or runtime.direct.in_place or has_dispatch_modes():
         return False
