@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.compiler.checks import asserted, checked, if_raise, or_long, unless_raise
 from tests.compiler.toys import HIDDEN, MLP, compiled
-from tests.runtime.simulated import on_ranks, worst
+from tests.runtime.simulated import on_ranks, watched, worst
 from tpplan.calls.guard import CallGuard
 from tpplan.compiler.trace.branches import record_model
 from tpplan.plan import CompileError
@@ -67,14 +67,11 @@ def test_a_call_that_the_model_refuses_raises_and_the_others_are_not_watched(che
     bad = x(scale=float("nan") if check is if_raise else 1000.0)
 
     def work(own: nn.Module, guard: CallGuard) -> list[bool]:
-        watched: list[bool] = []
-        for _ in range(3):
-            watched.append(guard(True, (x(),), {})[1] is not None)
-            own(x())
+        found = watched(own, guard, x)
         with pytest.raises((ValueError, AssertionError, RuntimeError)):
             own(bad)
         own(x())
-        return watched
+        return found
 
     assert on_ranks(model(check), MLP, 2, ((x(),), {}), work) == [[True, False, False]] * 2
     assert max(worst(model(check), MLP, 2, ((x(),), {}), [((x(n),), {}) for n in (12, 12, 20, 20, 7)])) < 1e-12
@@ -82,11 +79,7 @@ def test_a_call_that_the_model_refuses_raises_and_the_others_are_not_watched(che
 
 def test_an_error_on_a_further_condition_is_watched() -> None:
     def work(own: nn.Module, guard: CallGuard) -> list[bool]:
-        watched: list[bool] = []
-        for _ in range(3):
-            watched.append(guard(True, (x(),), {})[1] is not None)
-            own(x())
-        return watched
+        return watched(own, guard, x)
 
     assert on_ranks(model(or_long), MLP, 2, ((x(),), {}), work) == [[True, True, True]] * 2
     calls = [((x(length, scale),), {}) for length, scale in ((12, 1.0), (20, 1.0), (20, 1000.0), (20, 1000.0))]

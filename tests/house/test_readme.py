@@ -88,22 +88,28 @@ def test_plan_loads(block: Block):
     assert tpplan.load_plan(block.text if block.text.endswith("\n") else f"{block.text}\n")
 
 
-@pytest.mark.parametrize("block", blocks_of("python"))
-def test_python_runs(block: Block, workplace, reader_environment):
-    if block.processes:
-        pytest.skip(f"README.md:{block.line} runs under torchrun")
-    if not block.tested:
-        pytest.skip(f"README.md:{block.line} isn't marked <!-- tested -->")
+def printed_by(arguments, folder, environment):
+    """What Python prints, called with these arguments in a folder."""
     ran = subprocess.run(
-        [sys.executable, "-c", block.text],
-        cwd=workplace,
-        env=reader_environment,
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("block", blocks_of("python"))
+def test_python_runs(block: Block, workplace, reader_environment):
+    if block.processes:
+        pytest.skip(f"README.md:{block.line} runs under torchrun")
+    if not block.tested:
+        pytest.skip(f"README.md:{block.line} isn't marked <!-- tested -->")
+    printed_by(["-c", block.text], workplace, reader_environment)
 
 
 @pytest.fixture
@@ -138,17 +144,7 @@ def test_python_prints_under_torchrun_what_is_shown(workplace, reader_environmen
             printed = torchrun(script, block.processes, folder=workplace).stdout
         else:  # one of them as it is written there
             command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={block.processes}", "train.py"]
-            ran = subprocess.run(
-                [sys.executable, "-m", *command],
-                cwd=workplace,
-                env=reader_environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_SECONDS,
-                check=False,
-            )
-            assert ran.returncode == 0, ran.stderr
-            printed = ran.stdout
+            printed = printed_by(["-m", *command], workplace, reader_environment)
         assert all(line in printed for line in after.text.strip().splitlines()), printed
 
 

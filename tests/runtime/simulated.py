@@ -120,4 +120,13 @@ def _errors(
     return max(errors)
 
 
-__all__ = ["on_ranks", "worst"]
+def watched(own: nn.Module, guard: CallGuard, call: Callable[[], Tensor], times: int = 3) -> list[bool]:
+    """Whether each of several equal calls has to be watched, which are then made."""
+    found: list[bool] = []
+    for _ in range(times):
+        found.append(guard(True, (call(),), {})[1] is not None)
+        own(call())
+    return found
+
+
+__all__ = ["on_ranks", "watched", "worst"]

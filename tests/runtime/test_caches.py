@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tpplan
 from tests.marking import in_thirds
@@ -95,18 +95,23 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-def tiny(name: str) -> tuple[Any, dict[str, Tensor]]:
-    """A model of the zoo with numbers, and an example call."""
-    _, inputs = build(name)
-    dtype = torch.float32 if name == "gpt_oss" else torch.float64  # its products of groups take no float64 on a CPU
-    torch.manual_seed(0)
-    model = _made(ARCHITECTURES[name]).to(dtype).eval()
+def scatter(model: nn.Module) -> None:
+    """Give a model numbers that are far enough apart to tell tokens."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def tiny(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model of the zoo with numbers, and an example call."""
+    _, inputs = build(name)
+    dtype = torch.float32 if name == "gpt_oss" else torch.float64  # its products of groups take no float64 on a CPU
+    torch.manual_seed(0)
+    model = _made(ARCHITECTURES[name]).to(dtype).eval()
+    scatter(model)
     example = {key: torch.ones(held.shape, dtype=held.dtype) for key, held in inputs.items()}
     return model, example
 

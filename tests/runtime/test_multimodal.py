@@ -13,7 +13,7 @@ from torch import Tensor
 import tpplan
 from tests.generation.ways import subject
 from tests.plans.parity import PLANS
-from tests.runtime.test_caches import SETTINGS, tokens
+from tests.runtime.test_caches import SETTINGS, scatter, tokens
 from tests.runtime.world import Member, world
 
 transformers: Any = pytest.importorskip("transformers")
@@ -128,12 +128,7 @@ def of_pictures(member: Member, name: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     stock, example, given = MAKERS[name]()
     stock = stock.double().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in stock.parameters():
-            if parameter.dim() > 1:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    scatter(stock)
     plan = tpplan.suggest_plan(stock, RANKS, inputs=example)
     own: Any = tpplan.parallelize(copy.deepcopy(stock), plan, member.mesh(), example).eval()
     found: list[dict[str, Any]] = []

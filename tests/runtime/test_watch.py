@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.compiler.toys import HIDDEN, MLP, plan_of
-from tests.runtime.simulated import on_ranks, worst
+from tests.runtime.simulated import on_ranks, watched, worst
 from tests.runtime.world import Member, world
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guard import CallGuard
@@ -248,22 +248,14 @@ def test_both_sides_of_a_branch_on_numbers_run_by_their_own_programs(between: An
 
 def test_a_side_that_both_programs_cover_is_watched_no_longer() -> None:
     def work(own: nn.Module, guard: CallGuard) -> list[bool]:
-        watched: list[bool] = []
-        for _ in range(3):
-            watched.append(guard(True, (x(),), {})[1] is not None)
-            own(x())
-        return watched
+        return watched(own, guard, x)
 
     assert on_ranks(body(large_alike), MLP, 2, ((x(),), {}), work) == [[True, False, False]] * 2
 
 
 def test_a_side_that_needs_another_program_is_watched_at_every_call() -> None:
     def work(own: nn.Module, guard: CallGuard) -> list[bool]:
-        watched: list[bool] = []
-        for _ in range(3):
-            watched.append(guard(True, (x(),), {})[1] is not None)
-            own(x())
-        return watched
+        return watched(own, guard, x)
 
     assert on_ranks(body(large), MLP, 2, ((x(),), {}), work) == [[True, True, True]] * 2
 
