@@ -133,7 +133,8 @@ def _looks(held: Any, place: int) -> object:
         return Tensor
     if _is_compared(held):
         return _is_compared
-    return (kind, *vars(held)) if has_own_state(kind) and kind not in (list, tuple, dict) else place
+    own = has_own_state(kind) and kind not in (list, tuple, dict)
+    return (kind, *cast("dict[str, Any]", vars(held))) if own else place
 
 
 def _alike(held: list[Any], depth: int) -> Reader | None:
