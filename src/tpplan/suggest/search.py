@@ -244,7 +244,7 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     if not subject.weights:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
-    elif any(f"{subject.size} ranks" in reason for reason in found.reasons.values()):
+    elif heaviest and f"{subject.size} ranks" in found.reasons[heaviest[0]]:
         way_out = "try fewer ranks, a number that divides the heads"
     else:
         way_out = (

@@ -34,8 +34,13 @@ _KEEPS = frozenset(
     for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
 )
 _ENTRYWISE = frozenset(
-    f"aten.{name}.default" for name in ("exp", "neg", "log", "softplus", "sigmoid", "tanh", "abs", "silu", "sqrt")
-)
+    f"aten.{name}"
+    for name in (
+        "exp.default", "neg.default", "log.default", "softplus.default", "sigmoid.default", "tanh.default",
+        "abs.default", "silu.default", "sqrt.default", "rsqrt.default", "reciprocal.default", "relu.default",
+        "clamp.default", "clamp_min.default", "clamp_max.default", "pow.Tensor_Scalar", "square.default",
+    )
+)  # fmt: skip
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
 _DEEPEST = 12
 
