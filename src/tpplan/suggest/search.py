@@ -89,7 +89,7 @@ def search(
     subject = make_subject(model, size, arguments, keywords)
     rules = Rules(size, subject.trace.batch)
     roles = find_roles(subject, rules, lenient=True)
-    tables, left = find_tables(subject, roles.heads)
+    tables, left = find_tables(subject, roles.heads, {name for group in roles.groups for name in group.settings})
     found = _Search(subject, reasons=roles.reasons | left)
     everything = (*roles.groups, *tables)
     if not everything or not found.together(everything):
