@@ -135,7 +135,7 @@ def search(
 def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str]) -> _Search:
     """What is proved of what one walk proposes, in which these layers are no columns; then what is gathered."""
     roles = find_roles(subject, rules, lenient=True, left=whole)
-    tables, left = find_tables(subject, roles.heads)
+    tables, left = find_tables(subject, roles.heads, {name for group in roles.groups for name in group.settings})
     found = _Search(subject, reasons=roles.reasons | left)
     everything = (*roles.groups, *tables)
     if not everything or not found.together(everything):

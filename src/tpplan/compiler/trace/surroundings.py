@@ -32,6 +32,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None), tuple))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+_PLAIN_ATTRIBUTES = frozenset((*_SCALARS - {tuple}, OrderedDict, torch.dtype, torch.device, Tensor))
+_STOCK = frozenset(vars(nn.Module()))
 _CODE = (type, FunctionType, nn.Module, _CACHE)
 _LARGEST = 1 << 16
 
@@ -61,16 +63,18 @@ class Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         """Look, and remember."""
+        self._model = model
         kinds = {type(module) for _, module in named_modules(model)}
         own = _own_kinds(kinds)
         self.spaces = [*_spaces(own, model)]
-        self.caches = {id(cache): cache for _, space in self.spaces for cache in _caches(space)}
+        self.caches = {id(cache): cache for cache in (*_caches_of(self.spaces), *_caches_in(model))}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
         self._files = frozenset(
             space.holder.__name__ for _, space in self.spaces if isinstance(space.holder, ModuleType)
         )
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._own: set[int] = set()  # ids of the attributes of objects
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
@@ -86,6 +90,7 @@ class Surroundings:
         elif type(held) not in CONTAINERS:
             own: dict[str, Any] | None = getattr(held, "__dict__", None)
             if own is not None and type(held).__module__ in self._files:
+                self._own.add(id(own))
                 self._note(own)
         else:
             copied: Any = dict(held) if isinstance(held, dict) else list(held)  # pyright: ignore
@@ -106,6 +111,16 @@ class Surroundings:
                 or (type(held).__module__ in self._files and hasattr(held, "__dict__") and not isinstance(held, _CODE))
             )
         }
+
+    def tables(self) -> Iterator[dict[Any, Any]]:
+        """The dicts around the model, and those that its modules and their objects keep."""
+        yield from (held for held, _ in self._contents.values() if isinstance(held, dict) and id(held) not in self._own)
+        for _, module in named_modules(self._model):
+            for name, held in vars(module).items():
+                own: Any = {} if isinstance(held, nn.Module) else getattr(held, "__dict__", {})
+                for inner in (held, *own.values()) if name not in _STOCK else ():
+                    if type(inner) in CONTAINERS and isinstance(inner, dict):
+                        yield inner  # pyright: ignore[reportUnknownVariableType]
 
     def repeat_draws(self) -> None:
         """Put the generators of random numbers back to where they were."""
@@ -152,6 +167,7 @@ def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield f"{kind.__module__}.{kind.__qualname__}", Space(kind)
     waiting = [kind.__module__ for kind in kinds]
+    packages = {name.partition(".")[0] for name in waiting}
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
     held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
     waiting += [_home(function) for function in (*held, *hooks)]
@@ -163,9 +179,15 @@ def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
             continue
         seen.add(name)
         yield name, Space(module)
+        own = is_users(name)
         for held in list(vars(module).values()):
-            if isinstance(held, (FunctionType, type, _CACHE)) and is_users(getattr(held, "__module__", None)):
-                waiting.append(held.__module__)  # pyright: ignore
+            home: str | None = held.__name__ if isinstance(held, ModuleType) else getattr(held, "__module__", None)
+            if home in seen or not isinstance(held, (FunctionType, type, ModuleType, _CACHE)):
+                continue
+            near = str(home).partition(".")[0] in packages and not isinstance(held, type)
+            asked = own and not isinstance(held, type) and str(home).partition(".")[0] not in sys.stdlib_module_names
+            if near or asked or is_users(home):
+                waiting.append(str(home))
 
 
 def _home(function: Any) -> str:
@@ -183,13 +205,35 @@ def is_users(name: str | None) -> bool:
     return name == "__main__" or (file is not None and not file.startswith(_LIBRARIES))
 
 
-def _caches(space: Space) -> Iterator[Cache]:
-    for held in list(space.names().values()):
-        held = getattr(held, "__func__", held)
-        if isinstance(held, FunctionType) and held.__closure__:
-            yield from (cell for cell in _cells(held) if isinstance(cell, _CACHE) and _may_clear(cell))
-        elif isinstance(held, _CACHE) and _may_clear(held):
-            yield held
+def _caches_of(spaces: Iterable[tuple[str, Space]]) -> Iterator[Cache]:
+    """Those that have a name in one of the spaces, or in a class there."""
+    for _, space in spaces:
+        for held in list(space.names().values()):
+            yield from _caches(held)
+            if isinstance(held, type) and held.__module__ == getattr(space.holder, "__name__", None):
+                for inner in list(vars(held).values()):
+                    yield from _caches(inner)
+
+
+def _caches_in(model: nn.Module) -> Iterator[Cache]:
+    """Those that modules, or objects that these have, keep for themselves."""
+    for _, module in named_modules(model):
+        for held in vars(module).values():
+            if type(held) in _PLAIN_ATTRIBUTES or isinstance(held, nn.Module):
+                continue
+            yield from _caches(held)
+            own: Any = held if type(held) is dict else getattr(held, "__dict__", None)  # pyright: ignore
+            for inner in list(own.values()) if type(own) is dict else ():
+                yield from _caches(inner)
+
+
+def _caches(held: Any) -> Iterator[Cache]:
+    """A cache itself, as a method, or as what a function closes over."""
+    held = getattr(held, "func" if type(held) is functools.partial else "__func__", held)
+    if isinstance(held, FunctionType) and held.__closure__:
+        yield from (cell for cell in _cells(held) if isinstance(cell, _CACHE) and _may_clear(cell))
+    elif isinstance(held, _CACHE) and _may_clear(held):
+        yield held
 
 
 def _may_clear(cache: Cache) -> bool:
