@@ -48,10 +48,13 @@ def after_a_call(
 
 @contextmanager
 def before_any_call(model: nn.Module) -> Generator[bool]:
-    """In the block, dicts of the model and its surroundings hold no tensors, nor do names; whether any did."""
+    """In the block, what functions of the model and around it fill with tensors is empty; whether any of it wasn't."""
     around = Surroundings(model)
-    filled = [(table, dict(table)) for table in around.tables() if any(map(_is_of_tensors, table.values()))]
+    found = [(name, table) for name, table in around.tables() if any(map(_is_of_tensors, table.values()))]
     names = [slot for slot in slots_of(model, around).values() if _is_a_name(slot)]
+    put, entered = around.written() if found or names else (set[str](), set[str]())
+    filled = [(table, dict(table)) for name, table in found if name in entered]
+    names = [slot for slot in names if slot.key in put]
     for table, before in filled:
         for key in [key for key, held in before.items() if _is_of_tensors(held)]:
             del table[key]

@@ -10,14 +10,15 @@ a cache, a counter that is one too high.
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import random
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -74,7 +75,6 @@ class Surroundings:
         )
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
         self._contents: dict[int, tuple[Any, Any]] = {}
-        self._own: set[int] = set()  # ids of the attributes of objects
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
@@ -90,7 +90,6 @@ class Surroundings:
         elif type(held) not in CONTAINERS:
             own: dict[str, Any] | None = getattr(held, "__dict__", None)
             if own is not None and type(held).__module__ in self._files:
-                self._own.add(id(own))
                 self._note(own)
         else:
             copied: Any = dict(held) if isinstance(held, dict) else list(held)  # pyright: ignore
@@ -112,15 +111,32 @@ class Surroundings:
             )
         }
 
-    def tables(self) -> Iterator[dict[Any, Any]]:
-        """The dicts around the model, and those that its modules and their objects keep."""
-        yield from (held for held, _ in self._contents.values() if isinstance(held, dict) and id(held) not in self._own)
+    def tables(self) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """The dicts around the model, and those that its modules and their objects keep, by their names there."""
+        for _, space in self.spaces:
+            yield from _dicts(self.values(space))
         for _, module in named_modules(self._model):
-            for name, held in vars(module).items():
-                own: Any = {} if isinstance(held, nn.Module) else getattr(held, "__dict__", {})
-                for inner in (held, *own.values()) if name not in _STOCK else ():
-                    if type(inner) in CONTAINERS and isinstance(inner, dict):
-                        yield inner  # pyright: ignore[reportUnknownVariableType]
+            yield from _dicts({name: held for name, held in vars(module).items() if name not in _STOCK})
+
+    def written(self) -> tuple[set[str], set[str]]:
+        """By what functions around the model do: the names of what they put anew, and of what they put entries into."""
+        names, filled = set[str](), set[str]()
+        for code in self._codes():
+            done = {instruction.opname for instruction in dis.get_instructions(code)}
+            if code.co_name != "__init__" and not done.isdisjoint(("STORE_GLOBAL", "STORE_ATTR")):
+                names.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_GLOBAL", "STORE_ATTR"))
+            if "STORE_SUBSCR" in done or "setdefault" in code.co_names:
+                filled.update(code.co_names)
+        return names, filled
+
+    def _codes(self) -> Iterator[CodeType]:
+        for _, space in self.spaces:
+            for held in space.names().values():
+                own = [held, *vars(held).values()] if isinstance(held, type) and is_users(held.__module__) else [held]
+                for function in own:
+                    function = getattr(function, "__func__", function)
+                    if isinstance(function, FunctionType):
+                        yield function.__code__
 
     def repeat_draws(self) -> None:
         """Put the generators of random numbers back to where they were."""
@@ -160,6 +176,14 @@ class Surroundings:
 def _own_kinds(kinds: Iterable[type]) -> set[type]:
     """The classes, and those that they derive from, that aren't torch's."""
     return {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OURS}
+
+
+def _dicts(held: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    for name, item in held.items():
+        own: Any = {} if isinstance(item, (nn.Module, type)) else getattr(item, "__dict__", {})
+        for leaf, inner in ((name, item), *own.items()):
+            if type(inner) in CONTAINERS and isinstance(inner, dict):
+                yield leaf, inner  # pyright: ignore[reportUnknownVariableType]
 
 
 def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
