@@ -75,6 +75,7 @@ __all__ = [
     "copy_without_gradients",
     "count_as_compiled",
     "derive_class",
+    "fake_call",
     "fake_mesh",
     "fake_process_group",
     "foreach_norm",
@@ -378,6 +379,31 @@ class OperatorMeta:
     stride: tuple[int, ...]
     dtype: torch.dtype
     placement: Placement
+
+
+def fake_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
+    """What the forward of a module on `meta` would return for such arguments on `device`, under autocast as well."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Forward(nn.Module):
+        """Runs the forward, without the hooks around it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner.forward(*args, **kwargs)
+
+    def like(held: Any) -> Any:
+        return torch.empty_like(held, device=device) if isinstance(held, Tensor) else held
+
+    if device == "meta":
+        return module.forward(*map(like, args), **{name: like(held) for name, held in kwargs.items()})
+    with FakeTensorMode():
+        args, kwargs = tuple(map(like, args)), {name: like(held) for name, held in kwargs.items()}
+        stored = (*module.named_parameters(), *module.named_buffers())
+        return torch.func.functional_call(Forward(), {f"inner.{n}": like(t) for n, t in stored}, args, kwargs)
 
 
 @functools.cache

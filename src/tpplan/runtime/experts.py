@@ -1,0 +1,113 @@
+"""Experts: bodies of which each rank runs whole experts of its own; the ranks' sum is the result.
+
+in:  a `SharedExperts`, and this rank
+out: a body that stands in for the module's own
+
+    a stack:   the pairs (token, choice) of this rank's experts are found, and the module's own code gets these, one
+               choice for each; what it makes of them is summed by token
+    a module:  its own code on the rank that holds it; zeros elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import fake_call, native_apply, without_dispatch_modes, without_function_modes
+from tpplan.compiler.ir.program import SharedExperts
+from tpplan.compiler.trace.capture import argument_names
+from tpplan.runtime.kernels import Body, Stock
+from tpplan.runtime.module_runtime import Reader
+from tpplan.runtime.writes import stock_class
+
+_REMEMBERED = 256
+
+
+def stack_body(experts: SharedExperts, module: nn.Module, size: int, rank: int) -> Body:
+    """The body of a stack of experts, of which `rank` has those from rank · count / size on."""
+    names = argument_names(stock_class(module).forward)
+    count = experts.count // size
+    first = rank * count
+
+    def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: dict[str, Tensor] = dict(zip(names, args, strict=False)) | kwargs
+        tokens, chosen, weights = given[experts.tokens], given[experts.chosen], given[experts.weights]
+        own = chosen - first
+        token, choice = ((own >= 0) & (own < count)).nonzero(as_tuple=True)
+        pairs = token.shape[0]
+        call = {
+            experts.tokens: tokens[token],
+            experts.chosen: own[token, choice].unsqueeze(-1),
+            experts.weights: weights[token, choice].unsqueeze(-1),
+        }
+        if pairs == 0:
+            # A pair of zeros is made up and dropped, so that there are gradients as on the other ranks.
+            call = {name: _padded(rows) for name, rows in call.items()}
+        made: Tensor = stock(**call)[:pairs]
+        spread = made.new_zeros(chosen.numel(), *made.shape[1:])
+        spread = spread.index_copy(0, token * chosen.shape[1] + choice, made)
+        return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
+
+    return body
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """With a row of zeros."""
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros, to which tensors have contributed nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        return inputs[0].new_zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(gradient.new_zeros(s, dtype=d, device=at) for s, d, at in ctx.inputs))
+
+
+_nothing = native_apply(_Nothing)
+
+
+def elsewhere_body(stock_module: nn.Module, held: Sequence[tuple[nn.Module, str, Reader]]) -> Body:
+    """The body of an expert that another rank holds.
+
+    Args:
+        stock_module: the expert without its numbers, which tells the shape of its result.
+        held: its parameters, of which this rank has nothing, and how to read them: they have a gradient if they have
+            one where they are.
+    """
+    shapes: dict[object, tuple[torch.Size, torch.dtype]] = {}
+
+    def shape_of(given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, torch.dtype]:
+        device = next((a.device.type for a in given if isinstance(a, Tensor)), "meta")
+        cast = device != "meta" and torch.is_autocast_enabled(device)
+        key = (tuple(map(_geometry, given)), torch.get_autocast_dtype(device) if cast else None)
+        if key not in shapes:
+            if len(shapes) >= _REMEMBERED:
+                shapes.clear()
+            with torch.no_grad(), without_dispatch_modes(), without_function_modes():
+                made = fake_call(stock_module, args, kwargs, device if cast else "meta")
+            shapes[key] = (made.shape, made.dtype)
+        return shapes[key]
+
+    def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (*args, *kwargs.values())
+        shape, dtype = shape_of(given, args, kwargs)
+        tensors = [a for a in given if isinstance(a, Tensor) and a.dtype.is_floating_point]
+        return _nothing(shape, dtype, *tensors, *(read(owner._parameters[name]) for owner, name, read in held))  # pyright: ignore
+
+    return body
+
+
+def _geometry(held: Any) -> object:
+    return (held.shape, held.stride(), held.dtype) if isinstance(held, Tensor) else (type(held).__name__, repr(held))
+
+
+__all__ = ["elsewhere_body", "stack_body"]
