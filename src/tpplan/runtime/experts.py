@@ -46,7 +46,9 @@ def stack_body(experts: SharedExperts, module: nn.Module, size: int, rank: int) 
         if pairs == 0:
             # A pair of zeros is made up and dropped, so that there are gradients as on the other ranks.
             call = {name: _padded(rows) for name, rows in call.items()}
-        made: Tensor = stock(**call)[:pairs]
+        # As they were passed: what the class's forward is wrapped around may have other names for them.
+        args = tuple(call[name] for name in names[: len(args)])
+        made: Tensor = stock(*args, **{name: call[name] for name in kwargs})[:pairs]
         spread = made.new_zeros(chosen.numel(), *made.shape[1:])
         spread = spread.index_copy(0, token * chosen.shape[1] + choice, made)
         return spread.view(*chosen.shape, *made.shape[1:]).sum(1)

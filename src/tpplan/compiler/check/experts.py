@@ -228,8 +228,9 @@ class _Prover:
             for name, value in given.items()
         }
         state = Capture(Recorder(device=self.trace.device), leaves=False)
+        names = argument_names(type(module).forward)
         try:
-            return record(skeleton, (), call, self.trace.training, state)
+            return record(skeleton, [call[name] for name in names], {}, self.trace.training, state)
         except BodyError as error:
             cause = error.__cause__ or error
             raise NotRoutedError(f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}") from error
