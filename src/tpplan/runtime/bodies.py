@@ -24,7 +24,7 @@ from tpplan.runtime.class_rows import ClassPart
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
-from tpplan.runtime.experts import elsewhere_body, stack_body
+from tpplan.runtime.experts import elsewhere_body, own_body, stack_body
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
@@ -174,7 +174,7 @@ def _replaced(
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]
         return elsewhere_body(stock[spec.name], held)
     if spec.experts is not None:
-        return None  # its own code, on all of its parameters
+        return own_body
     if spec.split_norm is not None:
         statistics = steps(spec.inner[-1])
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)

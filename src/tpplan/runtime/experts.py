@@ -61,6 +61,11 @@ def _padded(rows: Tensor) -> Tensor:
     return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
 
 
+def own_body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The body of an expert that this rank holds: its own code. As on other ranks, nobody watches its steps."""
+    return stock(*args, **kwargs)
+
+
 class _Nothing(torch.autograd.Function):
     """Zeros, to which tensors have contributed nothing."""
 
@@ -112,4 +117,4 @@ def _geometry(held: Any) -> object:
     return (held.shape, held.stride(), held.dtype) if isinstance(held, Tensor) else (type(held).__name__, repr(held))
 
 
-__all__ = ["elsewhere_body", "stack_body"]
+__all__ = ["elsewhere_body", "own_body", "stack_body"]

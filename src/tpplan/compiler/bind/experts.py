@@ -107,7 +107,9 @@ def _uneven(bound: Bound, count: int, size: int) -> list[Diagnostic]:
         return []
     if not count:
         return [_not_shareable(bound, f"the tensors of `{bound.name}` are stacked along dims of different sizes")]
-    return [_not_shareable(bound, f"the {count} experts of `{bound.name}` can't be shared out evenly over {size} ranks")]
+    return [
+        _not_shareable(bound, f"the {count} experts of `{bound.name}` can't be shared out evenly over {size} ranks")
+    ]
 
 
 def _not_shareable(bound: Bound, message: str) -> Diagnostic:

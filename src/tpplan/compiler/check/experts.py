@@ -233,7 +233,9 @@ class _Prover:
             return record(skeleton, [call[name] for name in names], {}, self.trace.training, state)
         except BodyError as error:
             cause = error.__cause__ or error
-            raise NotRoutedError(f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}") from error
+            raise NotRoutedError(
+                f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}"
+            ) from error
 
 
 def _roles(given: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:

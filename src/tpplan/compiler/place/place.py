@@ -267,7 +267,6 @@ class Placer:
                 _keep(finished, (self._numbering.code(target),), total, left, Steps(choice, None))
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 
-
     # -- whole experts, of which each rank runs its own ---------------------------------------------------------------
     def _solve_shared(self, region: Region, inputs: Codes) -> _States | Failure:
         """Each rank's experts see whole tokens, of which some are theirs; the result is a sum over the ranks."""

@@ -21,6 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from tpplan.compat import schema_argument_names, schema_defaults, schema_mutates
 from tpplan.compiler.ir.operators import DIMS, lookup
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
@@ -169,9 +172,15 @@ class _Reader:
         for value, name in call.stacks.items():
             self.known[value] = Stack(terms.of("stack", name, shape=self.shape(value)[1:]))
         for value in trace.values:
-            if value.numbers is not None and value.numbers.numel() == 1 and not value.shape:
-                key = (str(value.dtype), value.numbers.item())
-                self.known[value.identifier] = Rows("any", terms.of("number", *key, shape=()))
+            if value.numbers is not None:
+                self.note_constant(value.identifier, value.numbers)
+
+    def note_constant(self, value: int, numbers: Tensor) -> None:
+        """A number, or the places of all pairs; nothing else that the model made of Python's numbers is known."""
+        if not numbers.dim():
+            self.known[value] = Rows("any", self.terms.of("number", str(numbers.dtype), numbers.item(), shape=()))
+        elif numbers.dtype is torch.int64 and torch.equal(numbers, torch.arange(self.pair_count)):
+            self.known[value] = Order("all")
 
     def read(self, frame: Frame) -> int:
         entries = {
@@ -347,7 +356,9 @@ class _Reader:
         if node.name == "aten._to_copy.default" and isinstance(kind, (Numbers, Counts)):
             return [kind]
         if node.name == "aten.histc.default" and isinstance(kind, Numbers):
-            plain = tuple(node.arguments[1:]) == (self.call.count, 0, self.call.count - 1) and not node.keywords
+            # Of a single expert: between 0 and 0 stands for all that there is, which are zeros.
+            given = (*node.arguments[1:], *(100, 0, 0)[len(node.arguments) - 1 :])
+            plain = given == (self.call.count, 0, self.call.count - 1) and not node.keywords
             return [Counts()] if plain and len(self.shape(node.inputs[0])) == 1 else None
         if node.name == "aten.cumsum.default" and kind == Counts():
             return [Counts(ends=True)]
@@ -481,9 +492,7 @@ class _Reader:
             return None
         return (tuple(arguments), tuple(sorted(node.keywords.items())))
 
-    def outputs(
-        self, node: Operation, space: Space, signature: Any, terms: list[int], lead: int
-    ) -> list[Kind | None]:
+    def outputs(self, node: Operation, space: Space, signature: Any, terms: list[int], lead: int) -> list[Kind | None]:
         order = {value: ("operand", term) for value, term in zip(node.inputs, terms, strict=True)}
 
         def refer(held: Any) -> Any:
