@@ -1,7 +1,7 @@
 """Routed: what a body of stacked experts computes for one token and one of the experts that were chosen for it.
 
 in:  the record of a call with tokens (t, …), the numbers (t, k) of the experts chosen for each, and weights (t, k)
-out: a term g with result[t] = Σ_k g(tokens[t], weights[t, k], the matrices of expert chosen[t, k]); or why there is none
+out: a term g with result[t] = Σ_k g(tokens[t], weights[t, k], matrices of expert chosen[t, k]); or why there is none
 
     sort, grouped products, back in order, sum over k    ->   w · (silu(x Wg) · (x Wu)) Wd
     matrices picked by number, one product for each pair ->   the same, by other products
@@ -385,12 +385,11 @@ class _Reader:
 
     def picked(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """Rows by an order, and matrices by the experts' numbers."""
-        if node.name == "aten.index.Tensor" and len(kinds) == 2 and len(node.arguments[1]) == 1:
-            held, place = kinds
-        elif node.name == "aten.index_select.default" and node.arguments[1] == 0:
-            held, place = kinds
-        else:
+        by_row = node.name == "aten.index_select.default" and node.arguments[1] == 0
+        by_row = by_row or (node.name == "aten.index.Tensor" and len(node.arguments[1]) == 1)
+        if not by_row or len(kinds) != 2:
             return None
+        held, place = kinds
         after = self.shape(self.output(node))
         if isinstance(held, Stack) and isinstance(place, Numbers):
             lead = self.lead(place.space)
@@ -431,15 +430,14 @@ class _Reader:
             if into == Blank(zeros=True) and into_tokens and fits and isinstance(rows, Rows):
                 assert isinstance(place, Order)
                 return [Total(rows.term)] if rows.space == f"sorted {place.sort}" else None
-        if len(kinds) == 1 and isinstance(kinds[0], Total):
-            if node.name == "aten._to_copy.default":
-                signature = (node.arguments, tuple(sorted(node.keywords.items())))
-                (made,) = self.outputs(node, "any", signature, [kinds[0].term], 1)
-                assert isinstance(made, Rows)
-                return [Total(made.term)]
+        if len(kinds) == 1 and isinstance(kinds[0], Total) and node.name == "aten._to_copy.default":
+            signature = (node.arguments, tuple(sorted(node.keywords.items())))
+            (made,) = self.outputs(node, "any", signature, [kinds[0].term], 1)
+            assert isinstance(made, Rows)
+            return [Total(made.term)]
         return None
 
-    # -- what is done to each row ---------------------------------------------------------------------------------------
+    # -- what is done to each row --------------------------------------------------------------------------------------
     def each(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         operator = lookup(node.name)
         if len(kinds) == 1 and isinstance(kinds[0], Stack) and node.name in ("aten.transpose.int", "aten.mT.default"):
