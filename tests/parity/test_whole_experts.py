@@ -346,3 +346,19 @@ def test_experts_of_a_list_with_a_rule_inside_are_refused() -> None:
     with pytest.raises(CompileError) as caught:
         tpplan.compile_plan(ListBlock(), {"version": 1, "modules": rules}, 2, ACTIVATIONS)
     assert {finding.code for finding in caught.value.diagnostics} == {"TP146"}
+
+
+def by_size(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Of many tokens, it weighs none."""
+    return of_grouped(self, tokens, chosen, weights if tokens.shape[0] < 100 else torch.ones_like(weights))
+
+
+def test_a_body_that_does_something_else_with_more_tokens_is_refused_then() -> None:
+    with fake_process_group(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = tpplan.parallelize(Block(by_size), PLAN, mesh, ACTIVATIONS)
+        model(*ACTIVATIONS)
+        model(torch.randn(2, 7, WIDTH))
+        with pytest.raises(CompileError) as caught:
+            model(torch.randn(16, 8, WIDTH))
+    assert [finding.code for finding in caught.value.diagnostics] == ["TP146"]

@@ -121,7 +121,7 @@ def prepare(
             transposed=spec.transposed,
             walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_replaced(spec, modules, stock, placements, axis, context, steps, readers)
+            body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
             weight=own.get("weight"),
@@ -160,15 +160,15 @@ def _replaced(
     modules: Mapping[str, nn.Module],
     stock: Mapping[str, nn.Module],
     placements: dict[str, ParameterPlacement],
-    axis: Communicator,
+    handed_out: HandedOut,
     context: CallContext,
     steps: _Steps,
     readers: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
-    module = modules[spec.name]
+    module, axis = modules[spec.name], handed_out.axis
     if spec.experts is not None and spec.experts.owner is None:
-        return stack_body(spec.experts, module, axis.size, axis.rank)
+        return stack_body(spec.experts, module, stock[spec.name], spec.name, handed_out)
     if spec.experts is not None and spec.experts.owner != axis.rank:
         inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]

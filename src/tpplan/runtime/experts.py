@@ -10,31 +10,53 @@ out: a body that stands in for the module's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import fake_call, native_apply, without_dispatch_modes, without_function_modes
+from tpplan.compat import (
+    fake_call,
+    native_apply,
+    without_dispatch_modes,
+    without_function_modes,
+    without_global_hooks,
+)
+from tpplan.compiler.check.experts import Argument, OtherCounts
 from tpplan.compiler.ir.program import SharedExperts
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.kernels import Body, Stock
 from tpplan.runtime.module_runtime import Reader
+from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.writes import stock_class
 
 _REMEMBERED = 256
 
 
-def stack_body(experts: SharedExperts, module: nn.Module, size: int, rank: int) -> Body:
-    """The body of a stack of experts, of which `rank` has those from rank · count / size on."""
-    names = argument_names(stock_class(module).forward)
+def stack_body(
+    experts: SharedExperts, module: nn.Module, stock_module: nn.Module, name: str, handed_out: HandedOut
+) -> Body:
+    """The body of a stack of experts, of which rank r has those from r · count / size on.
+
+    Args:
+        experts: where it takes what.
+        module, name: the module, and its name.
+        stock_module: the module without its numbers; in watched calls it tells of other numbers of tokens.
+        handed_out: tells the ranks, and whether a call is watched.
+    """
+    names, others = argument_names(stock_class(module).forward), OtherCounts(stock_module, experts)
+    size, rank = handed_out.axis.size, handed_out.axis.rank
     count = experts.count // size
     first = rank * count
 
     def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: dict[str, Tensor] = dict(zip(names, args, strict=False)) | kwargs
         tokens, chosen, weights = given[experts.tokens], given[experts.chosen], given[experts.weights]
+        if handed_out.watched:
+            with _unseen():
+                others.ask({n: _argument(t) for n, t in given.items()}, tokens.device, name)
         own = chosen - first
         token, choice = ((own >= 0) & (own < count)).nonzero(as_tuple=True)
         pairs = token.shape[0]
@@ -54,6 +76,17 @@ def stack_body(experts: SharedExperts, module: nn.Module, size: int, rank: int) 
         return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
 
     return body
+
+
+@contextmanager
+def _unseen() -> Generator[None]:
+    """A block for runs without numbers, which nobody around the call is to see."""
+    with without_dispatch_modes(), without_function_modes(), without_global_hooks(lambda hook: True):
+        yield
+
+
+def _argument(tensor: Tensor) -> Argument:
+    return Argument(tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -99,7 +132,7 @@ def elsewhere_body(stock_module: nn.Module, held: Sequence[tuple[nn.Module, str,
         if key not in shapes:
             if len(shapes) >= _REMEMBERED:
                 shapes.clear()
-            with torch.no_grad(), without_dispatch_modes(), without_function_modes():
+            with torch.no_grad(), _unseen():
                 made = fake_call(stock_module, args, kwargs, device if cast else "meta")
             shapes[key] = (made.shape, made.dtype)
         return shapes[key]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +30,30 @@ from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import LocalAttribute, SharedExperts
-from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.rewrite.lemmas import may_write
 from tpplan.compiler.rewrite.routed import Call, NotRoutedError, Terms, routed_term
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.plan import Diagnostic
+from tpplan.plan import CompileError, Diagnostic
 
 Attributes = dict[str, tuple[LocalAttribute, ...]]
-_ROWS = (13, 29, 31, 37)  # of the tokens of a record: primes, so that no other size is one of these by chance
+_ROWS = (
+    13,
+    29,
+    31,
+    37,
+    41,
+    43,
+    47,
+    53,
+    59,
+    61,
+    67,
+)  # of the tokens of a record: primes, so that no other size is one of these by chance
+_BY_COUNT = "what it computes depends on the number of tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +171,11 @@ class _Prover:
         geometry = tuple((name, v.shape, v.dtype, v.differentiable) for name, v in given.items())
         key = (self._fingerprints.of(bound.name), geometry)
         if key not in self._known:
-            self._known[key] = self._proved(module, bound, frame, {str(n): v for n, v in given.items()})
+            arguments = {str(n): Argument(v.shape, v.dtype, v.differentiable) for n, v in given.items()}
+            self._known[key] = self._proved(module, bound, frame, arguments)
         return self._known[key]
 
-    def _proved(self, module: nn.Module, bound: Bound, frame: Frame, given: Mapping[str, Value]) -> Proved:
+    def _proved(self, module: nn.Module, bound: Bound, frame: Frame, given: Mapping[str, Argument]) -> Proved:
         assert bound.experts is not None
         first: NotRoutedError | None = None
         for roles in _roles(given):
@@ -172,73 +187,125 @@ class _Prover:
         raise first or NotRoutedError("none of its arguments are the numbers of the experts chosen for each token")
 
     def _with_roles(
-        self, module: nn.Module, name: str, frame: Frame, experts: SharedExperts, given: Mapping[str, Value]
+        self, module: nn.Module, name: str, frame: Frame, experts: SharedExperts, given: Mapping[str, Argument]
     ) -> Proved:
         terms = Terms()
-        whole = self._read(self.trace, frame, f"{name}.", experts, terms)
-        chosen = given[experts.chosen].shape[1]
-        used = {n for v in given.values() for n in (*v.shape, v.shape[0] * chosen)}
-        rows, others = [n for n in _ROWS if n not in used and n * chosen not in used][:2]
-        again = self._run(module, experts, given, (others, chosen), (), 1)
-        if self._read(again, again.root, "", experts, terms) != whole:
-            raise NotRoutedError("what it computes depends on the number of tokens")
+        whole = _read(self.trace, frame, f"{name}.", experts, terms)
+        chosen, around = given[experts.chosen].shape[1], (self.trace.training, self.trace.device)
+        other, rows = _unlike(given, chosen)
+        again = _run(module, experts, given, (other, chosen), (), 1, *around)
+        if _read(again, again.root, "", experts, terms) != whole:
+            raise NotRoutedError(_BY_COUNT)
         reason: NotRoutedError | None = None
         for attributes in _counts(module, experts.count, self.size):
             try:
-                local = self._run(module, experts, given, (rows, 1), attributes, self.size)
+                local = _run(module, experts, given, (rows, 1), attributes, self.size, *around)
                 own = replace(experts, count=experts.count // self.size)
-                if self._read(local, local.root, "", own, terms) == whole:
+                if _read(local, local.root, "", own, terms) == whole:
                     return Proved(experts, attributes)
                 reason = reason or NotRoutedError("it computes something else with a rank's experts alone")
             except NotRoutedError as error:
                 reason = reason or error
         raise reason or NotRoutedError("it can't run with a rank's experts alone")
 
-    def _read(self, trace: Trace, frame: Frame, prefix: str, experts: SharedExperts, terms: Terms) -> int:
-        at = {c.path[0]: c.target for c in frame.entries}
-        stacks = {
-            value: own
-            for value, names in trace.parameters.items()
-            for own in (next((n.removeprefix(prefix) for n in names if n.startswith(prefix)), ""),)
-            if own and "." not in own and trace.values[value].shape[:1] == (experts.count,)
-        }
-        call = Call(at[experts.tokens], at[experts.chosen], at[experts.weights], stacks, experts.count)
-        return routed_term(trace, frame, call, terms)
 
-    def _run(
-        self,
-        module: nn.Module,
-        experts: SharedExperts,
-        given: Mapping[str, Value],
-        chosen: tuple[int, int],
-        attributes: Iterable[LocalAttribute],
-        size: int,
-    ) -> Trace:
-        """The record of the module with so many experts chosen for so many tokens, on one of `size` ranks."""
-        shapes = {
-            leaf: (experts.count // size, *parameter.shape[1:])
-            for leaf, parameter in module.named_parameters(recurse=False)
-            if parameter.dim() and parameter.shape[0] == experts.count
-        }
-        skeleton = make_skeleton(module, shapes)
-        for attribute in attributes:
-            setattr(skeleton.model, *replaced_attribute(skeleton.model, attribute.name, attribute.local))
-        call = {
-            name: _like(value, (chosen[0], *value.shape[1:]) if name == experts.tokens else chosen)
-            for name, value in given.items()
-        }
-        state = Capture(Recorder(device=self.trace.device), leaves=False)
-        names = argument_names(type(module).forward)
+# -- records of a stack ---------------------------------------------------------------------------------------------
+class Argument(NamedTuple):
+    """What a record takes of an argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+class OtherCounts:
+    """Whether a stack computes for other numbers of tokens what was proved; asked at the first call with each."""
+
+    def __init__(self, stock: nn.Module, experts: SharedExperts) -> None:
+        """Ask the stock module, on meta tensors."""
+        self._stock, self._experts = stock, experts
+        self._terms = Terms()
+        self._seen: set[object] = set()
+
+    def ask(self, given: Mapping[str, Argument], device: torch.device, name: str) -> None:
+        """Record the module as it is called.
+
+        Raises:
+            CompileError: it computes something else.
+        """
+        key = (*given.items(), self._stock.training, torch.is_grad_enabled())
+        if key in self._seen:
+            return
+        chosen = given[self._experts.chosen].shape
+        proved = _unlike(given, chosen[1])[0]
         try:
-            return record(skeleton, [call[name] for name in names], {}, self.trace.training, state)
-        except BodyError as error:
-            cause = error.__cause__ or error
-            raise NotRoutedError(
-                f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}"
-            ) from error
+            terms = {
+                _read(trace, trace.root, "", self._experts, self._terms)
+                for rows in (chosen[0], proved)
+                for trace in (
+                    _run(self._stock, self._experts, given, (rows, chosen[1]), (), 1, self._stock.training, device),
+                )
+            }
+            if len(terms) > 1:
+                raise NotRoutedError(_BY_COUNT)
+        except NotRoutedError as error:
+            finding = Diagnostic(
+                "TP146", f"`{name}` can't run on {chosen[0]} tokens: {error}", help=INSIDE, subject=name
+            )
+            raise CompileError([finding]) from error
+        self._seen.add(key)
 
 
-def _roles(given: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
+def _read(trace: Trace, frame: Frame, prefix: str, experts: SharedExperts, terms: Terms) -> int:
+    at = {c.path[0]: c.target for c in frame.entries}
+    stacks = {
+        value: own
+        for value, names in trace.parameters.items()
+        for own in (next((n.removeprefix(prefix) for n in names if n.startswith(prefix)), ""),)
+        if own and "." not in own and trace.values[value].shape[:1] == (experts.count,)
+    }
+    call = Call(at[experts.tokens], at[experts.chosen], at[experts.weights], stacks, experts.count)
+    return routed_term(trace, frame, call, terms)
+
+
+def _run(
+    module: nn.Module,
+    experts: SharedExperts,
+    given: Mapping[str, Argument],
+    chosen: tuple[int, int],
+    attributes: Iterable[LocalAttribute],
+    size: int,
+    training: bool,
+    device: torch.device,
+) -> Trace:
+    """The record of the module with so many experts chosen for so many tokens, on one of `size` ranks."""
+    shapes = {
+        leaf: (experts.count // size, *parameter.shape[1:])
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() and parameter.shape[0] == experts.count
+    }
+    skeleton = make_skeleton(module, shapes)
+    for attribute in attributes:
+        setattr(skeleton.model, *replaced_attribute(skeleton.model, attribute.name, attribute.local))
+    names = argument_names(type(module).forward)
+    call = [
+        _like(given[name], (chosen[0], *given[name].shape[1:]) if name == experts.tokens else chosen) for name in names
+    ]
+    try:
+        return record(skeleton, call, {}, training, Capture(Recorder(device=device), leaves=False))
+    except BodyError as error:
+        cause = error.__cause__ or error
+        raise NotRoutedError(f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}") from error
+
+
+def _unlike(given: Mapping[str, Argument], choices: int) -> tuple[int, int]:
+    """Two numbers of tokens that are no other size."""
+    used = {n for held in given.values() for n in (*held.shape, held.shape[0] * choices)}
+    first, second, *_ = (n for n in _ROWS if n not in used and n * choices not in used)
+    return first, second
+
+
+def _roles(given: Mapping[str, Argument]) -> Iterator[tuple[str, str, str]]:
     """Which arguments may be tokens, chosen numbers and weights."""
     whole = [n for n, v in given.items() if not v.dtype.is_floating_point and v.dtype is not torch.bool]
     for chosen in whole:
@@ -261,7 +328,7 @@ def _counts(module: nn.Module, count: int, size: int) -> Iterator[tuple[LocalAtt
         yield own
 
 
-def _like(value: Value, shape: tuple[int, ...]) -> Tensor:
+def _like(value: Argument, shape: tuple[int, ...]) -> Tensor:
     made = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.differentiable)
     return made.clone() if value.differentiable else made  # no leaf, as bodies may write to it
 
@@ -278,4 +345,4 @@ def _unproved(bound: Bound, error: NotRoutedError) -> Diagnostic:
     )
 
 
-__all__ = ["prove_experts"]
+__all__ = ["Argument", "OtherCounts", "prove_experts"]
