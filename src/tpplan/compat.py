@@ -343,10 +343,11 @@ def global_hooks() -> list[object]:
 
 
 @contextmanager
-def without_global_hooks(left_out: Callable[[object], bool]) -> Generator[None]:
-    """A block in which those hooks of all modules don't run that are `left_out`."""
+def without_global_hooks(left_out: Callable[[object], bool], backward: bool = False) -> Generator[None]:
+    """A block in which those hooks of all modules don't run that are `left_out`; of backwards, too, if wanted."""
     tables = cast("Any", _modules)
     every: list[dict[int, object]] = [tables._global_forward_pre_hooks, tables._global_forward_hooks]
+    every += [tables._global_backward_pre_hooks, tables._global_backward_hooks] if backward else []
     before = [dict(table) for table in every]
     for table in every:
         for key in [key for key, hook in table.items() if left_out(hook)]:

@@ -81,7 +81,7 @@ def stack_body(
 @contextmanager
 def _unseen() -> Generator[None]:
     """A block for runs without numbers, which nobody around the call is to see."""
-    with without_dispatch_modes(), without_function_modes(), without_global_hooks(lambda hook: True):
+    with without_dispatch_modes(), without_function_modes(), without_global_hooks(lambda _: True, backward=True):
         yield
 
 
