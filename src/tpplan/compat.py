@@ -397,7 +397,9 @@ def fake_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
             return self.inner.forward(*args, **kwargs)
 
     def like(held: Any) -> Any:
-        return torch.empty_like(held, device=device) if isinstance(held, Tensor) else held
+        if not isinstance(held, Tensor):
+            return held
+        return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device)
 
     if device == "meta":
         return module.forward(*map(like, args), **{name: like(held) for name, held in kwargs.items()})

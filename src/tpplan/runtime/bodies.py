@@ -24,7 +24,7 @@ from tpplan.runtime.class_rows import ClassPart
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
-from tpplan.runtime.experts import elsewhere_body, own_body, stack_body
+from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
@@ -168,11 +168,11 @@ def _replaced(
     """What the program has in place of the module's own body, kernels apart."""
     module, axis = modules[spec.name], handed_out.axis
     if spec.experts is not None and spec.experts.owner is None:
-        return stack_body(spec.experts, module, stock[spec.name], spec.name, handed_out)
+        return StackBody(spec.experts, module, stock[spec.name], spec.name, handed_out)
     if spec.experts is not None and spec.experts.owner != axis.rank:
         inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]
-        return elsewhere_body(stock[spec.name], held)
+        return ElsewhereBody(stock[spec.name], held)
     if spec.experts is not None:
         return own_body
     if spec.split_norm is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tpplan.compat import (
     fake_call,
     native_apply,
+    own_parameters,
     without_dispatch_modes,
     without_function_modes,
     without_global_hooks,
@@ -27,7 +28,7 @@ from tpplan.compat import (
 from tpplan.compiler.check.experts import Argument, OtherCounts
 from tpplan.compiler.ir.program import SharedExperts
 from tpplan.compiler.trace.capture import argument_names
-from tpplan.runtime.kernels import Body, Stock
+from tpplan.runtime.kernels import Stock
 from tpplan.runtime.module_runtime import Reader
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.writes import stock_class
@@ -35,30 +36,35 @@ from tpplan.runtime.writes import stock_class
 _REMEMBERED = 256
 
 
-def stack_body(
-    experts: SharedExperts, module: nn.Module, stock_module: nn.Module, name: str, handed_out: HandedOut
-) -> Body:
-    """The body of a stack of experts, of which rank r has those from r · count / size on.
+class StackBody:
+    """The body of a stack of experts, of which rank r has those from r · count / size on."""
 
-    Args:
-        experts: where it takes what.
-        module, name: the module, and its name.
-        stock_module: the module without its numbers; in watched calls it tells of other numbers of tokens.
-        handed_out: tells the ranks, and whether a call is watched.
-    """
-    names, others = argument_names(stock_class(module).forward), OtherCounts(stock_module, experts)
-    size, rank = handed_out.axis.size, handed_out.axis.rank
-    count = experts.count // size
-    first = rank * count
+    def __init__(
+        self, experts: SharedExperts, module: nn.Module, stock: nn.Module, name: str, handed_out: HandedOut
+    ) -> None:
+        """Stand in for a body.
 
-    def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        Args:
+            experts: where it takes what.
+            module, name: the module, and its name.
+            stock: the module without its numbers; in watched calls it tells of other numbers of tokens.
+            handed_out: tells the ranks, and whether a call is watched.
+        """
+        self._experts, self._name, self._handed_out = experts, name, handed_out
+        self._names, self._others = argument_names(stock_class(module).forward), OtherCounts(stock, experts)
+        self._count = experts.count // handed_out.axis.size
+        self._first = handed_out.axis.rank * self._count
+
+    def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the stock forward on the pairs (token, choice) of this rank's experts; sum by token."""
+        experts, names = self._experts, self._names
         given: dict[str, Tensor] = dict(zip(names, args, strict=False)) | kwargs
         tokens, chosen, weights = given[experts.tokens], given[experts.chosen], given[experts.weights]
-        if handed_out.watched:
+        if self._handed_out.watched:
             with _unseen():
-                others.ask({n: _argument(t) for n, t in given.items()}, tokens.device, name)
-        own = chosen - first
-        token, choice = ((own >= 0) & (own < count)).nonzero(as_tuple=True)
+                self._others.ask({n: _argument(t) for n, t in given.items()}, tokens.device, self._name)
+        own = chosen - self._first
+        token, choice = ((own >= 0) & (own < self._count)).nonzero(as_tuple=True)
         pairs = token.shape[0]
         call = {
             experts.tokens: tokens[token],
@@ -74,8 +80,6 @@ def stack_body(
         spread = made.new_zeros(chosen.numel(), *made.shape[1:])
         spread = spread.index_copy(0, token * chosen.shape[1] + choice, made)
         return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
-
-    return body
 
 
 @contextmanager
@@ -115,39 +119,45 @@ class _Nothing(torch.autograd.Function):
 _nothing = native_apply(_Nothing)
 
 
-def elsewhere_body(stock_module: nn.Module, held: Sequence[tuple[nn.Module, str, Reader]]) -> Body:
-    """The body of an expert that another rank holds.
+class ElsewhereBody:
+    """The body of an expert that another rank holds: zeros."""
 
-    Args:
-        stock_module: the expert without its numbers, which tells the shape of its result.
-        held: its parameters, of which this rank has nothing, and how to read them: they have a gradient if they have
-            one where they are.
-    """
-    shapes: dict[object, tuple[torch.Size, torch.dtype]] = {}
+    def __init__(self, stock: nn.Module, held: Sequence[tuple[nn.Module, str, Reader]]) -> None:
+        """Stand in for a body.
 
-    def shape_of(given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, torch.dtype]:
+        Args:
+            stock: the expert without its numbers, which tells the shape of its result.
+            held: its parameters, of which this rank has nothing, and how to read them: they have a gradient if they
+                have one where they are.
+        """
+        self._stock, self._held = stock, held
+        self._shapes: dict[object, tuple[torch.Size, torch.dtype]] = {}
+
+    def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Zeros of the result's shape."""
+        given = (*args, *kwargs.values())
+        shape, dtype = self._shape(given, args, kwargs)
+        tensors = [a for a in given if isinstance(a, Tensor) and a.dtype.is_floating_point]
+        read = [read(own_parameters(owner)[name]) for owner, name, read in self._held]  # pyright: ignore
+        return _nothing(shape, dtype, *tensors, *read)
+
+    def _shape(
+        self, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Size, torch.dtype]:
         device = next((a.device.type for a in given if isinstance(a, Tensor)), "meta")
         cast = device != "meta" and torch.is_autocast_enabled(device)
         key = (tuple(map(_geometry, given)), torch.get_autocast_dtype(device) if cast else None)
-        if key not in shapes:
-            if len(shapes) >= _REMEMBERED:
-                shapes.clear()
+        if key not in self._shapes:
+            if len(self._shapes) >= _REMEMBERED:
+                self._shapes.clear()
             with torch.no_grad(), _unseen():
-                made = fake_call(stock_module, args, kwargs, device if cast else "meta")
-            shapes[key] = (made.shape, made.dtype)
-        return shapes[key]
-
-    def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = (*args, *kwargs.values())
-        shape, dtype = shape_of(given, args, kwargs)
-        tensors = [a for a in given if isinstance(a, Tensor) and a.dtype.is_floating_point]
-        return _nothing(shape, dtype, *tensors, *(read(owner._parameters[name]) for owner, name, read in held))  # pyright: ignore
-
-    return body
+                made = fake_call(self._stock, args, kwargs, device if cast else "meta")
+            self._shapes[key] = (made.shape, made.dtype)
+        return self._shapes[key]
 
 
 def _geometry(held: Any) -> object:
     return (held.shape, held.stride(), held.dtype) if isinstance(held, Tensor) else (type(held).__name__, repr(held))
 
 
-__all__ = ["elsewhere_body", "own_body", "stack_body"]
+__all__ = ["ElsewhereBody", "StackBody", "own_body"]
