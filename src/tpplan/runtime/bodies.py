@@ -157,7 +157,7 @@ def _reads(
 
 def _replaced(
     spec: ModuleProgram,
-    modules: Mapping[str, nn.Module],
+    modules: dict[str, nn.Module],
     stock: Mapping[str, nn.Module],
     placements: dict[str, ParameterPlacement],
     handed_out: HandedOut,

@@ -85,7 +85,8 @@ class StackBody:
 @contextmanager
 def _unseen() -> Generator[None]:
     """A block for runs without numbers, which nobody around the call is to see."""
-    with without_dispatch_modes(), without_function_modes(), without_global_hooks(lambda _: True, backward=True):
+    hooks = without_global_hooks(lambda _: True, backward=True)
+    with without_dispatch_modes(), without_function_modes(), hooks, torch.inference_mode(False):
         yield
 
 
@@ -112,8 +113,8 @@ class _Nothing(torch.autograd.Function):
         return inputs[0].new_zeros(shape, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(gradient.new_zeros(s, dtype=d, device=at) for s, d, at in ctx.inputs))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(gradients[0].new_zeros(s, dtype=d, device=at) for s, d, at in ctx.inputs))
 
 
 _nothing = native_apply(_Nothing)
@@ -150,7 +151,7 @@ class ElsewhereBody:
         if key not in self._shapes:
             if len(self._shapes) >= _REMEMBERED:
                 self._shapes.clear()
-            with torch.no_grad(), _unseen():
+            with _unseen(), torch.no_grad():
                 made = fake_call(self._stock, args, kwargs, device if cast else "meta")
             self._shapes[key] = (made.shape, made.dtype)
         return self._shapes[key]

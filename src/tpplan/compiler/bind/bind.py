@@ -26,25 +26,26 @@ class Bound:
 
     Attributes:
         name, style, rule: the name, and what the plan says of it.
-        form: what linear layer it is, or what is done with the parameter, for `colwise` and `rowwise`; how a parameter
-            of `experts` lies.
+        form: what linear layer it is, or what is done with the parameter, for `colwise` and `rowwise`.
         packs: the stretches of the split features, if they are several or have several holders.
         is_parameter: whether it is a parameter or a buffer.
         walked: whether its own code runs on shards, although its style has a body of the runtime's: the two aren't the
             same by the trace.
         wrapper: the module whose rule this is, if that holds this one and others; see `wrappers`.
         experts: whose experts, or which, if each rank holds whole ones; see `experts`.
+        whole: how a parameter of such experts lies.
     """
 
     name: str
     style: Style
     rule: Rule
-    form: LinearForm | Product | Addend | Layout | None = None
+    form: LinearForm | Product | Addend | None = None
     packs: tuple[Pack, ...] = ()
     is_parameter: bool = False
     walked: bool = False
     wrapper: str = ""
     experts: SharedExperts | None = None
+    whole: Layout | None = None
 
     @property
     def input(self) -> Pin | None:
@@ -60,8 +61,8 @@ class Bound:
         """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
         if self.style is Style.VOCAB:
             return sharded(0) if leaf == "weight" else None
-        if isinstance(self.form, Layout):
-            return self.form
+        if self.whole is not None:
+            return self.whole
         if self.form is None or self.style not in (Style.COLWISE, Style.ROWWISE):
             return None
         columns = self.style is Style.COLWISE

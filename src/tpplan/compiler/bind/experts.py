@@ -79,7 +79,9 @@ def _listed(bound: Bound, experts: Mapping[str, nn.Module], size: int) -> dict[s
 
 
 def _of_parameters(bound: Bound, held: Mapping[str, Layout]) -> dict[str, Bound]:
-    return {name: Bound(name, bound.style, bound.rule, layout, is_parameter=True) for name, layout in held.items()}
+    return {
+        name: Bound(name, bound.style, bound.rule, is_parameter=True, whole=layout) for name, layout in held.items()
+    }
 
 
 def _ruled_inside(binding: Binding, bound: Bound) -> list[Bound]:

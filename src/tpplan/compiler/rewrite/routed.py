@@ -46,6 +46,7 @@ _INNER = frozenset(
     )
 )  # fmt: skip
 _BLANKS = frozenset(f"aten.{name}.default" for name in ("empty_like", "zeros_like", "empty", "zeros", "new_zeros"))
+_COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)  # there are fewer experts than these can count
 _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros_like", "zeros", "new_zeros"))
 
 
@@ -354,7 +355,7 @@ class _Reader:
         """The experts' numbers in another dtype, and how often each of them occurs."""
         (kind,) = kinds if len(kinds) == 1 else (None,)
         if node.name == "aten._to_copy.default" and isinstance(kind, (Numbers, Counts)):
-            return [kind]
+            return [kind] if self.values[self.output(node)].dtype in _COUNTING else None
         if node.name == "aten.histc.default" and isinstance(kind, Numbers):
             # Of a single expert: between 0 and 0 stands for all that there is, which are zeros.
             given = (*node.arguments[1:], *(100, 0, 0)[len(node.arguments) - 1 :])
@@ -385,8 +386,9 @@ class _Reader:
 
     def picked(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """Rows by an order, and matrices by the experts' numbers."""
-        by_row = node.name == "aten.index_select.default" and node.arguments[1] == 0
-        by_row = by_row or (node.name == "aten.index.Tensor" and len(node.arguments[1]) == 1)
+        where: Any = node.arguments[1] if len(node.arguments) > 1 else None
+        by_row = node.name == "aten.index.Tensor" and len(where) == 1
+        by_row = by_row or (node.name == "aten.index_select.default" and where == 0)
         if not by_row or len(kinds) != 2:
             return None
         held, place = kinds
@@ -414,16 +416,18 @@ class _Reader:
     def summed(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """The sum over a token's choices, and what may be done to that."""
         if node.name == "aten.sum.dim_IntList" and isinstance(kinds[0], Rows) and not node.keywords:
-            dims = tuple(dim % len(self.shape(node.inputs[0])) for dim in node.arguments[1] or ())
+            given: tuple[int, ...] = node.arguments[1] or ()
+            dims = [dim % len(self.shape(node.inputs[0])) for dim in given]
             kept = len(node.arguments) > 2 and node.arguments[2]
-            if kinds[0].space == "choices" and dims == (1,) and not kept:
+            if kinds[0].space == "choices" and dims == [1] and not kept:
                 return [Total(kinds[0].term)]
             before, after = self.shape(node.inputs[0]), self.shape(self.output(node))
             if kinds[0].space == "pairs" and dims and 0 not in dims and all(before[dim] == 1 for dim in dims):
                 return [self.rows("pairs", kinds[0].term, after)]
         if node.name in ("aten.index_add.default", "aten.index_add_.default") and len(kinds) == 3:
             into, place, rows = kinds
-            if node.keywords or len(node.arguments) > 4 or node.arguments[1] != 0:
+            arguments: tuple[Any, ...] = node.arguments
+            if node.keywords or arguments[1:2] != (0,) or len(arguments) > 4:
                 return None
             into_tokens = isinstance(place, Order) and place.kind == ("sorted" if self.choice_count == 1 else "tokens")
             fits = self.shape(node.inputs[0]) == (self.token_count, *self.shape(node.inputs[2])[1:])
@@ -481,7 +485,7 @@ class _Reader:
             if position >= len(arguments):
                 arguments += [default for _, default in defaults[len(arguments) : position + 1]]
             held = arguments[position]
-            dims = held if isinstance(held, tuple) else (held,)
+            dims: tuple[Any, ...] = held if isinstance(held, tuple) else (held,)  # pyright: ignore
             if not dims or any(type(dim) is not int or dim % rank < lead for dim in dims):  # pyright: ignore
                 return None
             inner = tuple(dim % rank - lead for dim in dims)  # pyright: ignore
