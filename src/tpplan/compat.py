@@ -75,6 +75,7 @@ __all__ = [
     "copy_without_gradients",
     "count_as_compiled",
     "derive_class",
+    "fake_call",
     "fake_mesh",
     "fake_process_group",
     "foreach_norm",
@@ -342,10 +343,11 @@ def global_hooks() -> list[object]:
 
 
 @contextmanager
-def without_global_hooks(left_out: Callable[[object], bool]) -> Generator[None]:
-    """A block in which those hooks of all modules don't run that are `left_out`."""
+def without_global_hooks(left_out: Callable[[object], bool], backward: bool = False) -> Generator[None]:
+    """A block in which those hooks of all modules don't run that are `left_out`; of backwards, too, if wanted."""
     tables = cast("Any", _modules)
     every: list[dict[int, object]] = [tables._global_forward_pre_hooks, tables._global_forward_hooks]
+    every += [tables._global_backward_pre_hooks, tables._global_backward_hooks] if backward else []
     before = [dict(table) for table in every]
     for table in every:
         for key in [key for key, hook in table.items() if left_out(hook)]:
@@ -378,6 +380,33 @@ class OperatorMeta:
     stride: tuple[int, ...]
     dtype: torch.dtype
     placement: Placement
+
+
+def fake_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
+    """What the forward of a module on `meta` would return for such arguments on `device`, under autocast as well."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Forward(nn.Module):
+        """Runs the forward, without the hooks around it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner.forward(*args, **kwargs)
+
+    def like(held: Any) -> Any:
+        if not isinstance(held, Tensor):
+            return held
+        return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device)
+
+    if device == "meta":
+        return module.forward(*map(like, args), **{name: like(held) for name, held in kwargs.items()})
+    with FakeTensorMode():
+        args, kwargs = tuple(map(like, args)), {name: like(held) for name, held in kwargs.items()}
+        stored = (*module.named_parameters(), *module.named_buffers())
+        return torch.func.functional_call(Forward(), {f"inner.{n}": like(t) for n, t in stored}, args, kwargs)
 
 
 @functools.cache

@@ -18,10 +18,12 @@ from tpplan.compiler.ir.layout import REPLICATED
 FAMILIES = (
     "albert", "bart", "bloom", "clip", "cohere", "deberta-v2", "deepseek_v3", "electra", "falcon", "falcon-multi-query",
     "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "granite",
-    "granitemoe", "mamba", "mixtral", "mpt", "nanogpt", "olmo2", "olmoe", "phi", "qwen2_moe", "qwen3_moe", "qwen3_next",
-    "siglip", "stablelm", "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit", "whisper",
+    "granitemoe", "mamba", "mixtral", "mixtral-experts", "mpt", "nanogpt", "olmo2", "olmoe", "phi", "qwen2_moe",
+    "qwen3_moe", "qwen3_next", "siglip", "stablelm", "starcoder2", "t5", "torch_decoder", "torch_encoder", "vit",
+    "whisper",
 )  # fmt: skip
-ARCHITECTURES = {"falcon": "falcon_new", "falcon-multi-query": "falcon_old"}  # where they have other names than plans
+# Where they have other names than plans.
+ARCHITECTURES = {"falcon": "falcon_new", "falcon-multi-query": "falcon_old", "mixtral-experts": "mixtral"}
 WITHOUT_SEQUENCE = ("vit",)  # an image's patches and the class token are an odd number
 
 ALONE = [(name, 2) for name in FAMILIES]
@@ -38,10 +40,11 @@ def test_a_plan_computes_what_the_stock_model_computes(plan: str, size: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("mamba", 2), ("mixtral", 2), ("mixtral", 4), ("olmo2", 2), ("torch_encoder", 2)]
+    ("name", "size"),
+    [("mamba", 2), ("mixtral", 2), ("mixtral", 4), ("mixtral-experts", 2), ("olmo2", 2), ("torch_encoder", 2)],
 )
 def test_a_family_of_each_kind(name: str, size: int) -> None:
-    model, inputs = build(name)
+    model, inputs = build(ARCHITECTURES.get(name, name))
     report = tpplan.verify(model, PLANS / f"{name}.yaml", size, inputs, dtype=torch.float32)
     assert report.ok, report.problems
 

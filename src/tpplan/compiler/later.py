@@ -105,7 +105,14 @@ def refuse_difference(program: Program, other: Program) -> None:
 
 def _content(module: ModuleProgram) -> tuple[object, ...]:
     moves = (frozenset((r.path, r.source, r.target) for r in held) for held in (module.entries, module.exits))
-    kept = (module.local_attributes, module.recorded is None, module.split_norm, module.random, module.class_calls)
+    kept = (
+        module.local_attributes,
+        module.recorded is None,
+        module.split_norm,
+        module.random,
+        module.class_calls,
+        module.experts,
+    )
     return (*moves, *kept)
 
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
+from tpplan.compiler.bind.experts import share_out
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.packing import pack
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
+from tpplan.compiler.check.experts import prove_experts
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
@@ -153,12 +155,17 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     findings = [*findings, *unwrapped]
     unpacked = pack(request.model, flow, binding, request.size, request.partly)
     binding, inexact = justify(request.model, flow, unpacked.binding)
-    findings = [*findings, *unpacked.findings, *inexact]
+    binding, unshared = share_out(request.model, binding, request.size)
+    findings = [*findings, *unpacked.findings, *inexact, *unshared]
+    _refuse(findings)
+    binding, counts, unproved = prove_experts(request.model, flow, binding, request.size)
+    findings = [*findings, *unproved]
     _refuse(findings)
     asked = binding
     if request.size == 1:
         binding, _ = bind_parameters(request.model, {})  # a single rank holds everything whole
     attributes, unknown = named_attributes(request.model, binding, request.size)
+    attributes = attributes if request.size == 1 else attributes | counts
     problem = Problem(
         request, binding, flow, state.results, unpacked.heads, _filled(trace, unpacked.features),
         functools.cache(functools.partial(attributes_read, request.model, trace, request.arguments, request.keywords)),

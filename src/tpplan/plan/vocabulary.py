@@ -16,6 +16,7 @@ class Style(StrEnum):
     ROWWISE = "rowwise"
     SEQUENCE = "sequence"
     VOCAB = "vocab"
+    EXPERTS = "experts"
     REPLICATE = "replicate"
     NONE = "none"
 
@@ -54,6 +55,7 @@ OPTIONS_BY_STYLE: Final[dict[Style, frozenset[str]]] = {
     Style.ROWWISE: frozenset({"input", "output", "packed", "local"}),
     Style.SEQUENCE: frozenset({"input", "output", "local"}),
     Style.VOCAB: frozenset({"input", "output", "local"}),
+    Style.EXPERTS: frozenset(),
     Style.REPLICATE: frozenset({"input", "output", "local"}),
     Style.NONE: frozenset(),
 }

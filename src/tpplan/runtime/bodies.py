@@ -24,6 +24,7 @@ from tpplan.runtime.class_rows import ClassPart
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
+from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
@@ -121,7 +122,7 @@ def prepare(
             transposed=spec.transposed,
             walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_replaced(spec, modules, stock, placements, axis, context, steps)
+            body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
             weight=own.get("weight"),
@@ -158,15 +159,24 @@ def _reads(
 
 def _replaced(
     spec: ModuleProgram,
-    modules: Mapping[str, nn.Module],
+    modules: dict[str, nn.Module],
     stock: Mapping[str, nn.Module],
     placements: dict[str, ParameterPlacement],
-    axis: Communicator,
+    handed_out: HandedOut,
     context: CallContext,
     steps: _Steps,
+    readers: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
-    module = modules[spec.name]
+    module, axis = modules[spec.name], handed_out.axis
+    if spec.experts is not None and spec.experts.owner is None:
+        return StackBody(spec.experts, module, stock[spec.name], spec.name, handed_out)
+    if spec.experts is not None and spec.experts.owner != axis.rank:
+        inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
+        held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]
+        return ElsewhereBody(stock[spec.name], held)
+    if spec.experts is not None:
+        return own_body
     if spec.split_norm is not None:
         statistics = steps(spec.inner[-1])
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)

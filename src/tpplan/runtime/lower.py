@@ -170,7 +170,8 @@ def _module_changes(
 ) -> list[_Change]:
     axis = distributor.axis
     # Bodies that run from their records are recorded on the stock model, also by a program of which a call asks later.
-    stock = dict(named_modules(make_skeleton(modules[""]).model)) if program.replays or guard is not None else {}
+    keeps_stock = program.replays or program.shares_experts or guard is not None
+    stock = dict(named_modules(make_skeleton(modules[""]).model)) if keeps_stock else {}
     prepared = prepare(modules, program, axis, distributor.device, stock)
     changes: list[_Change] = []
     for held in prepared:

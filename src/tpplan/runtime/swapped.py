@@ -29,6 +29,7 @@ _PREFIX: dict[str | None, str] = {
     "colwise": "Colwise",
     "rowwise": "Rowwise",
     "vocab": "Vocabulary",
+    "experts": "Shared",
     "sequence": "Sequence",
     "replicate": "Replicated",
     None: "Sharded",

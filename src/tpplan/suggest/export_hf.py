@@ -207,6 +207,8 @@ class _Export:
             self._refuse(module.name, why)
         if module.recorded is not None or module.split_norm is not None:
             self._refuse(module.name, "its body is replaced by one for shards")
+        if module.experts is not None:
+            self._refuse(module.name, "each rank holds whole experts, which transformers has another plan for")
         style = styles.get(module.name, "")
         for reshard in (*module.entries, *module.exits):
             done = (style == _GATHERED and _is_gather(reshard)) or (

@@ -16,6 +16,7 @@ from tpplan.compat import named_modules
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.misfits import may_wrap, misfit
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
+from tpplan.compiler.ir.program import SharedExperts
 from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
 
 
@@ -31,6 +32,8 @@ class Bound:
         walked: whether its own code runs on shards, although its style has a body of the runtime's: the two aren't the
             same by the trace.
         wrapper: the module whose rule this is, if that holds this one and others; see `wrappers`.
+        experts: whose experts, or which, if each rank holds whole ones; see `experts`.
+        whole: how a parameter of such experts lies.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Bound:
     is_parameter: bool = False
     walked: bool = False
     wrapper: str = ""
+    experts: SharedExperts | None = None
+    whole: Layout | None = None
 
     @property
     def input(self) -> Pin | None:
@@ -56,6 +61,8 @@ class Bound:
         """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
         if self.style is Style.VOCAB:
             return sharded(0) if leaf == "weight" else None
+        if self.whole is not None:
+            return self.whole
         if self.form is None or self.style not in (Style.COLWISE, Style.ROWWISE):
             return None
         columns = self.style is Style.COLWISE
@@ -118,7 +125,7 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
         problem = misfit(modules[name], name, rule)
         if problem is None:
             bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]))
-        elif problem.code == "TP101" and may_wrap(modules[name]):
+        elif problem.code == "TP101" and rule.style is not Style.EXPERTS and may_wrap(modules[name]):
             bound[name], wrappers[name] = Bound(name, rule.style, rule), problem
         else:
             diagnostics.append(problem)

@@ -40,6 +40,8 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
         if not isinstance(module, nn.Embedding) or not is_table(module):
             return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
         return _whole_table(module, name, rule)
+    if rule.style is Style.EXPERTS and not holds_experts(module):
+        return _mismatch(module, name, rule, "`experts` shares out experts that are stacked in tensors, or in a list")
     return None
 
 
@@ -109,6 +111,13 @@ def _input_of_other_features(name: str, rule: Rule) -> Diagnostic | None:
     )
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module is a list of modules, or has matrices of its own that are stacked."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return len(module) > 0
+    return any(held is not None and held.dim() >= 3 for held in own_parameters(module).values())
+
+
 def may_wrap(module: nn.Module) -> bool:
     """Whether a module that is no layer holds layers, or matrices, of which one may do its work."""
     if isinstance(module, nn.Embedding) or linear_form(module) is not None:
@@ -147,4 +156,4 @@ def _suggest_style(module: nn.Module) -> str:
     return "a module of this kind can be `sequence` or `replicate`"
 
 
-__all__ = ["may_wrap", "misfit"]
+__all__ = ["holds_experts", "may_wrap", "misfit"]

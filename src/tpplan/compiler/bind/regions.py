@@ -90,10 +90,11 @@ class _Builder:
         style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
         style = None if style is Style.NONE else style
         reduced = bool(exits) and bound is not None and style in (Style.ROWWISE, Style.VOCAB) and not bound.walked
+        shared = bool(exits) and bound is not None and bound.experts is not None
         fixed = frame.module in self.fixed
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
-            entry_pin, exit_pin, style, reduced, packs, fixed, backwards,
+            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:
@@ -106,7 +107,7 @@ class _Builder:
                 tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
                 tuple(Boundary(*held, exit_pin, packs) for held in exits),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
-                style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards),
+                style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared,
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 

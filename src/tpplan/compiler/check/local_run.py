@@ -373,6 +373,7 @@ class _LocalBoundary:
             return None
         decided = self._decided.get((module, call))
         replaced = decided is not None and decided.normed is not None
+        replaced = replaced or instance.region.shared  # see `experts`
         # An exact look-up, see `rewrite/lemmas`: the padding row may be another rank's.
         replaced = replaced or (instance.region.reduced and instance.region.style is Style.VOCAB)
         if module not in self.excused and not replaced and (self.every_call or not self._repeats(module, instance)):

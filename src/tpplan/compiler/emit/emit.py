@@ -223,6 +223,7 @@ def _modules(
                 walked=bound is not None and bound.walked,
                 class_calls=classes,
                 counted_apart=name in apart,
+                experts=bound.experts if bound is not None and calls else None,
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
         )

@@ -172,6 +172,24 @@ class SplitNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """Whole experts, of which each rank runs its own.
+
+    Attributes:
+        owner: of an expert that is a module: the rank that holds it; None for a stack of experts.
+        count: of a stack: how many experts there are on all ranks.
+        tokens, chosen, weights: of a stack: the arguments with the tokens, with the numbers of the experts that were
+            chosen for each, and with these choices' weights.
+    """
+
+    owner: int | None = None
+    count: int = 0
+    tokens: str = ""
+    chosen: str = ""
+    weights: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SplitClasses:
     """A call of a function over all classes, such as a loss, of whose classes each rank has its part.
 
@@ -232,6 +250,7 @@ class ModuleProgram:
         walked: whether its own code runs, although its style has a body of the runtime's: it computes something else.
         class_calls: its calls of functions over all classes, if any is of split ones.
         counted_apart: whether a body with such calls calls it, among which its own don't count.
+        experts: what takes the body's place, if that is of whole experts.
     """
 
     name: str
@@ -251,6 +270,7 @@ class ModuleProgram:
     walked: bool = False
     class_calls: ClassCalls = ()
     counted_apart: bool = False
+    experts: SharedExperts | None = None
 
     @property
     def reshards(self) -> tuple[Reshard, ...]:
@@ -442,6 +462,11 @@ class Program:
         return any(module.recorded is not None for module in self.modules)
 
     @property
+    def shares_experts(self) -> bool:
+        """Whether ranks hold whole experts."""
+        return any(module.experts is not None for module in self.modules)
+
+    @property
     def sequence_lengths(self) -> frozenset[int]:
         """The lengths, in the example call, of the sequences along which values are split."""
         return frozenset(
@@ -478,7 +503,7 @@ class Program:
             if not plain[name]:
                 del plain[name]
         for module in plain["modules"]:
-            for name in ("walked", "class_calls", "counted_apart"):
+            for name in ("walked", "class_calls", "counted_apart", "experts"):
                 if not module[name]:
                     del module[name]
         return _without_defaults(json.loads(json.dumps(plain)))

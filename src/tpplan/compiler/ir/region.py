@@ -109,6 +109,7 @@ class Region:
         example: the module and call that it was first met in; a name for the region.
         has_own_backward: whether there is code in its backward that torch didn't derive, so that what computes the same
             forward can't take its place.
+        shared: whether each rank runs whole experts of its own, so that the result is partial.
     """
 
     values: tuple[LocalValue, ...]
@@ -123,6 +124,7 @@ class Region:
     fixed: bool
     example: tuple[str, int]
     has_own_backward: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class _Reader:
             elif isinstance(choice, Entered):
                 self._cross(instance, region.entries, choice.layouts, decided.entries)
             else:
-                if region.reduced:
+                if region.reduced or region.shared:
                     held[values[region.exits[0].source]] = PARTIAL
                 self._cross(instance, region.exits, choice.layouts, decided.exits)
                 self._note(choice.partial_parameters, self.assignment.partial, instance)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
 from tpplan.compiler.ir.region import CallNode, OperationNode, Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
@@ -95,14 +95,15 @@ class Placer:
     def _solve(self, region: Region, inputs: Codes) -> _Solved:
         solved = self._solved.setdefault(id(region), {})
         if inputs not in solved:
-            finished = (self._solve_reduced if region.reduced else self._solve_body)(region, inputs)
+            solve = self._solve_reduced if region.reduced else self._solve_body
+            finished = (self._solve_shared if region.shared else solve)(region, inputs)
             if isinstance(finished, Failure):
                 solved[inputs] = finished
             else:
                 layouts = self._numbering.layouts
                 solved[inputs] = [(o, Solution(layouts(o), cost, steps)) for o, (cost, steps) in finished.items()]
             normed = None
-            if not region.reduced:
+            if not (region.reduced or region.shared):
                 normed = self._norms.solve(region, self._numbering.layouts(inputs), self.boundaries)
             if normed is not None:
                 known = solved[inputs]
@@ -264,6 +265,23 @@ class Placer:
                         total = (total[0] + self.boundaries.gradient_sum(region.values[bias]), total[1])
                 left = Left((target,), partial, replicated, once)
                 _keep(finished, (self._numbering.code(target),), total, left, Steps(choice, None))
+        return finished or self._entry_failure(region, body.entries(inputs + body.constants))
+
+    # -- whole experts, of which each rank runs its own ---------------------------------------------------------------
+    def _solve_shared(self, region: Region, inputs: Codes) -> _States | Failure:
+        """Each rank's experts see whole tokens, of which some are theirs; the result is a sum over the ranks."""
+        body = Body(region, self._numbering)
+        (exit_boundary,) = region.exits
+        finished: _States = {}
+        for _, cost, choice in self._entered(region, body, inputs):
+            assert isinstance(choice, Entered)
+            held = zip(region.entries, choice.layouts, strict=True)
+            wanted = (REPLICATED_PARTIAL if region.values[b.target].differentiable else REPLICATED for b, _ in held)
+            if tuple(wanted) != choice.layouts:
+                continue
+            for target, extra in self.boundaries.exit_options(region, exit_boundary, PARTIAL):
+                total = (cost[0] + extra[0], cost[1] + extra[1])
+                _keep(finished, (self._numbering.code(target),), total, Left((target,)), Steps(choice, None))
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 
 

@@ -147,6 +147,30 @@ first.
 """,
     ),
     Entry(
+        code="TP146",
+        name="experts-not-whole",
+        severity=Severity.ERROR,
+        summary="Experts that can't be shared out whole.",
+        explanation="""
+With `experts`, each rank holds whole experts and runs those alone; the ranks' sums are the result. For experts that are
+stacked in one tensor this is proved if the module is called with tokens, the numbers of the experts that were chosen
+for each, and their weights, and if its result is a sum over the choices of what each chosen expert makes of the token.
+The message names the first operation that isn't part of such a sum. For a list of modules, each expert must make a
+tensor of its input and nothing else: it may draw no random numbers, and write to no buffer. Where that can't be had,
+split each expert inside: `colwise` and `rowwise` on its matrices.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.mlp: experts
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.mlp.experts: experts
+""",
+    ),
+    Entry(
         code="TP114",
         name="pin-not-satisfiable",
         severity=Severity.ERROR,

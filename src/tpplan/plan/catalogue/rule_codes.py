@@ -57,9 +57,9 @@ modules:
         summary="A style that doesn't exist.",
         explanation="""
 The styles are `colwise` (a linear's output features are split), `rowwise` (its input features), `vocab` (an
-embedding's rows), `sequence` (the parameters stay whole, the activations are split along the sequence), `replicate`
-(everything stays whole), and `none` (no rule at all: it carves an exception out of a wider pattern, or drops an
-inherited rule).
+embedding's rows), `experts` (each rank holds whole experts), `sequence` (the parameters stay whole, the activations are
+split along the sequence), `replicate` (everything stays whole), and `none` (no rule at all: it carves an exception out
+of a wider pattern, or drops an inherited rule).
 """,
         bad="""
 version: 1

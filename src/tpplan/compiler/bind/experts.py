@@ -1,0 +1,127 @@
+"""Experts: which rank holds which whole experts.
+
+in:  a binding in which the plan's `experts` rules stand for modules: lists of experts, or stacks of their matrices
+out: a binding in which each parameter of theirs has its layout; findings where they can't be shared out
+
+    experts.gate_up_proj (8, 96, 32) on 2 ranks   ->   S(0): four experts on each
+    experts.5.up.weight, of a list of 8           ->   all of it on rank 1, none on rank 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from tpplan.compat import named_modules, own_parameters
+from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
+from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
+from tpplan.compiler.ir.program import SharedExperts
+from tpplan.plan import Diagnostic, Style
+
+INSIDE = "split each expert inside instead: `colwise` and `rowwise` on its matrices"
+
+
+def share_out(model: nn.Module, binding: Binding, size: int) -> tuple[Binding, list[Diagnostic]]:
+    """Give each parameter of experts its layout on `size` ranks."""
+    ruled = [b for b in binding.modules.values() if b.style is Style.EXPERTS and not b.is_parameter]
+    if not ruled:
+        return binding, []
+    modules = dict(named_modules(model, remove_duplicate=False))
+    found = dict(binding.modules)
+    findings: list[Diagnostic] = []
+    for bound in ruled:
+        module, inside = modules[bound.name], _ruled_inside(binding, bound)
+        findings += [_two_rules(bound, other) for other in inside]
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            experts = {f"{bound.name}.{key}": expert for key, expert in module.named_children()}
+            findings += _too_few(bound, len(experts), size)
+            found |= _listed(bound, experts, size)
+        else:
+            count = stacked_count(module)
+            findings += _uneven(bound, count, size)
+            found |= _stacked(bound, module, count)
+    shared, conflicts = bind_parameters(model, found)
+    return replace(shared, wrappers=binding.wrappers), once([*findings, *conflicts])
+
+
+def stacked_count(module: nn.Module) -> int:
+    """How many experts are stacked in a module's own tensors; 0 if these disagree."""
+    counts = {held.shape[0] for held in own_parameters(module).values() if held is not None and held.dim() >= 3}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _stacked(bound: Bound, module: nn.Module, count: int) -> dict[str, Bound]:
+    held = {
+        f"{bound.name}.{leaf}": sharded(0)
+        for leaf, parameter in own_parameters(module).items()
+        if parameter is not None and parameter.dim() and parameter.shape[0] == count
+    }
+    return {bound.name: replace(bound, experts=SharedExperts(count=count))} | _of_parameters(bound, held)
+
+
+def _listed(bound: Bound, experts: Mapping[str, nn.Module], size: int) -> dict[str, Bound]:
+    found: dict[str, Bound] = {}
+    for place, (name, expert) in enumerate(experts.items()):
+        owner = place * size // len(experts)
+        parameters = list(expert.named_parameters(remove_duplicate=False))
+        if not parameters:
+            continue  # nothing to hold: every rank runs it
+        found[name] = replace(bound, name=name, experts=SharedExperts(owner))
+        held = {
+            f"{name}.{leaf}": packed(0, (Pack(parameter.shape[0], first=owner, among=1),))
+            for leaf, parameter in parameters
+            if parameter.dim()
+        }
+        found |= _of_parameters(bound, held)
+    return found
+
+
+def _of_parameters(bound: Bound, held: Mapping[str, Layout]) -> dict[str, Bound]:
+    return {
+        name: Bound(name, bound.style, bound.rule, is_parameter=True, whole=layout) for name, layout in held.items()
+    }
+
+
+def _ruled_inside(binding: Binding, bound: Bound) -> list[Bound]:
+    return [other for name, other in binding.modules.items() if name.startswith(f"{bound.name}.")]
+
+
+def _two_rules(bound: Bound, other: Bound) -> Diagnostic:
+    return Diagnostic(
+        code="TP146",
+        message=f"`{other.name}` has a rule of its own, and is part of experts that each rank holds whole",
+        span=other.rule.style_span,
+        help=f"remove this rule, or the one for `{bound.name}` ({bound.rule.origin})",
+        subject=other.name,
+    )
+
+
+def _too_few(bound: Bound, count: int, size: int) -> list[Diagnostic]:
+    if count >= size:
+        return []
+    return [_not_shareable(bound, f"`{bound.name}` has {count} experts, fewer than the {size} ranks")]
+
+
+def _uneven(bound: Bound, count: int, size: int) -> list[Diagnostic]:
+    if count and count % size == 0:
+        return []
+    if not count:
+        return [_not_shareable(bound, f"the tensors of `{bound.name}` are stacked along dims of different sizes")]
+    return [
+        _not_shareable(bound, f"the {count} experts of `{bound.name}` can't be shared out evenly over {size} ranks")
+    ]
+
+
+def _not_shareable(bound: Bound, message: str) -> Diagnostic:
+    return Diagnostic(
+        code="TP102",
+        message=message,
+        span=bound.rule.style_span,
+        help=f"use a number of ranks that divides the experts, or {INSIDE}",
+        subject=bound.name,
+    )
+
+
+__all__ = ["INSIDE", "share_out", "stacked_count"]

@@ -1,0 +1,348 @@
+"""Experts: the proof that whole experts can be shared out, one rank running its own alone.
+
+in:  the trace, and a binding in which experts have their layouts
+out: the binding, with the arguments that each stack takes; the counts to make local; findings where nothing is proved
+
+A stack of experts is shown to compute result[t] = Σ_k g(tokens[t], weights[t, k], matrices of chosen[t, k]): see
+`rewrite/routed`. So the sum over the pairs (t, k) of one rank's experts is that rank's part of the result. The runtime
+calls the module's own code with these pairs, one expert for each token, and the experts counted from the rank's first.
+That the code does the same then is no assumption: it is recorded on a rank's shapes, as it will be called, and must
+have the same g. If the module counts its experts (`num_experts`), that number is made local.
+
+An expert in a list makes a tensor of its arguments on the rank that holds it, and zeros on all others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler.bind.attributes import integer_attributes, replaced_attribute
+from tpplan.compiler.bind.bind import Binding, Bound, once
+from tpplan.compiler.bind.experts import INSIDE
+from tpplan.compiler.check.fingerprint import Fingerprints
+from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.program import LocalAttribute, SharedExperts
+from tpplan.compiler.ir.trace import Frame, Operation, Trace
+from tpplan.compiler.rewrite.lemmas import may_write
+from tpplan.compiler.rewrite.routed import Call, NotRoutedError, Terms, routed_term
+from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
+from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.plan import CompileError, Diagnostic
+
+Attributes = dict[str, tuple[LocalAttribute, ...]]
+_ROWS = (
+    13,
+    29,
+    31,
+    37,
+    41,
+    43,
+    47,
+    53,
+    59,
+    61,
+    67,
+)  # of the tokens of a record: primes, so that no other size is one of these by chance
+_BY_COUNT = "what it computes depends on the number of tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """What is known of a stack."""
+
+    experts: SharedExperts
+    attributes: tuple[LocalAttribute, ...]
+
+
+def prove_experts(
+    model: nn.Module, flow: DataFlow, binding: Binding, size: int
+) -> tuple[Binding, Attributes, list[Diagnostic]]:
+    """Hold each call of experts that are shared out against what the runtime makes of it."""
+    held = {name: bound for name, bound in binding.modules.items() if bound.experts is not None}
+    if not held:
+        return binding, {}, []
+    modules = dict(named_modules(model))
+    frames: dict[str, list[Frame]] = {name: [] for name in held}
+    for frame in flow.trace.root.walk():
+        if frame.module in held:
+            frames[frame.module].append(frame)
+    prover = _Prover(model, flow, binding, size)
+    found, attributes, findings = dict(binding.modules), Attributes(), list[Diagnostic]()
+    for name, bound in held.items():
+        try:
+            proved = prover.prove(modules[name], bound, frames[name])
+        except NotRoutedError as error:
+            findings.append(_unproved(bound, error))
+            continue
+        found[name] = replace(bound, experts=None if proved is None else proved.experts)
+        if proved is not None and proved.attributes:
+            attributes[name] = proved.attributes
+    return replace(binding, modules=found), attributes, once(findings)
+
+
+class _Prover:
+    """Remembers what was proved of equal modules."""
+
+    def __init__(self, model: nn.Module, flow: DataFlow, binding: Binding, size: int) -> None:
+        self.flow, self.trace, self.binding, self.size = flow, flow.trace, binding, size
+        self._fingerprints = Fingerprints(model, {})
+        self._known: dict[object, Proved] = {}
+
+    def prove(self, module: nn.Module, bound: Bound, frames: list[Frame]) -> Proved | None:
+        assert bound.experts is not None
+        found: Proved | None = None
+        for frame in frames:
+            self._contained(frame, module)
+            if bound.experts.owner is not None:
+                if any(len(c.path) != 1 or c.aliases for c in frame.entries):
+                    raise NotRoutedError("it takes tensors inside of other objects, or one in several places")
+                found = Proved(bound.experts, ())
+                continue
+            other = self._stack(module, bound, frame)
+            if found is not None and found != other:
+                raise NotRoutedError("its calls take their arguments in different places")
+            found = other
+        return found
+
+    # -- what any body must keep to ---------------------------------------------------------------------------------
+    def _contained(self, frame: Frame, module: nn.Module) -> None:
+        """Refuse a call that does more than to make one tensor of its arguments and parameters."""
+        trace, flow = self.trace, self.flow
+        if trace.takes_gradients:
+            raise NotRoutedError("the model takes gradients in its forward")
+        if any(may_write(trace, inner) for _, inner in named_modules(module)):
+            raise NotRoutedError("the model changes attributes or globals while it runs, maybe there")
+        if len(frame.exits) != 1 or frame.exits[0].path or frame.exits[0].aliases or not frame.entries:
+            raise NotRoutedError("it doesn't return one tensor")
+        inside = list(frame.walk())
+        calls = {(inner.module, inner.call) for inner in inside}
+        if any(inner.backwards for inner in inside):
+            raise NotRoutedError("it has code in its backward that torch didn't derive")
+        within = tuple(f"{inner.module}." for inner in inside)
+        if any(a.module in {m for m, _ in calls} or a.module.startswith(within) for a in trace.assumptions):
+            raise NotRoutedError("it branches on the numbers in its tensors")
+        made = {c.target for inner in inside for c in (*inner.entries, *inner.exits)}
+        made.discard(frame.exits[0].target)
+        for inner in inside:
+            for node in inner.body:
+                if isinstance(node, Operation):
+                    made.update(o for o in node.outputs if o is not None)
+                    if is_draw(node.target, node.arguments, node.keywords):
+                        raise NotRoutedError("it draws random numbers, on the rank that holds the expert alone", node)
+        ids = set(map(id, inside))
+        for inner in inside:
+            for node in inner.body:
+                if isinstance(node, Operation):
+                    foreign = [v for v in (*node.inputs, *node.overwritten) if v not in made]
+                    if any(v not in trace.stored and trace.values[v].numbers is None for v in foreign):
+                        raise NotRoutedError("it reads what isn't among its arguments", node)
+                    if any(v in flow.written for v in foreign):
+                        raise NotRoutedError("it writes to a parameter or buffer", node)
+        leaving = {*trace.kept, *trace.left.values(), *trace.hidden}
+        for value in made:
+            readers = [f for f, _ in flow.operations.get(value, ())]
+            if value in leaving or any(id(reader) not in ids for reader in readers):
+                raise NotRoutedError("what it computes is kept, or read elsewhere")
+            if set(flow.targets.get(value, ())) - made - {frame.exits[0].target}:
+                raise NotRoutedError("what it computes is read elsewhere")
+        entries = {c.target for c in frame.entries}
+        if entries & flow.written:
+            raise NotRoutedError("it writes to what it is given")
+
+    # -- stacks -----------------------------------------------------------------------------------------------------
+    def _stack(self, module: nn.Module, bound: Bound, frame: Frame) -> Proved:
+        values = self.trace.values
+        if any((f.module, f.call) in self.trace.chosen for f in frame.walk()):
+            raise NotRoutedError("it looks for the experts that are hit, in a loop over their numbers")
+        names = argument_names(type(module).forward)
+        given = {c.path[0]: values[c.target] for c in frame.entries if len(c.path) == 1 and not c.aliases}
+        if len(given) != len(frame.entries) or set(given) != set(names) or len(names) != 3:
+            raise NotRoutedError("it takes other arguments than tokens, the experts chosen for each, and weights")
+        geometry = tuple((name, v.shape, v.dtype, v.differentiable) for name, v in given.items())
+        key = (self._fingerprints.of(bound.name), geometry)
+        if key not in self._known:
+            arguments = {str(n): Argument(v.shape, v.dtype, v.differentiable) for n, v in given.items()}
+            self._known[key] = self._proved(module, bound, frame, arguments)
+        return self._known[key]
+
+    def _proved(self, module: nn.Module, bound: Bound, frame: Frame, given: Mapping[str, Argument]) -> Proved:
+        assert bound.experts is not None
+        first: NotRoutedError | None = None
+        for roles in _roles(given):
+            experts = replace(bound.experts, tokens=roles[0], chosen=roles[1], weights=roles[2])
+            try:
+                return self._with_roles(module, bound.name, frame, experts, given)
+            except NotRoutedError as error:
+                first = first or error
+        raise first or NotRoutedError("none of its arguments are the numbers of the experts chosen for each token")
+
+    def _with_roles(
+        self, module: nn.Module, name: str, frame: Frame, experts: SharedExperts, given: Mapping[str, Argument]
+    ) -> Proved:
+        terms = Terms()
+        whole = _read(self.trace, frame, f"{name}.", experts, terms)
+        chosen, around = given[experts.chosen].shape[1], (self.trace.training, self.trace.device)
+        other, rows = _unlike(given, chosen)
+        again = _run(module, experts, given, (other, chosen), (), 1, *around)
+        if _read(again, again.root, "", experts, terms) != whole:
+            raise NotRoutedError(_BY_COUNT)
+        reason: NotRoutedError | None = None
+        for attributes in _counts(module, experts.count, self.size):
+            try:
+                local = _run(module, experts, given, (rows, 1), attributes, self.size, *around)
+                own = replace(experts, count=experts.count // self.size)
+                if _read(local, local.root, "", own, terms) == whole:
+                    return Proved(experts, attributes)
+                reason = reason or NotRoutedError("it computes something else with a rank's experts alone")
+            except NotRoutedError as error:
+                reason = reason or error
+        raise reason or NotRoutedError("it can't run with a rank's experts alone")
+
+
+# -- records of a stack ---------------------------------------------------------------------------------------------
+class Argument(NamedTuple):
+    """What a record takes of an argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+class OtherCounts:
+    """Whether a stack computes for other numbers of tokens what was proved; asked at the first call with each."""
+
+    def __init__(self, stock: nn.Module, experts: SharedExperts) -> None:
+        """Ask the stock module, on meta tensors."""
+        self._stock, self._experts = stock, experts
+        self._terms = Terms()
+        self._seen: set[object] = set()
+
+    def ask(self, given: Mapping[str, Argument], device: torch.device, name: str) -> None:
+        """Record the module as it is called.
+
+        Raises:
+            CompileError: it computes something else.
+        """
+        key = (*given.items(), self._stock.training, torch.is_grad_enabled())
+        if key in self._seen:
+            return
+        chosen = given[self._experts.chosen].shape
+        proved = _unlike(given, chosen[1])[0]
+        try:
+            terms = {
+                _read(trace, trace.root, "", self._experts, self._terms)
+                for rows in (chosen[0], proved)
+                for trace in (
+                    _run(self._stock, self._experts, given, (rows, chosen[1]), (), 1, self._stock.training, device),
+                )
+            }
+            if len(terms) > 1:
+                raise NotRoutedError(_BY_COUNT)
+        except NotRoutedError as error:
+            finding = Diagnostic(
+                "TP146", f"`{name}` can't run on {chosen[0]} tokens: {error}", help=INSIDE, subject=name
+            )
+            raise CompileError([finding]) from error
+        self._seen.add(key)
+
+
+def _read(trace: Trace, frame: Frame, prefix: str, experts: SharedExperts, terms: Terms) -> int:
+    at = {c.path[0]: c.target for c in frame.entries}
+    stacks = {
+        value: own
+        for value, names in trace.parameters.items()
+        for own in (next((n.removeprefix(prefix) for n in names if n.startswith(prefix)), ""),)
+        if own and "." not in own and trace.values[value].shape[:1] == (experts.count,)
+    }
+    call = Call(at[experts.tokens], at[experts.chosen], at[experts.weights], stacks, experts.count)
+    return routed_term(trace, frame, call, terms)
+
+
+def _run(
+    module: nn.Module,
+    experts: SharedExperts,
+    given: Mapping[str, Argument],
+    chosen: tuple[int, int],
+    attributes: Iterable[LocalAttribute],
+    size: int,
+    training: bool,
+    device: torch.device,
+) -> Trace:
+    """The record of the module with so many experts chosen for so many tokens, on one of `size` ranks."""
+    shapes = {
+        leaf: (experts.count // size, *parameter.shape[1:])
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() and parameter.shape[0] == experts.count
+    }
+    skeleton = make_skeleton(module, shapes)
+    for attribute in attributes:
+        setattr(skeleton.model, *replaced_attribute(skeleton.model, attribute.name, attribute.local))
+    names = argument_names(type(module).forward)
+    call = [
+        _like(given[name], (chosen[0], *given[name].shape[1:]) if name == experts.tokens else chosen) for name in names
+    ]
+    try:
+        return record(skeleton, call, {}, training, Capture(Recorder(device=device), leaves=False))
+    except BodyError as error:
+        cause = error.__cause__ or error
+        raise NotRoutedError(f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}") from error
+
+
+def _unlike(given: Mapping[str, Argument], choices: int) -> tuple[int, int]:
+    """Two numbers of tokens that are no other size."""
+    used = {n for held in given.values() for n in (*held.shape, held.shape[0] * choices)}
+    first, second, *_ = (n for n in _ROWS if n not in used and n * choices not in used)
+    return first, second
+
+
+def _roles(given: Mapping[str, Argument]) -> Iterator[tuple[str, str, str]]:
+    """Which arguments may be tokens, chosen numbers and weights."""
+    whole = [n for n, v in given.items() if not v.dtype.is_floating_point and v.dtype is not torch.bool]
+    for chosen in whole:
+        shape = given[chosen].shape
+        others = [n for n in given if n != chosen and given[n].dtype.is_floating_point]
+        for tokens, weights in itertools.permutations(others, 2):
+            fits = len(shape) == 2 and len(given[tokens].shape) >= 2 and given[tokens].shape[0] == shape[0]
+            if fits and given[weights].shape == shape:
+                yield tokens, chosen, weights
+
+
+def _counts(module: nn.Module, count: int, size: int) -> Iterator[tuple[LocalAttribute, ...]]:
+    """Choices of attributes that count the experts, to be made local: none, one, all of the module's own."""
+    local = Pack(count).local(size, 0)
+    held = [LocalAttribute(name, count, local) for name, number in integer_attributes(module) if number == count]
+    yield ()
+    yield from ((attribute,) for attribute in held)
+    own = tuple(attribute for attribute in held if "." not in attribute.name)
+    if len(own) > 1:
+        yield own
+
+
+def _like(value: Argument, shape: tuple[int, ...]) -> Tensor:
+    made = torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.differentiable)
+    return made.clone() if value.differentiable else made  # no leaf, as bodies may write to it
+
+
+def _unproved(bound: Bound, error: NotRoutedError) -> Diagnostic:
+    at = error.operation.location if error.operation is not None else None
+    return Diagnostic(
+        code="TP146",
+        message=f"`{bound.name}` can't be shared out in whole experts: {error}",
+        span=bound.rule.style_span,
+        help=INSIDE,
+        notes=() if at is None else (f"in `{bound.name}`, at {at}",),
+        subject=bound.name,
+    )
+
+
+__all__ = ["Argument", "OtherCounts", "prove_experts"]

@@ -1,0 +1,525 @@
+"""Routed: what a body of stacked experts computes for one token and one of the experts that were chosen for it.
+
+in:  the record of a call with tokens (t, …), the numbers (t, k) of the experts chosen for each, and weights (t, k)
+out: a term g with result[t] = Σ_k g(tokens[t], weights[t, k], matrices of expert chosen[t, k]); or why there is none
+
+    sort, grouped products, back in order, sum over k    ->   w · (silu(x Wg) · (x Wu)) Wd
+    matrices picked by number, one product for each pair ->   the same, by other products
+    tanh of the sum over k                               ->   refused at `tanh`
+
+Each value of the record is read as one of a few kinds, by rules that hold for any numbers: rows of tokens, of choices,
+of pairs (token, choice) one after the other, or of pairs sorted by expert; the order of the sort and its inverse; how
+many pairs each expert has; the stacks. An operation without a rule is the end of it. The experts' numbers may only
+sort, count and pick: so a term is the same wherever the counting of experts begins, and terms of two records are equal
+if both do the same for each pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import schema_argument_names, schema_defaults, schema_mutates
+from tpplan.compiler.ir.operators import DIMS, lookup
+from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+
+Shape = tuple[int, ...]
+Space = str  # "tokens", "choices", "pairs", or "sorted 0" for the first sort
+_RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default", "unsqueeze.default",
+        "squeeze.default", "squeeze.dim", "squeeze.dims",
+    )
+)  # fmt: skip
+_COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "clone", "contiguous", "lift_fresh"))
+_INNER = frozenset(
+    f"aten.{name}"
+    for name in (
+        "transpose.int", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default", "unbind.int",
+        "_softmax.default", "glu.default", "sum.dim_IntList", "mean.dim", "amax.default", "flip.default", "cat.default",
+    )
+)  # fmt: skip
+_BLANKS = frozenset(f"aten.{name}.default" for name in ("empty_like", "zeros_like", "empty", "zeros", "new_zeros"))
+_COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)  # there are fewer experts than these can count
+_ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros_like", "zeros", "new_zeros"))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A row for each token, choice or pair; `term` says what of that is in it."""
+
+    space: Space
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers of the chosen experts."""
+
+    space: Space
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Places of pairs.
+
+    `sorted`: the pair at each place of a sort. `tokens`: its token. `inverse`: the place of each pair in the sort.
+    `all`: each pair's own.
+    """
+
+    kind: Literal["sorted", "tokens", "inverse", "all"]
+    sort: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many pairs each expert has; or, in a sort, where they end."""
+
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Matrices, one for each expert."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """A tensor made anew: zeros, or of any numbers."""
+
+    zeros: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """The sum over a token's choices of `term`."""
+
+    term: int
+
+
+Kind = Rows | Numbers | Order | Counts | Stack | Blank | Total
+
+
+@dataclass(slots=True)
+class Terms:
+    """Terms by number; equal terms have the same one, in all records that are read with it."""
+
+    keys: list[tuple[Any, ...]] = field(default_factory=list["tuple[Any, ...]"])
+    shapes: list[Shape] = field(default_factory=list["Shape"])
+    _known: dict[object, int] = field(default_factory=dict[object, int])
+
+    def of(self, *key: Any, shape: Shape) -> int:
+        """The term's number; `shape` is that of what it says of one pair."""
+        found = self._known.get((key, shape))
+        if found is None:
+            found = self._known[key, shape] = len(self.keys)
+            self.keys.append(key)
+            self.shapes.append(shape)
+        return found
+
+    def reshaped(self, term: int, shape: Shape) -> int:
+        """The same entries in another shape."""
+        base = self.keys[term][1] if self.keys[term][0] == "reshaped" else term
+        return base if self.shapes[base] == shape else self.of("reshaped", base, shape=shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The values of a call: its tokens, the numbers chosen, the weights; the stacks by value, with their names."""
+
+    tokens: int
+    chosen: int
+    weights: int
+    stacks: Mapping[int, str]
+    count: int
+
+
+class NotRoutedError(Exception):
+    """A body that is no such sum; where that shows first."""
+
+    def __init__(self, reason: str, operation: Operation | None = None) -> None:
+        """Say why, and at which operation."""
+        super().__init__(reason)
+        self.operation = operation
+
+
+def routed_term(trace: Trace, frame: Frame, call: Call, terms: Terms) -> int:
+    """The term of a call.
+
+    Raises:
+        NotRoutedError: its result isn't such a sum, or nothing shows that it is.
+    """
+    return _Reader(trace, call, terms).read(frame)
+
+
+class _Reader:
+    """Reads one record."""
+
+    def __init__(self, trace: Trace, call: Call, terms: Terms) -> None:
+        self.values, self.call, self.terms = trace.values, call, terms
+        self.token_count, self.choice_count = self.values[call.chosen].shape
+        self.pair_count = self.token_count * self.choice_count
+        self.sorts = 0
+        self.known: dict[int, Kind] = {}
+        self.given = frozenset[int]()
+        for value, name in call.stacks.items():
+            self.known[value] = Stack(terms.of("stack", name, shape=self.shape(value)[1:]))
+        for value in trace.values:
+            if value.numbers is not None:
+                self.note_constant(value.identifier, value.numbers)
+
+    def note_constant(self, value: int, numbers: Tensor) -> None:
+        """A number, or the places of all pairs; nothing else that the model made of Python's numbers is known."""
+        if not numbers.dim():
+            self.known[value] = Rows("any", self.terms.of("number", str(numbers.dtype), numbers.item(), shape=()))
+        elif numbers.dtype is torch.int64 and torch.equal(numbers, torch.arange(self.pair_count)):
+            self.known[value] = Order("all")
+
+    def read(self, frame: Frame) -> int:
+        entries = {
+            self.call.tokens: ("tokens", "token"),
+            self.call.weights: ("choices", "weight"),
+        }
+        for value, (space, name) in entries.items():
+            own = self.shape(value)[1:] if space == "tokens" else ()
+            dtype = str(self.values[value].dtype)
+            term = self.terms.of(name, dtype, self.values[value].differentiable, shape=own)
+            self.known[value] = self.rows(space, term, self.shape(value))
+        self.known[self.call.chosen] = Numbers(self.space("choices"))
+        self.given = frozenset(self.known)
+        self.body(frame)
+        (leaving,) = frame.exits
+        made = self.known.get(leaving.source)
+        alone = self.choice_count == 1 and isinstance(made, Rows) and made.space == "pairs"
+        if not (isinstance(made, Total) or alone) or self.shape(leaving.source)[0] != self.token_count:
+            raise NotRoutedError("its result isn't known to be a sum over the chosen experts")
+        assert isinstance(made, (Total, Rows))
+        return made.term
+
+    def body(self, frame: Frame) -> None:
+        if frame.backwards:
+            raise NotRoutedError("it has code in its backward that torch didn't derive")
+        for node in frame.body:
+            if isinstance(node, Frame):
+                for crossing in node.entries:
+                    self.known[crossing.target] = self.at(crossing.source, None)
+                self.body(node)
+                for crossing in node.exits:
+                    self.known[crossing.target] = self.at(crossing.source, None)
+                continue
+            made = self.made(node)
+            if self.given.intersection(self.written(node)):
+                raise NotRoutedError("it writes to what it is given", node)
+            for value in node.overwritten:
+                self.known.pop(value, None)
+            for output, kind in zip(node.outputs, made, strict=True):
+                if output is not None and kind is not None:
+                    self.known[output] = kind
+
+    # -- values -----------------------------------------------------------------------------------------------------
+    def shape(self, value: int) -> Shape:
+        return self.values[value].shape
+
+    def at(self, value: int, node: Operation | None) -> Kind:
+        if value not in self.known:
+            raise NotRoutedError("it reads what is neither an argument nor one of the stacks", node)
+        return self.known[value]
+
+    def space(self, name: Space) -> Space:
+        """Where one expert is chosen for each token, tokens, choices and pairs are the same."""
+        return "pairs" if self.choice_count == 1 and name in ("tokens", "choices") else name
+
+    def lead(self, space: Space) -> int:
+        return 2 if space == "choices" else 1
+
+    def sizes(self, space: Space) -> Shape:
+        """The leading sizes of what has a row for each of them."""
+        if space == "choices":
+            return (self.token_count, self.choice_count)
+        return (self.token_count,) if space == "tokens" else (self.pair_count,)
+
+    def rows(self, name: Space, term: int, shape: Shape) -> Rows:
+        space = self.space(name)
+        return Rows(space, self.terms.reshaped(term, shape[self.lead(space) :]))
+
+    def written(self, node: Operation) -> set[int]:
+        given = (a for place in schema_mutates(node.target) for a in node.arguments[place : place + 1])
+        return {*node.overwritten, *(a.identifier for a in given if isinstance(a, Reference))}
+
+    # -- operations -------------------------------------------------------------------------------------------------
+    def made(self, node: Operation) -> list[Kind | None]:
+        kinds = [self.at(value, node) for value in node.inputs]
+        for rule in (self.arranged, self.ordered, self.counted, self.multiplied, self.picked, self.summed, self.each):
+            found = rule(node, kinds)
+            if found is not None:
+                return found
+        raise NotRoutedError(f"{node.name} isn't known to do the same for each pair of a token and an expert", node)
+
+    def output(self, node: Operation) -> int:
+        (value,) = node.outputs
+        assert value is not None
+        return value
+
+    def arranged(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """Copies, and other shapes of the same rows."""
+        if len(kinds) != 1 or len(node.outputs) != 1:
+            return None
+        (kind,), before, made = kinds, self.shape(node.inputs[0]), self.output(node)
+        after = self.shape(made)
+        same = self.values[node.inputs[0]].dtype == self.values[made].dtype
+        if node.name in _COPIES or (node.name == "aten._to_copy.default" and same):
+            return [kind]
+        if node.name == "aten.detach.default" and not isinstance(kind, (Rows, Total, Stack)):
+            return [kind]
+        if node.name in _RESHAPES:
+            return self.reshaped(kind, before, after)
+        if node.name != "aten.expand.default" or not isinstance(kind, Rows):
+            return None
+        if before == after:
+            return [kind]
+        if kind.space == "tokens" and before[1:2] == (1,) and after == (before[0], self.choice_count, *before[2:]):
+            return [self.rows("choices", kind.term, after)]
+        return None
+
+    def reshaped(self, kind: Kind, before: Shape, after: Shape) -> list[Kind | None] | None:
+        if isinstance(kind, Stack):
+            same = before[:1] == after[:1]
+            return [Stack(self.terms.reshaped(kind.term, after[1:]))] if same else None
+        if isinstance(kind, Total):
+            same = before[:1] == after[:1]
+            return [Total(self.terms.reshaped(kind.term, after[1:]))] if same else None
+        if isinstance(kind, (Order, Counts)):
+            return [kind] if before == after else None
+        if not isinstance(kind, (Rows, Numbers)):
+            return None
+        if kind.space == "any":
+            return None
+        spaces = [kind.space, *(s for s in ("choices", "pairs") if kind.space in ("choices", "pairs"))]
+        for space in spaces:
+            lead = self.lead(space)
+            if after[:lead] == self.sizes(space) and math.prod(after) == math.prod(before):
+                return [Numbers(space) if isinstance(kind, Numbers) else self.rows(space, kind.term, after)]
+        return None
+
+    def ordered(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """The sort of the pairs by expert, its order, and the inverse of that."""
+        if node.name in ("aten.sort.default", "aten.sort.stable"):
+            return self.sorted(node, kinds[0])
+        if node.name in ("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"):
+            divisor = node.arguments[1] if len(node.arguments) == 2 else None
+            rounding = node.keywords.get("rounding_mode", "floor" if "floor" in node.name else None)
+            (kind,) = kinds if len(kinds) == 1 else (None,)
+            if divisor != self.choice_count or rounding != "floor" or not isinstance(kind, Order):
+                return None
+            if kind.kind != "sorted":
+                return None
+            return [kind if self.choice_count == 1 else Order("tokens", kind.sort)]
+        if node.name == "aten.arange.default" and node.arguments == (self.pair_count,):
+            return [Order("all")]
+        if node.name == "aten.arange.start" and node.arguments == (0, self.pair_count):
+            return [Order("all")]
+        if node.name in _BLANKS:
+            return [Blank(node.name in _ZEROS)]
+        if node.name.startswith("aten.index_put") and len(kinds) == 3:
+            place, held = kinds[1], kinds[2]
+            plain = len(node.arguments) == 3 and len(node.arguments[1]) == 1 and not node.keywords
+            if not plain or not isinstance(place, Order) or place.kind != "sorted":
+                return None
+            whole = self.shape(node.inputs[0]) == self.shape(node.inputs[2])  # each row is written, once
+            if whole and held == Order("all"):
+                return [Order("inverse", place.sort)]
+            if whole and isinstance(held, Rows) and held.space == f"sorted {place.sort}":
+                return [Rows("pairs", held.term)]
+        return None
+
+    def sorted(self, node: Operation, kind: Kind) -> list[Kind | None] | None:
+        arguments = dict(zip(schema_argument_names(node.target), node.arguments, strict=False)) | node.keywords
+        if arguments.get("descending") or len(self.shape(node.inputs[0])) != 1:
+            return None
+        if isinstance(kind, Order) and kind.kind == "sorted":
+            return [Order("all"), Order("inverse", kind.sort)]
+        if not isinstance(kind, Numbers) or kind.space != "pairs":
+            return None
+        self.sorts += 1
+        return [Numbers(f"sorted {self.sorts}"), Order("sorted", self.sorts)]
+
+    def counted(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """The experts' numbers in another dtype, and how often each of them occurs."""
+        (kind,) = kinds if len(kinds) == 1 else (None,)
+        if node.name == "aten._to_copy.default" and isinstance(kind, (Numbers, Counts)):
+            return [kind] if self.values[self.output(node)].dtype in _COUNTING else None
+        if node.name == "aten.histc.default" and isinstance(kind, Numbers):
+            # Of a single expert: between 0 and 0 stands for all that there is, which are zeros.
+            given = (*node.arguments[1:], *(100, 0, 0)[len(node.arguments) - 1 :])
+            plain = given == (self.call.count, 0, self.call.count - 1) and not node.keywords
+            return [Counts()] if plain and len(self.shape(node.inputs[0])) == 1 else None
+        if node.name == "aten.cumsum.default" and kind == Counts():
+            return [Counts(ends=True)]
+        return None
+
+    def multiplied(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """Products of sorted rows with their experts' matrices, and of pairs of matrices."""
+        if node.name == "aten._grouped_mm.default" and len(kinds) == 3:
+            rows, stack, ends = kinds
+            plain = len(node.arguments) == 3 and not node.keywords
+            if not plain and not (len(node.arguments) == 2 and set(node.keywords) == {"offs"}):
+                return None
+            if not isinstance(rows, Rows) or not isinstance(stack, Stack) or ends != Counts(ends=True):
+                return None
+            if not rows.space.startswith("sorted") or len(self.shape(node.inputs[0])) != 2:
+                return None
+            return [self.named(node, "grouped product", rows.space, ("own", rows.term), ("own", stack.term))]
+        if node.name == "aten.bmm.default" and all(isinstance(kind, Rows) for kind in kinds):
+            spaces = {kind.space for kind in kinds if isinstance(kind, Rows)}
+            if len(spaces) == 1 and self.lead(next(iter(spaces))) == 1 and "any" not in spaces:
+                held = [("own", kind.term) for kind in kinds if isinstance(kind, Rows)]
+                return [self.named(node, node.name, spaces.pop(), *held)]
+        return None
+
+    def picked(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """Rows by an order, and matrices by the experts' numbers."""
+        where: Any = node.arguments[1] if len(node.arguments) > 1 else None
+        by_row = node.name == "aten.index.Tensor" and len(where) == 1
+        by_row = by_row or (node.name == "aten.index_select.default" and where == 0)
+        if not by_row or len(kinds) != 2:
+            return None
+        held, place = kinds
+        after = self.shape(self.output(node))
+        if isinstance(held, Stack) and isinstance(place, Numbers):
+            lead = self.lead(place.space)
+            return [Rows(place.space, self.terms.reshaped(self.own(held), after[lead:]))]
+        if not isinstance(place, Order):
+            return None
+        if isinstance(held, Rows):
+            if held.space == "tokens" and place.kind == "tokens":
+                return [Rows(f"sorted {place.sort}", held.term)]
+            if held.space == "pairs" and place.kind == "sorted":
+                return [Rows(f"sorted {place.sort}", held.term)]
+            if held.space == f"sorted {place.sort}" and place.kind == "inverse":
+                return [Rows("pairs", held.term)]
+        if held == Numbers("pairs") and place.kind == "sorted":
+            return [Numbers(f"sorted {place.sort}")]
+        return None
+
+    def own(self, stack: Stack) -> int:
+        """What a pair picks of a stack: its expert's."""
+        return self.terms.of("picked", stack.term, shape=self.terms.shapes[stack.term])
+
+    def summed(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """The sum over a token's choices, and what may be done to that."""
+        if node.name == "aten.sum.dim_IntList" and isinstance(kinds[0], Rows) and not node.keywords:
+            given: tuple[int, ...] = node.arguments[1] or ()
+            dims = [dim % len(self.shape(node.inputs[0])) for dim in given]
+            kept = len(node.arguments) > 2 and node.arguments[2]
+            if kinds[0].space == "choices" and dims == [1] and not kept:
+                return [Total(kinds[0].term)]
+            before, after = self.shape(node.inputs[0]), self.shape(self.output(node))
+            if kinds[0].space == "pairs" and dims and 0 not in dims and all(before[dim] == 1 for dim in dims):
+                return [self.rows("pairs", kinds[0].term, after)]
+        if node.name in ("aten.index_add.default", "aten.index_add_.default") and len(kinds) == 3:
+            into, place, rows = kinds
+            arguments: tuple[Any, ...] = node.arguments
+            if node.keywords or arguments[1:2] != (0,) or len(arguments) > 4:
+                return None
+            into_tokens = isinstance(place, Order) and place.kind == ("sorted" if self.choice_count == 1 else "tokens")
+            fits = self.shape(node.inputs[0]) == (self.token_count, *self.shape(node.inputs[2])[1:])
+            if into == Blank(zeros=True) and into_tokens and fits and isinstance(rows, Rows):
+                assert isinstance(place, Order)
+                return [Total(rows.term)] if rows.space == f"sorted {place.sort}" else None
+        if len(kinds) == 1 and isinstance(kinds[0], Total) and node.name == "aten._to_copy.default":
+            signature = (node.arguments, tuple(sorted(node.keywords.items())))
+            (made,) = self.outputs(node, "any", signature, [kinds[0].term], 1)
+            assert isinstance(made, Rows)
+            return [Total(made.term)]
+        return None
+
+    # -- what is done to each row --------------------------------------------------------------------------------------
+    def each(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        operator = lookup(node.name)
+        if len(kinds) == 1 and isinstance(kinds[0], Stack) and node.name in ("aten.transpose.int", "aten.mT.default"):
+            signature = self.inner(node, 1)
+            if signature is None:
+                return None
+            (made,) = self.outputs(node, "stacks", signature, [kinds[0].term], 1)
+            assert isinstance(made, Rows)
+            return [Stack(made.term)]
+        if operator is None or not all(isinstance(kind, Rows) for kind in kinds):
+            return None
+        rows = [kind for kind in kinds if isinstance(kind, Rows)]
+        spaces = {kind.space for kind in rows} - {"any"}
+        if len(spaces) != 1 or node.name in _BLANKS:
+            return None
+        (space,) = spaces
+        lead = self.lead(space)
+        if operator.kind == "entrywise":
+            ranks = {len(self.shape(o)) for o in node.outputs if o is not None}
+            for value, kind in zip(node.inputs, rows, strict=True):
+                aligned = {len(self.shape(value))} == ranks and self.shape(value)[:lead] == self.sizes(space)
+                if kind.space != "any" and not aligned:
+                    return None
+            signature: Any = (node.arguments, tuple(sorted(node.keywords.items())))
+        elif node.name in _INNER:
+            signature = self.inner(node, lead)
+        else:
+            return None
+        if signature is None:
+            return None
+        return self.outputs(node, space, signature, [kind.term for kind in rows], lead)
+
+    def inner(self, node: Operation, lead: int) -> object | None:
+        """An operation's arguments with its dims counted after the leading ones; None if it concerns those."""
+        rank = len(self.shape(node.inputs[0]))
+        arguments = list(node.arguments)
+        defaults = schema_defaults(node.target)
+        for position, name in enumerate(schema_argument_names(node.target)):
+            if name not in DIMS or name in node.keywords:
+                continue
+            if position >= len(arguments):
+                arguments += [default for _, default in defaults[len(arguments) : position + 1]]
+            held = arguments[position]
+            dims: tuple[Any, ...] = held if isinstance(held, tuple) else (held,)  # pyright: ignore
+            if not dims or any(type(dim) is not int or dim % rank < lead for dim in dims):  # pyright: ignore
+                return None
+            inner = tuple(dim % rank - lead for dim in dims)  # pyright: ignore
+            arguments[position] = inner if isinstance(held, tuple) else inner[0]
+        if DIMS.intersection(node.keywords):
+            return None
+        return (tuple(arguments), tuple(sorted(node.keywords.items())))
+
+    def outputs(self, node: Operation, space: Space, signature: Any, terms: list[int], lead: int) -> list[Kind | None]:
+        order = {value: ("operand", term) for value, term in zip(node.inputs, terms, strict=True)}
+
+        def refer(held: Any) -> Any:
+            if isinstance(held, Reference):
+                return order[held.identifier]
+            if isinstance(held, tuple):
+                return tuple(refer(item) for item in held)  # pyright: ignore
+            return (type(held).__name__, held)
+
+        made: list[Kind | None] = []
+        for place, output in enumerate(node.outputs):
+            if output is None:
+                made.append(None)
+                continue
+            value = self.values[output]
+            term = self.terms.of(
+                node.name, refer(signature), place, value.differentiable, str(value.dtype), shape=value.shape[lead:]
+            )
+            made.append(Rows(space, term))
+        return made
+
+    def named(self, node: Operation, name: str, space: Space, *terms: tuple[str, int]) -> Rows:
+        value = self.values[self.output(node)]
+        made = (name, terms, value.differentiable, str(value.dtype))
+        return Rows(space, self.terms.of(*made, shape=value.shape[1:]))
+
+
+__all__ = ["Call", "NotRoutedError", "Terms", "routed_term"]

@@ -1,0 +1,164 @@
+"""Experts: bodies of which each rank runs whole experts of its own; the ranks' sum is the result.
+
+in:  a `SharedExperts`, and this rank
+out: a body that stands in for the module's own
+
+    a stack:   the pairs (token, choice) of this rank's experts are found, and the module's own code gets these, one
+               choice for each; what it makes of them is summed by token
+    a module:  its own code on the rank that holds it; zeros elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.compat import (
+    fake_call,
+    native_apply,
+    own_parameters,
+    without_dispatch_modes,
+    without_function_modes,
+    without_global_hooks,
+)
+from tpplan.compiler.check.experts import Argument, OtherCounts
+from tpplan.compiler.ir.program import SharedExperts
+from tpplan.compiler.trace.capture import argument_names
+from tpplan.runtime.kernels import Stock
+from tpplan.runtime.module_runtime import Reader
+from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.writes import stock_class
+
+_REMEMBERED = 256
+
+
+class StackBody:
+    """The body of a stack of experts, of which rank r has those from r · count / size on."""
+
+    def __init__(
+        self, experts: SharedExperts, module: nn.Module, stock: nn.Module, name: str, handed_out: HandedOut
+    ) -> None:
+        """Stand in for a body.
+
+        Args:
+            experts: where it takes what.
+            module, name: the module, and its name.
+            stock: the module without its numbers; in watched calls it tells of other numbers of tokens.
+            handed_out: tells the ranks, and whether a call is watched.
+        """
+        self._experts, self._name, self._handed_out = experts, name, handed_out
+        self._names, self._others = argument_names(stock_class(module).forward), OtherCounts(stock, experts)
+        self._count = experts.count // handed_out.axis.size
+        self._first = handed_out.axis.rank * self._count
+
+    def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the stock forward on the pairs (token, choice) of this rank's experts; sum by token."""
+        experts, names = self._experts, self._names
+        given: dict[str, Tensor] = dict(zip(names, args, strict=False)) | kwargs
+        tokens, chosen, weights = given[experts.tokens], given[experts.chosen], given[experts.weights]
+        if self._handed_out.watched:
+            with _unseen():
+                self._others.ask({n: _argument(t) for n, t in given.items()}, tokens.device, self._name)
+        own = chosen - self._first
+        token, choice = ((own >= 0) & (own < self._count)).nonzero(as_tuple=True)
+        pairs = token.shape[0]
+        call = {
+            experts.tokens: tokens[token],
+            experts.chosen: own[token, choice].unsqueeze(-1),
+            experts.weights: weights[token, choice].unsqueeze(-1),
+        }
+        if pairs == 0:
+            # A pair of zeros is made up and dropped, so that there are gradients as on the other ranks.
+            call = {name: _padded(rows) for name, rows in call.items()}
+        # As they were passed: what the class's forward is wrapped around may have other names for them.
+        args = tuple(call[name] for name in names[: len(args)])
+        made: Tensor = stock(*args, **{name: call[name] for name in kwargs})[:pairs]
+        spread = made.new_zeros(chosen.numel(), *made.shape[1:])
+        spread = spread.index_copy(0, token * chosen.shape[1] + choice, made)
+        return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
+
+
+@contextmanager
+def _unseen() -> Generator[None]:
+    """A block for runs without numbers, which nobody around the call is to see."""
+    hooks = without_global_hooks(lambda _: True, backward=True)
+    with without_dispatch_modes(), without_function_modes(), hooks, torch.inference_mode(False):
+        yield
+
+
+def _argument(tensor: Tensor) -> Argument:
+    return Argument(tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """With a row of zeros."""
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+
+
+def own_body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The body of an expert that this rank holds: its own code. As on other ranks, nobody watches its steps."""
+    return stock(*args, **kwargs)
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros, to which tensors have contributed nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+        ctx.inputs = [(t.shape, t.dtype, t.device) for t in inputs]
+        return inputs[0].new_zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(gradients[0].new_zeros(s, dtype=d, device=at) for s, d, at in ctx.inputs))
+
+
+_nothing = native_apply(_Nothing)
+
+
+class ElsewhereBody:
+    """The body of an expert that another rank holds: zeros."""
+
+    def __init__(self, stock: nn.Module, held: Sequence[tuple[nn.Module, str, Reader]]) -> None:
+        """Stand in for a body.
+
+        Args:
+            stock: the expert without its numbers, which tells the shape of its result.
+            held: its parameters, of which this rank has nothing, and how to read them: they have a gradient if they
+                have one where they are.
+        """
+        self._stock, self._held = stock, held
+        self._shapes: dict[object, tuple[torch.Size, torch.dtype]] = {}
+
+    def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Zeros of the result's shape."""
+        given = (*args, *kwargs.values())
+        shape, dtype = self._shape(given, args, kwargs)
+        tensors = [a for a in given if isinstance(a, Tensor) and a.dtype.is_floating_point]
+        read = [read(own_parameters(owner)[name]) for owner, name, read in self._held]  # pyright: ignore
+        return _nothing(shape, dtype, *tensors, *read)
+
+    def _shape(
+        self, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Size, torch.dtype]:
+        device = next((a.device.type for a in given if isinstance(a, Tensor)), "meta")
+        cast = device != "meta" and torch.is_autocast_enabled(device)
+        key = (tuple(map(_geometry, given)), torch.get_autocast_dtype(device) if cast else None)
+        if key not in self._shapes:
+            if len(self._shapes) >= _REMEMBERED:
+                self._shapes.clear()
+            with _unseen(), torch.no_grad():
+                made = fake_call(self._stock, args, kwargs, device if cast else "meta")
+            self._shapes[key] = (made.shape, made.dtype)
+        return self._shapes[key]
+
+
+def _geometry(held: Any) -> object:
+    return (held.shape, held.stride(), held.dtype) if isinstance(held, Tensor) else (type(held).__name__, repr(held))
+
+
+__all__ = ["ElsewhereBody", "StackBody", "own_body"]

@@ -1,0 +1,364 @@
+"""Experts that each rank holds whole: stacks of matrices, and lists of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional
+
+import tpplan
+from tests.parity.test_expert_lists import Block as ListBlock
+from tests.parity.test_expert_lists import Dispatch, of_all, of_any, of_each, of_hit, of_scatter
+from tpplan.compat import fake_process_group
+from tpplan.parity import verify_program
+from tpplan.plan import CompileError
+
+WIDTH, INNER, EXPERTS, CHOSEN = 16, 24, 4, 2
+ACTIVATIONS = (torch.randn(3, 8, WIDTH, requires_grad=True),)
+PLAN: dict[str, Any] = {"version": 1, "modules": {"moe.experts": "experts"}}
+SEQUENCE: dict[str, Any] = {
+    "version": 1,
+    "modules": {**PLAN["modules"], "norm": "sequence", "last": "sequence"},
+}
+
+Body = Callable[["Experts", Tensor, Tensor, Tensor], Tensor]
+
+
+class Experts(nn.Module):
+    """Matrices stacked by expert, and biases, with a body of the test's choice."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body, self.count = body, EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * INNER) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / 4)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER))
+        self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.body(self, tokens, chosen, weights)
+
+
+class Mixture(nn.Module):
+    def __init__(self, body: Body, choices: int) -> None:
+        super().__init__()
+        self.choices = choices
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts(body)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = torch.topk(functional.softmax(self.router(tokens), -1), self.choices, -1)
+        return self.experts(tokens, chosen, weights).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, body: Body, choices: int = CHOSEN) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.moe = Mixture(body, choices)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.moe(self.norm(x)))
+
+
+def gated(made: Tensor) -> Tensor:
+    gate, up = made.chunk(2, -1)
+    return functional.gelu(gate) * up
+
+
+def of_grouped(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Pairs are sorted by expert, multiplied in groups, and put back in order."""
+    choices = chosen.shape[-1]
+    numbers, order = torch.sort(chosen.reshape(-1))
+    counts = torch.histc(numbers.float(), bins=self.count, min=0, max=self.count - 1)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    made = functional.grouped_mm(tokens[order // choices], self.up, offs=ends) + self.up_bias[numbers]
+    made = functional.grouped_mm(gated(made), self.down, offs=ends) + self.down_bias[numbers]
+    made = made * weights.reshape(-1)[order].unsqueeze(-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0])
+    return made[back].view(*chosen.shape, WIDTH).sum(1)
+
+
+def of_added(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """As before, and summed where the tokens are."""
+    choices = chosen.shape[-1]
+    numbers, order = chosen.reshape(-1).sort(stable=True)
+    ends = torch.histc(numbers.float(), self.count, 0, self.count - 1).cumsum(0).to(torch.int32)
+    rows = order // choices
+    made = functional.grouped_mm(tokens[rows], self.up, offs=ends)
+    made = functional.grouped_mm(gated(made), self.down, offs=ends)
+    return torch.zeros_like(tokens).index_add_(0, rows, made * weights.reshape(-1)[order][:, None])
+
+
+def of_picked(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Each pair picks its expert's matrices."""
+    numbers = chosen.reshape(-1)
+    rows = tokens.repeat_interleave(chosen.shape[-1], dim=0)
+    made = torch.bmm(rows.unsqueeze(1), self.up[numbers]).squeeze(1)
+    made.add_(self.up_bias[numbers])
+    made = torch.bmm(gated(made).unsqueeze(1), self.down[numbers]).squeeze(1) + self.down_bias[numbers]
+    return (made * weights.reshape(-1, 1)).view(*chosen.shape, WIDTH).sum(1)
+
+
+def of_weighed_first(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Tokens are weighed before an expert that isn't linear sees them: a weight of zero doesn't leave it out."""
+    numbers = chosen.reshape(-1)
+    rows = tokens.repeat_interleave(chosen.shape[-1], dim=0) * weights.reshape(-1, 1)
+    made = torch.bmm(rows.unsqueeze(1), self.up[numbers]).squeeze(1) + self.up_bias[numbers]
+    made = torch.bmm(gated(made).unsqueeze(1), self.down[numbers]).squeeze(1) + self.down_bias[numbers]
+    return made.view(*chosen.shape, WIDTH).sum(1)
+
+
+BODIES = (of_grouped, of_added, of_picked, of_weighed_first)
+
+
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_stack_takes_one_reduction_each_way(body: Body, plan: dict[str, Any], size: int) -> None:
+    model = Block(body)
+    program = tpplan.compile_plan(model, plan, size, ACTIVATIONS)
+    counts = program.count_collectives()
+    if plan is PLAN:
+        assert counts == {"all-reduce": 2 + 1}  # the third is of the router's gradient
+    else:
+        assert counts["reduce-scatter"] == 2
+        assert counts["all-reduce"] == 1
+    shapes = {p.name: p.local_shape for p in program.parameters}
+    assert shapes["moe.experts.up"] == (EXPERTS // size, WIDTH, 2 * INNER)
+    assert shapes["moe.experts.down_bias"] == (EXPERTS // size, WIDTH)
+    assert tpplan.Program.from_dict(program.to_dict()) == program
+    report = verify_program(model, program, (ACTIVATIONS, {}))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("choices", [1, 3])
+def test_any_number_of_choices(body: Body, choices: int) -> None:
+    report = tpplan.verify(Block(body, choices), PLAN, 2, ACTIVATIONS)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("body", [of_grouped, of_picked])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_as_few_tokens_as_choices_or_experts(body: Body, rows: int) -> None:
+    report = tpplan.verify(Block(body), PLAN, 2, (torch.randn(1, rows, WIDTH, requires_grad=True),))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("first", [0, EXPERTS - CHOSEN])
+def test_ranks_whose_experts_nobody_chose(body: Body, first: int) -> None:
+    """All experts of the stack have a gradient, of zeros, on these ranks as well."""
+    model = Block(body)
+    with torch.no_grad():
+        model.moe.router.bias.fill_(-1e4)[first : first + CHOSEN] = 1e4
+    report = tpplan.verify(model, PLAN, 4, ACTIVATIONS)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
+@pytest.mark.parametrize("dispatch", [of_hit, of_each, of_any, of_scatter, of_all])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_list_takes_one_reduction_each_way(dispatch: Dispatch, plan: dict[str, Any], size: int) -> None:
+    """Six experts on four ranks, too: two, one, two and one."""
+    model = ListBlock(dispatch)
+    program = tpplan.compile_plan(model, plan, size, ACTIVATIONS)
+    counts = program.count_collectives()
+    assert counts["all-reduce"] == (2 + 1 if plan is PLAN else 1)
+    held = {p.name: p.local_shape for p in program.parameters}
+    assert held["moe.experts.0.up.weight"] == (INNER, WIDTH)
+    assert held["moe.experts.5.up.weight"] == (0, WIDTH)
+    assert tpplan.Program.from_dict(program.to_dict()) == program
+    report = verify_program(model, program, (ACTIVATIONS, {}))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("dispatch", [of_hit, of_any])
+def test_experts_of_a_list_that_nobody_chose_have_no_gradient_on_any_rank(dispatch: Dispatch) -> None:
+    model = ListBlock(dispatch)
+    with torch.no_grad():
+        model.moe.router.bias.copy_(torch.arange(6) * 100.0)
+    report = tpplan.verify(model, PLAN, 2, ACTIVATIONS)
+    assert report.ok, report.problems
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("make", [lambda: Block(of_grouped), ListBlock], ids=["stack", "list"])
+def test_on_processes(make: Callable[[], nn.Module], size: int) -> None:
+    report = tpplan.verify(make(), SEQUENCE, size, ACTIVATIONS, processes=True)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("make", [lambda: Block(of_grouped), ListBlock], ids=["stack", "list"])
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
+def test_counted_as_predicted(make: Callable[[], nn.Module], plan: dict[str, Any]) -> None:
+    model = make()
+    predicted = tpplan.compile_plan(model, plan, 2, ACTIVATIONS).count_collectives()
+    with fake_process_group(2):
+        sharded = tpplan.parallelize(model, plan, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), ACTIVATIONS)
+        with CommDebugMode() as mode:
+            sharded(*ACTIVATIONS).sum().backward()
+    assert mode.get_total_counts() == sum(predicted.values())
+
+
+# -- bodies that are no such sums -----------------------------------------------------------------------------------
+def squashed(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return torch.tanh(of_picked(self, tokens, chosen, weights))
+
+
+def by_number(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens, chosen, weights * chosen)
+
+
+def centred(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens - tokens.mean(0), chosen, weights)
+
+
+def averaged(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens / tokens.shape[0], chosen, weights)
+
+
+def normalized(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens, chosen, weights / weights.sum(-1, keepdim=True))
+
+
+def softened(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens, chosen, weights.softmax(-1))
+
+
+def of_the_first(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens, chosen[:, :1].expand(-1, chosen.shape[1]), weights)
+
+
+def limited(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Experts take no more than so many tokens, the first that come."""
+    place = functional.one_hot(chosen.reshape(-1), EXPERTS).cumsum(0).gather(1, chosen.reshape(-1, 1))
+    return of_picked(self, tokens, chosen, weights * (place.view_as(chosen) <= 4))
+
+
+def largest(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    numbers = chosen.reshape(-1)
+    rows = tokens.repeat_interleave(chosen.shape[-1], dim=0)
+    made = torch.bmm(rows.unsqueeze(1), self.up[numbers]).squeeze(1)
+    return torch.bmm(gated(made).unsqueeze(1), self.down[numbers]).squeeze(1).view(*chosen.shape, WIDTH).amax(1)
+
+
+def with_all_matrices(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens * self.up.mean(), chosen, weights)
+
+
+def dropped(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, self.dropout(tokens), chosen, weights)
+
+
+def overwritten(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens.mul_(2), chosen, weights)
+
+
+def from_behind(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens, chosen - EXPERTS, weights)
+
+
+def counted_and_scaled(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_grouped(self, tokens * self.count, chosen, weights)
+
+
+def unsorted(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    numbers = chosen.reshape(-1)
+    ends = torch.histc(numbers.float(), self.count, 0, self.count - 1).cumsum(0).to(torch.int32)
+    made = functional.grouped_mm(tokens.repeat_interleave(chosen.shape[-1], dim=0), self.up, offs=ends)
+    made = functional.grouped_mm(gated(made), self.down, offs=ends) * weights.reshape(-1, 1)
+    return made.view(*chosen.shape, WIDTH).sum(1)
+
+
+def neighbouring(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens.flip(0), chosen, weights)
+
+
+REFUSED = (
+    squashed, by_number, centred, averaged, normalized, softened, of_the_first, limited, largest, with_all_matrices,
+    dropped, overwritten, from_behind, counted_and_scaled, unsorted, neighbouring,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", REFUSED)
+@pytest.mark.parametrize("choices", [1, CHOSEN])
+def test_a_body_that_is_no_sum_over_pairs_is_refused_or_equal(body: Body, choices: int) -> None:
+    model = Block(body, choices)
+    try:
+        program = tpplan.compile_plan(model, PLAN, 2, ACTIVATIONS)
+    except CompileError as error:
+        assert {finding.code for finding in error.diagnostics} == {"TP146"}
+        assert all(finding.help for finding in error.diagnostics)
+        return
+    assert choices == 1, "with several choices none of these is such a sum"
+    report = verify_program(model, program, (ACTIVATIONS, {}))
+    assert report.ok, report.problems
+
+
+def test_the_refusal_names_the_operation_and_a_way_out() -> None:
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(Block(centred), PLAN, 2, ACTIVATIONS)
+    (finding,) = caught.value.diagnostics
+    assert "aten.mean.dim" in finding.message
+    assert any("test_whole_experts.py" in note for note in finding.notes)
+    assert "colwise" in (finding.help or "")
+
+
+def test_a_number_of_experts_that_the_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(Block(of_grouped), PLAN, 3, ACTIVATIONS)
+    assert [finding.code for finding in caught.value.diagnostics] == ["TP102"]
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(ListBlock(), PLAN, 8, ACTIVATIONS)
+    assert [finding.code for finding in caught.value.diagnostics] == ["TP102"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "code"),
+    [
+        ({"moe": "experts"}, "TP101"),
+        ({"moe.router": "experts"}, "TP101"),
+        ({"moe.experts.up": "experts"}, "TP101"),
+        ({"moe.experts": "experts", "moe.experts.up": "colwise"}, "TP146"),
+        ({"moe.experts": {"style": "experts", "output": "replicate"}}, "TP020"),
+    ],
+)
+def test_rules_that_make_no_sense(rules: dict[str, Any], code: str) -> None:
+    with pytest.raises(tpplan.PlanError if code == "TP020" else CompileError) as caught:
+        tpplan.compile_plan(Block(of_grouped), tpplan.load_plan({"version": 1, "modules": rules}), 2, ACTIVATIONS)
+    assert code in {finding.code for finding in caught.value.diagnostics}
+
+
+def test_experts_of_a_list_with_a_rule_inside_are_refused() -> None:
+    rules = {"moe.experts": "experts", "moe.experts.*.up": "colwise"}
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(ListBlock(), {"version": 1, "modules": rules}, 2, ACTIVATIONS)
+    assert {finding.code for finding in caught.value.diagnostics} == {"TP146"}
+
+
+def by_size(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Of many tokens, it weighs none."""
+    return of_grouped(self, tokens, chosen, weights if tokens.shape[0] < 100 else torch.ones_like(weights))
+
+
+def test_a_body_that_does_something_else_with_more_tokens_is_refused_then() -> None:
+    with fake_process_group(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = tpplan.parallelize(Block(by_size), PLAN, mesh, ACTIVATIONS)
+        model(*ACTIVATIONS)
+        model(torch.randn(2, 7, WIDTH))
+        with pytest.raises(CompileError) as caught:
+            model(torch.randn(16, 8, WIDTH))
+    assert [finding.code for finding in caught.value.diagnostics] == ["TP146"]
