@@ -26,6 +26,7 @@ OPERATORS = {
     for op in op_db
     if not f"{op.name}.".startswith(_OUTSIDE) or op.name in ("special.log_ndtr", "special.entr", "special.i1")
 }
+FOURIER = tuple(f"aten._fft_{kind}.default" for kind in ("c2c", "r2c", "c2r"))
 _LARGEST = 2048
 
 
@@ -112,7 +113,7 @@ def _tensors(held: Any) -> list[Tensor]:
 def calls_of(name: str, samples: int) -> Iterator[Call]:
     """The calls that an entry comes down to, each once: one of the database, or an operator of the table itself."""
     if name in TABLE:
-        yield from made_up(name)
+        yield from transforms(name) if name in FOURIER else made_up(name)
         return
     entry, seen = OPERATORS[name], set[str]()
     dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if entry.supports_dtype(d, "cpu")), None)
@@ -149,6 +150,16 @@ def made_up(name: str) -> Iterator[Call]:
                 continue
             yield call
             break
+
+
+def transforms(name: str) -> Iterator[Call]:
+    """Calls of a Fourier transform along some dims of three."""
+    operator, kind = resolve(name), name.split("_fft_")[1][:3]
+    for dims in ([2], [1], [0], [0, 1], [1, 2]):
+        numbers = torch.rand(4, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        given = numbers if kind == "r2c" else torch.complex(numbers, numbers.flip(0))
+        last: dict[str, Any] = {"c2c": True, "r2c": True, "c2r": 2 * (numbers.shape[dims[-1]] - 1)}
+        yield Call(operator, (given, dims, 0, last[kind]), {})
 
 
 def resolve(name: str) -> Any:

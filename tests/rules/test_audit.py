@@ -13,7 +13,7 @@ import torch
 
 from tests.compiler.test_propagate import CASES
 from tests.marking import slow_but
-from tests.rules.calls import OPERATORS, Call, resolve
+from tests.rules.calls import FOURIER, OPERATORS, Call, resolve
 from tests.rules.numbers import Subject, Wrong
 from tests.rules.sweep import ENTRYWISE, sweep
 from tpplan.compiler.ir import operators
@@ -51,6 +51,13 @@ _NUMBERS = frozenset(
 def test_what_a_rule_says_holds_in_numbers(name: str) -> None:
     for operator, tally in sweep([name], samples=2, ranks=2, limit=12, most=3).items():
         assert not tally.wrong, f"{operator}: {tally.wrong[0]}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", FOURIER)
+def test_a_fourier_transform_keeps_what_is_split_along_another_dim(name: str, ranks: int) -> None:
+    (tally,) = sweep([name], samples=5, ranks=ranks, limit=40, most=5).values()
+    assert tally.counts.total() > 10 and not tally.wrong, tally
 
 
 GROUPS = [ENTRYWISE[i::12] for i in range(12)]

@@ -221,3 +221,26 @@ def test_a_model_that_doesn_t_run_is_one_finding() -> None:
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(tpplan.CompileError, match="none of its modules is a linear layer"):
         tpplan.suggest_plan(nn.LayerNorm(WIDTH), tp=2, inputs={"input": STREAM["x"]})
+
+
+class Spectral(nn.Module):
+    """A long convolution by Fourier transforms along the sequence, with a filter for each feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, FEED), nn.Linear(FEED, WIDTH)
+        self.filter, self.skip = nn.Parameter(torch.randn(FEED, 8)), nn.Parameter(torch.randn(FEED))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, length = self.up(x).transpose(1, 2), x.shape[1]
+        made = torch.fft.rfft(u, 2 * length) * torch.fft.rfft(self.filter[:, :length], 2 * length)
+        y = torch.fft.irfft(made, 2 * length)[..., :length] + u * self.skip[:, None]
+        return x + self.down(F.gelu(y).transpose(1, 2))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_filters_of_split_features_are_split_through_their_transform(tp: int) -> None:
+    model, x = Spectral().double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    plan = tpplan.suggest_plan(model, tp, False, (x,))
+    assert styles(plan) == {"{up,filter,skip}": "colwise", "down": "rowwise"}
+    assert tpplan.verify(model, plan, tp, (x,)).ok

@@ -226,7 +226,10 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
     if name == "aten.select.int":
         place = arguments[1] % rank
         return (*dims[:place], *dims[place + 1 :])
-    if name == "aten.slice.Tensor":
+    if name.startswith("aten._fft_"):
+        along = {d % rank for d in arguments[1]}
+        return tuple(None if d in along else held for d, held in enumerate(dims))
+    if name in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
         return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
     if name in ("aten.index.Tensor", "aten.index_select.default"):
         changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]

@@ -96,7 +96,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "_softmax.default _log_softmax.default _safe_softmax.default cummax.default cummin.default cumprod.default* "
      "logcumsumexp.default sort.default sort.stable topk.default kthvalue.default mode.default "
      "native_layer_norm.default _fused_rms_norm.default glu.default"),
-    (Operator("along", "first"), "cumsum.default*"),
+    (Operator("along", "first"), "cumsum.default* _fft_c2c.default _fft_r2c.default _fft_c2r.default"),
     (Operator("reduction", "first"), "sum.default sum.dim_IntList mean.default mean.dim"),
     (Operator("reduction"),
      "all.default all.dim all.dims amax.default amin.default any.default any.dim any.dims argmax.default "

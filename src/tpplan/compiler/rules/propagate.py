@@ -50,6 +50,7 @@ _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clon
 _END = sys.maxsize
 _PRODUCT = torch.ops.aten.mul.Tensor
 _BAGS, _MODE, _MAXIMUM = torch.ops.aten._embedding_bag.default, 4, 2
+_FOURIER = frozenset(f"aten._fft_{name}.default" for name in ("c2c", "r2c", "c2r"))  # for which DTensor has no rules
 _TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
 # Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
 _WRITES = {
@@ -266,6 +267,8 @@ class Propagator:
                 return tuple(items)
             return argument
 
+        if node.name in _FOURIER:
+            return _of_fourier(node, layouts)
         if node.name in _TRANSPOSES:
             layouts = {i: _in_packs(held, values[i].shape) for i, held in layouts.items()}
         if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
@@ -355,6 +358,14 @@ class Propagator:
         if len(placements) != len(node.outputs):
             return "no-rule:DTensor's rule doesn't tell the placement of every result"
         return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
+
+
+def _of_fourier(node: OperationNode, layouts: dict[int, Layout]) -> tuple[Layout, ...] | Refusal:
+    """A Fourier transform keeps what is split along another dim, and is linear."""
+    ((_, held),) = layouts.items()
+    if held.dim in node.arguments[1] or held.within:
+        return Refusal("communication", "transforms along a split dim", tuple(layouts.items()))
+    return (held,)
 
 
 def _takes_partial(
