@@ -56,6 +56,7 @@ class Flow:
             and the sizes of the packs, where they are several.
         wanted: refused columns of one stretch that met packs, with the sizes of the packs that they would need.
         starved: linear layers that would read what becomes of refused columns, with these.
+        joining: refused columns whose result is combined with a whole value that depends on data, as a stream is.
     """
 
     columns: set[str] = field(default_factory=set[str])
@@ -69,6 +70,7 @@ class Flow:
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
     wanted: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     mixed: set[str] = field(default_factory=set[str])
+    joining: set[str] = field(default_factory=set[str])
 
 
 def flow(subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool) -> Flow:
@@ -123,8 +125,8 @@ class _Walk:
         frame = instance.frame
         for crossing in frame.entries:
             self._copy(crossing.source, crossing.target)
-        if frame.module in self.subject.linears and self._linear(frame):
-            return
+        if frame.module in self.subject.linears and (not frame.exits or self._linear(frame)):
+            return  # without exits, nobody reads the result
         if self._norm(instance):
             return
         children = iter(instance.children)
@@ -135,7 +137,7 @@ class _Walk:
                 self.frame(next(children))
         for crossing in frame.exits:
             self._copy(crossing.source, crossing.target)
-        if frame.module in self.subject.tables and frame.exits[0].target not in self.dynamic:
+        if frame.module in self.subject.tables and frame.exits and frame.exits[0].target not in self.dynamic:
             made = frame.exits[0].target
             self._column(frame.module, made, len(self.subject.trace.values[made].shape) - 1)
 
@@ -401,8 +403,19 @@ class _Walk:
             self.found.wanted |= wanted
             self.found.refused |= {column: self.found.refused.get(column, text) for column in wanted}
             return
-        for column in self._culprits(instance, node) or sources:
+        culprits = self._culprits(instance, node) or sources
+        if self._joins_whole(instance, node):
+            self.found.joining |= culprits - self.found.refused.keys()
+        for column in culprits:
             self.found.refused.setdefault(column, text)
+
+    def _joins_whole(self, instance: Instance, node: OperationNode) -> bool:
+        """Whether the operation combines split features with a whole value that depends on data."""
+        whole = [i for i in node.inputs if instance.values[i] not in self.layouts]
+        values = instance.region.values
+        return node.name in ELEMENTWISE_OPERATORS and any(
+            instance.values[i] in self.dynamic and values[i].differentiable for i in whole
+        )
 
     def _packs_wanted(self, instance: Instance, node: OperationNode) -> dict[str, tuple[int, ...]]:
         """The packs by which columns of one stretch could go on beside packed values along the same dim."""

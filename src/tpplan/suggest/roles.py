@@ -69,6 +69,7 @@ def find_roles(subject: Subject, rules: Rules, lenient: bool) -> Roles:
     reasons |= {n: "it makes a single head, which every rank needs" for n in subject.columns if n not in columns}
     read: set[str] = set()
     starved: dict[str, frozenset[str]] = {}
+    stopped: set[str] = set()  # columns that meet something else than the stream which they are to make
     while True:
         found = flow(subject, rules, columns, lenient)
         read |= found.read
@@ -80,6 +81,7 @@ def find_roles(subject: Subject, rules: Rules, lenient: bool) -> Roles:
         news = found.refused or {name: _unread(name, found) for name in sorted(found.columns - fed)}
         if not news:
             break
+        stopped |= found.refused.keys() - found.joining
         instead = columns_with_packs(subject, found.wanted) if found.wanted else {}
         for name, reason in news.items():
             ways = subject.columns[name]
@@ -93,7 +95,7 @@ def find_roles(subject: Subject, rules: Rules, lenient: bool) -> Roles:
                 reasons[name] = reason
     for name in found.rows:
         reasons.pop(name, None)
-    for name in reasons.keys() & starved.keys():
+    for name in (reasons.keys() & starved.keys()) - stopped:
         whole = starved[name] - found.rows.keys() - found.columns
         reasons[name] = _starved(whole) if whole else reasons[name]
     heads = {name: held for name, held in _heads(subject).items() if name not in read and name in reasons}
