@@ -54,9 +54,81 @@ def sharded(model: nn.Module) -> str:
 
 def test_a_factor_by_head_is_split_whatever_is_done_to_each_entry() -> None:
     plan = sharded(Cosine())
-    assert "scale}\": colwise" in plan
+    assert 'scale}": colwise' in plan
     assert "o: rowwise" in plan
 
 
 def test_layers_whose_first_results_nobody_reads_are_a_pair() -> None:
     assert "down: rowwise" in sharded(Unread())
+
+
+class NormsWithin(nn.Module):
+    """Norms of all features stand before the second layers of the attention and of the feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.first, self.inner, self.second, self.wide = (nn.LayerNorm(n) for n in (WIDTH, WIDTH, WIDTH, 32))
+        self.heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        q, k, v = (m(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.o(self.inner(mixed))
+        return x + self.down(self.wide(self.up(self.second(x)).relu()))
+
+
+def test_layers_on_both_sides_of_a_norm_are_a_pair_where_both_would_be_whole() -> None:
+    plan = sharded(NormsWithin())
+    assert "o: rowwise" in plan
+    assert "down: rowwise" in plan
+
+
+def test_layers_that_no_call_reaches_say_so() -> None:
+    class Aside(NormsWithin):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, 64)])
+
+    assert "blocks.* (" in (plan := sharded(Aside()))
+    assert "the call doesn't reach it" in plan
+
+
+class Modulated(nn.Module):
+    """A block whose norm is shifted and scaled by what another layer makes of a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.modulation = nn.Linear(WIDTH, 2 * WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads = HEADS
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale = self.modulation(condition).chunk(2, -1)
+        y = self.norm(x) * (1 + scale) + shift
+        q, k, v = (m(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Modulated() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = x.mean(1, keepdim=True)
+        x = self.embedder(x)
+        for block in self.blocks:
+            x = block(x, condition)
+        return x
+
+
+def test_what_makes_a_modulated_stream_stays_whole_and_heads_are_split() -> None:
+    plan = sharded(Conditioned())
+    assert "{q,k,v}: colwise" in plan
+    assert "o: rowwise" in plan
+    assert "embedder: colwise" not in plan

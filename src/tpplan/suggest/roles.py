@@ -62,17 +62,19 @@ class Roles:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def find_roles(subject: Subject, rules: Rules, lenient: bool) -> Roles:
-    """Give every linear layer its role; see `flow` for `lenient`."""
+def find_roles(subject: Subject, rules: Rules, lenient: bool, across_norms: frozenset[str] = frozenset()) -> Roles:
+    """Give every linear layer its role; see `flow` for `lenient` and `across_norms`."""
     reasons = dict(subject.unsplittable)
     columns = {name: ways[0] for name, ways in subject.columns.items() if lenient or not ways[0].is_whole(subject.size)}
     reasons |= {n: "it makes a single head, which every rank needs" for n in subject.columns if n not in columns}
     read: set[str] = set()
     starved: dict[str, frozenset[str]] = {}
+    across: dict[str, frozenset[str]] = {}
     stopped: set[str] = set()  # columns that meet something else than the stream which they are to make
     while True:
-        found = flow(subject, rules, columns, lenient)
+        found = flow(subject, rules, columns, lenient, across_norms)
         read |= found.read
+        across |= found.across
         for name, sources in found.starved.items():
             layers = sources & subject.weights.keys()  # what follows a table is the stream itself
             if layers and not sources & starved.keys():
@@ -93,6 +95,9 @@ def find_roles(subject: Subject, rules: Rules, lenient: bool) -> Roles:
                 columns[name] = ways[after]
             else:
                 reasons[name] = reason
+    whole = {name for name in across if name not in found.rows and name not in found.columns}
+    if whole - across_norms:  # they would be whole in any case, as would the columns before them
+        return find_roles(subject, rules, lenient, across_norms | whole)
     for name in found.rows:
         reasons.pop(name, None)
     for name in (reasons.keys() & starved.keys()) - stopped:
