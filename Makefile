@@ -62,7 +62,8 @@ mutations: $(VENV)/.extra-dev
 sweep: $(VENV)/.extra-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m sweep $(ARGS)
 
-zoo: $(VENV)/.extra-dev
+# With the packages whose models it tries.
+zoo: $(VENV)/.extra-dev $(VENV)/.extra-zoo
 	$(BIN)/python -m tests.zoo.page $(ARGS)
 
 states: $(VENV)/.extra-dev

@@ -13,6 +13,7 @@ from tests.marking import in_thirds
 from tests.models.tiny import ARCHITECTURES, tiny_model
 from tests.plans.parity import PLANS, assert_same_run, run, tolerance, whole
 from tests.plans.test_families import FAMILIES, WITHOUT_SEQUENCE
+from tests.plans.test_others import OTHERS
 from tests.runtime.world import Member, world
 
 pytestmark = pytest.mark.processes
@@ -25,7 +26,7 @@ ON_FOUR_RANKS = ("llama",)
 
 def test_every_shipped_plan_is_tested() -> None:
     shipped = {path.stem.removesuffix("-sequence") for path in PLANS.glob("*.yaml")}
-    assert shipped == {*ARCHITECTURES, *FAMILIES}
+    assert shipped == {*ARCHITECTURES, *FAMILIES, *OTHERS}
     both = {*ARCHITECTURES, *FAMILIES} - {*WITHOUT_SEQUENCE}
     assert all((PLANS / f"{name}-sequence.yaml").exists() for name in both)
 

@@ -16,6 +16,7 @@ import tpplan
 from tests.marking import sweep_but
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS, tolerance
+from tests.plans.test_others import OTHERS
 from tests.runtime.world import Member, world
 from tests.zoo.architectures import ARCHITECTURES, VOCABULARY, _made
 
@@ -25,7 +26,8 @@ OF_PLANS = {
     "falcon": "falcon_new",
     "falcon-multi-query": "falcon_old",
 }
-NAMES = sorted(path.stem for path in PLANS.glob("*.yaml"))
+# Those that tests/plans/test_others.py tries are called with more than is made up here.
+NAMES = sorted(path.stem for path in PLANS.glob("*.yaml") if path.stem.removesuffix("-sequence") not in OTHERS)
 # Sequences, key and value heads fewer than ranks, packs, two streams.
 SOME = [("llama-sequence", 4), ("phi3", 4), ("bart-sequence", 2), ("gpt_bigcode", 4)]
 COARSE = tolerance(torch.float32)

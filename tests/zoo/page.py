@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.zoo.architectures import ARCHITECTURES
+from tests.zoo.subjects import FAMILIES, SUBJECTS
 from tests.zoo.sweep import SIZES, TOLERANCE, Outcome, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
@@ -19,14 +20,19 @@ _INTRODUCTION = f"""\
 
 What `tpplan suggest` makes of stock architectures by itself, in tiny configurations: the model is captured, a plan is
 found and compiled at {" and ".join(map(str, SIZES))} ranks, with and without sequence parallelism, and every output
-and every gradient of the sharded model is held against the unsharded one in float32 (at most {TOLERANCE:.0e}, relative
+and every gradient of the sharded model is held against the unsharded one, in float32 for the text models and in float64
+for the others, where they run in it (at most {TOLERANCE:.0e}, relative
 to the tensor's scale). Grouped-query attention has 2 key and value heads here, fewer than the 4 ranks.
 
 `make zoo` writes this page; nothing in it is written by hand, and nothing in tpplan knows the name of an architecture.
 
 *Sharded* is the share of the parameters of the repeated blocks (of all parameters, in brackets). *A layer* counts the
-collectives of one block, forward and backward, of the kind of block that has most, at 2 ranks.
+collectives of one block, forward and backward, of the kind of block that has most, at 2 ranks (AR: all-reduce, AG:
+all-gather, RS: reduce-scatter).
 """
+_PARTS: dict[str, Sequence[str]] = {"text models": list(ARCHITECTURES)} | {
+    f: list(held) for f, held in FAMILIES.items()
+}
 _HEAD = ("architecture", "sharded, 2 ranks", "4 ranks", "a layer", "a layer, sequence-parallel", "largest error")
 _SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
 
@@ -70,15 +76,26 @@ def reasons(outcomes: Iterable[Outcome]) -> list[str]:
 
 def page(found: dict[str, list[Outcome]]) -> str:
     """The whole page."""
-    lines = [_INTRODUCTION, f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
-    lines += [row(outcomes) for outcomes in found.values()]
-    lines += ["", "AR: all-reduce, AG: all-gather, RS: reduce-scatter.", "", "## What is left whole, and why", ""]
+    lines = [_INTRODUCTION]
+    for family, names in _PARTS.items():
+        outcomes = [found[name] for name in names]
+        lines += [f"## {family[0].upper()}{family[1:]}", "", _counted(outcomes), ""]
+        lines += [f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}", *map(row, outcomes), ""]
+    lines += ["## What is refused or left whole, and why", ""]
     lines += ["Of the blocks' parameters, what makes up a hundredth of the model or more.", ""]
     for name, outcomes in found.items():
         held = reasons(outcomes)
         if held:
             lines += [f"**{name}**", "", *(f"- {reason}" for reason in held), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _counted(outcomes: Sequence[list[Outcome]]) -> str:
+    """How many models are equal in all settings, refused in some, or wrong."""
+    wrong = sum(any(o.problems for o in held) for held in outcomes)
+    refused = sum(any(o.blocks is None and not o.problems for o in held) for held in outcomes)
+    counts = {"equal": len(outcomes) - wrong - refused, "refused": refused, "wrong": wrong}
+    return f"{len(outcomes)} models: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}."
 
 
 def sweep(name: str) -> list[Outcome]:
@@ -98,7 +115,13 @@ def sweep(name: str) -> list[Outcome]:
 
 def main(names: list[str]) -> int:
     """Sweep, and write the page or print rows."""
-    found = {name: sweep(name) for name in names or ARCHITECTURES}
+    missing = sorted(
+        {held.package for name, held in SUBJECTS.items() if not held.installed and name in (names or SUBJECTS)}
+    )
+    if missing:
+        print(f"not installed: {', '.join(missing)}; `pip install 'tpplan[zoo]'`", file=sys.stderr)
+        return 2
+    found = {name: sweep(name) for name in names or (*ARCHITECTURES, *SUBJECTS)}
     if names:
         print("\n".join(line for outcomes in found.values() for line in (row(outcomes), *reasons(outcomes))))
     else:

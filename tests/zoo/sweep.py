@@ -8,10 +8,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
-from tests.zoo.architectures import build
+from tests.zoo.architectures import ARCHITECTURES, build
+from tests.zoo.subjects import SUBJECTS
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.run import verify_program
 from tpplan.plan import CompileError, load_plan
@@ -69,12 +72,20 @@ class Outcome:
         return f"{setting}: {share}{stream}, {calls}, error {self.error:.1e}, {self.seconds:.1f} s: {verdict}"
 
 
+def build_any(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model of this name, and the positional arguments and the keywords of a call."""
+    if name in ARCHITECTURES:
+        model, keywords = build(name)
+        return model, (), dict(keywords)
+    return SUBJECTS[name].build(), *SUBJECTS[name].call()
+
+
 def run(name: str, size: int, sequence: bool) -> Outcome:
     """Suggest, compile and compare."""
     began = time.perf_counter()
-    model, inputs = build(name)
+    model, arguments, inputs = build_any(name)
     try:
-        found = search(model, size, (), inputs, sequence)
+        found = search(model, size, arguments, inputs, sequence)
     except CompileError as error:
         first = error.diagnostics[0]
         return Outcome(name, size, sequence, refused=(f"{first.code}: {first.message}",))
@@ -85,7 +96,8 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
     written, meant = (plan.match(names).rules for plan in (load_plan(text), plan_of(found.subject, found.settings)))
     if {n: r.settings for n, r in written.items()} != {n: r.settings for n, r in meant.items()}:
         problems.append("the written plan isn't the one that was found")
-    parity = verify_program(model, program, ((), inputs), dtype=torch.float32)
+    dtype = torch.float32 if name in ARCHITECTURES else None  # float64, where the model runs in it
+    parity = verify_program(model, program, (arguments, inputs), dtype=dtype)
     problems += parity.problems
     if parity.max_error > TOLERANCE:
         problems.append(f"an error of {parity.max_error:.1e}")

@@ -9,7 +9,8 @@ import pytest
 from tests.marking import in_thirds
 from tests.zoo.architectures import ARCHITECTURES
 from tests.zoo.page import PAGE, row
-from tests.zoo.sweep import Outcome, run
+from tests.zoo.subjects import SUBJECTS
+from tests.zoo.sweep import SIZES, Outcome, run
 
 QUICK = ("llama", "gpt2", "falcon_alibi")
 # Of each kind some, and what has no plan among the shipped ones, which tests/plans tries.
@@ -18,24 +19,45 @@ SLOW = (
     "experts_in_lists", "deberta-v2", "bloom", "phi3", "mixtral", "gemma3_text", "deepseek_v3", "t5", "whisper", "clip",
     "qwen3_next", "nanogpt",
 )  # fmt: skip
-_SHARE = re.compile(r"^\| (?P<name>[\w-]+) \| (?P<two>[\d.]+)%.*? \| (?P<four>[\d.]+)%", re.MULTILINE)
+QUICK_SUBJECTS = (
+    "dinov2", "swin", "convnext", "wav2vec2", "musicgen_decoder", "blip", "llava", "plain_talking_heads",
+    "plain_adapted", "torch_transformer", "timm_vit", "sd3", "torchtune_llama3", "litgpt_llama", "x_decoder", "esm2",
+)  # fmt: skip
+# Of each kind some.
+SLOW_SUBJECTS = (
+    "swinv2", "beit", "segformer", "detr", "sam", "perceiver", "vjepa2", "hiera", "wavlm", "hubert", "speecht5", "mimi",
+    "clipseg", "blip2", "mllama", "qwen2_vl", "idefics3", "flux", "dit", "pixart", "unet_2d_condition",
+    "timm_swin", "torchvision_swin", "open_clip", "torchtune_llama3_lora", "litgpt_moe", "x_decoder_rotary",
+    "plain_modulated", "plain_crossing", "plain_one_hot_experts",
+)  # fmt: skip
+_SHARE = re.compile(
+    r"^\| (?P<name>[\w-]+) \| (?:(?P<on_2>[\d.]+)%[^|]*|refused) \| (?:(?P<on_4>[\d.]+)%|refused)", re.MULTILINE
+)
 
 
-def documented() -> dict[str, float]:
+def documented() -> dict[tuple[str, int], float]:
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    return {found["name"]: float(found["four"]) for found in _SHARE.finditer(text)}
+    found = list(_SHARE.finditer(text))
+    return {(held["name"], size): float(held[f"on_{size}"]) for held in found for size in SIZES if held[f"on_{size}"]}
 
 
 def check(outcome: Outcome) -> None:
     assert outcome.ok, str(outcome)
-    promised = documented().get(outcome.name)
-    if promised is not None and outcome.size == 4:
+    promised = documented().get((outcome.name, outcome.size))
+    if promised is not None:
         assert outcome.blocks is not None and outcome.blocks.percent >= promised - 0.05, str(outcome)
 
 
 @pytest.mark.parametrize("name", in_thirds(QUICK, SLOW, ARCHITECTURES))
 def test_every_architecture_is_right_or_refused(name: str) -> None:
     check(run(name, 4, sequence=True))
+
+
+@pytest.mark.parametrize("name", in_thirds(QUICK_SUBJECTS, SLOW_SUBJECTS, SUBJECTS))
+def test_every_other_model_is_right_or_refused(name: str) -> None:
+    if not SUBJECTS[name].installed:
+        pytest.skip(f"needs {SUBJECTS[name].package}")
+    check(run(name, 2, sequence=True))
 
 
 @pytest.mark.sweep
@@ -46,7 +68,7 @@ def test_every_architecture_is_right_or_refused_on_two_ranks(name: str) -> None:
 
 def test_the_page_has_a_row_for_every_architecture() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert [name for name in ARCHITECTURES if f"\n| {name} |" not in text] == []
+    assert [name for name in (*ARCHITECTURES, *SUBJECTS) if f"\n| {name} |" not in text] == []
 
 
 def test_a_refusal_is_a_row_too() -> None:

@@ -56,6 +56,8 @@ class Flow:
             and the sizes of the packs, where they are several.
         wanted: refused columns of one stretch that met packs, with the sizes of the packs that they would need.
         starved: linear layers that would read what becomes of refused columns, with these.
+        across: linear layers that a norm over the features of refused columns keeps from being rows, with these.
+        joining: refused columns whose result is combined with a whole value that depends on data, as a stream is.
     """
 
     columns: set[str] = field(default_factory=set[str])
@@ -69,9 +71,13 @@ class Flow:
     starved: dict[str, Names] = field(default_factory=dict[str, Names])
     wanted: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     mixed: set[str] = field(default_factory=set[str])
+    across: dict[str, Names] = field(default_factory=dict[str, Names])
+    joining: set[str] = field(default_factory=set[str])
 
 
-def flow(subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool) -> Flow:
+def flow(
+    subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool, across_norms: Names = _NONE
+) -> Flow:
     """Walk the trace once.
 
     Args:
@@ -80,8 +86,9 @@ def flow(subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient:
         columns: how linear layers are split by columns; those that aren't named stay whole.
         lenient: whether a value that wants no gradient (a mask), or depends on no data (a table of biases by head), may
             be sliced to stand beside a sharded one; the compiler then has the last word.
+        across_norms: the linear layers that may be rows although a norm over split features stands before them.
     """
-    walk = _Walk(subject, rules, columns, lenient)
+    walk = _Walk(subject, rules, columns, lenient, across_norms)
     walk.frame(subject.root)
     for crossing in subject.root.frame.exits:
         walk.found.leaving |= walk.sources.get(crossing.target, _NONE)
@@ -92,11 +99,14 @@ def flow(subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient:
 
 
 class _Walk:
-    def __init__(self, subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool) -> None:
+    def __init__(
+        self, subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool, across_norms: Names
+    ) -> None:
         self.subject = subject
         self.rules = rules
         self.columns = columns
         self.lenient = lenient
+        self.across_norms = across_norms
         self.found = Flow()
         self.layouts: dict[int, Layout] = {}  # of sharded values; all others are replicated
         self.sources: dict[int, Names] = {}
@@ -123,8 +133,8 @@ class _Walk:
         frame = instance.frame
         for crossing in frame.entries:
             self._copy(crossing.source, crossing.target)
-        if frame.module in self.subject.linears and self._linear(frame):
-            return
+        if frame.module in self.subject.linears and (not frame.exits or self._linear(frame)):
+            return  # without exits, nobody reads the result
         if self._norm(instance):
             return
         children = iter(instance.children)
@@ -135,7 +145,7 @@ class _Walk:
                 self.frame(next(children))
         for crossing in frame.exits:
             self._copy(crossing.source, crossing.target)
-        if frame.module in self.subject.tables and frame.exits[0].target not in self.dynamic:
+        if frame.module in self.subject.tables and frame.exits and frame.exits[0].target not in self.dynamic:
             made = frame.exits[0].target
             self._column(frame.module, made, len(self.subject.trace.values[made].shape) - 1)
 
@@ -202,8 +212,11 @@ class _Walk:
     def _contract(self, name: str, given: int, made: int, made_dim: int, given_dim: int) -> bool:
         self.dynamic |= {made} if given in self.dynamic else set()
         held = self.layouts.get(given)
-        if held is not None and held.dim == given_dim and given in self.normed:
-            # To sum the statistics, and the products as well, would cost more than to keep the first layer whole.
+        normed = given in self.normed and name not in self.across_norms
+        if held is not None and held.dim == given_dim and normed:
+            # To sum the statistics, and the products as well, would cost more than to keep the first layer whole, as
+            # long as this one is a column.
+            self.found.across[name] = self.sources[given]
             for column in self.sources[given]:
                 self.found.refused.setdefault(column, f"a norm stands between it and `{name}`")
             self._poison([made], self.sources[given])
@@ -296,6 +309,8 @@ class _Walk:
                 for value in (outer[output], *(outer[i] for i in node.overwritten)):
                     self.layouts[value] = held
                     self.sources[value] = sources
+                    if node.name in ELEMENTWISE_OPERATORS and not self.normed.isdisjoint(inputs):
+                        self.normed.add(value)  # as where what it is conditioned on shifts and scales
             elif output is not None and held == REPLICATED_PARTIAL:
                 self.shared[outer[output]] = sources
 
@@ -401,8 +416,19 @@ class _Walk:
             self.found.wanted |= wanted
             self.found.refused |= {column: self.found.refused.get(column, text) for column in wanted}
             return
-        for column in self._culprits(instance, node) or sources:
+        culprits = self._culprits(instance, node) or sources
+        if self._joins_whole(instance, node):
+            self.found.joining |= culprits - self.found.refused.keys()
+        for column in culprits:
             self.found.refused.setdefault(column, text)
+
+    def _joins_whole(self, instance: Instance, node: OperationNode) -> bool:
+        """Whether the operation combines split features with a whole value that depends on data."""
+        whole = [i for i in node.inputs if instance.values[i] not in self.layouts]
+        values = instance.region.values
+        return node.name in ELEMENTWISE_OPERATORS and any(
+            instance.values[i] in self.dynamic and values[i].differentiable for i in whole
+        )
 
     def _packs_wanted(self, instance: Instance, node: OperationNode) -> dict[str, tuple[int, ...]]:
         """The packs by which columns of one stretch could go on beside packed values along the same dim."""

@@ -45,8 +45,11 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """What speaks against it, in a line."""
-        return "" if self.finding is None else f"{self.finding.code}: {self.finding.message}"
+        """What speaks against it, in a line, with where."""
+        if self.finding is None:
+            return ""
+        where = f" ({self.finding.notes[0]})" if self.finding.notes else ""
+        return f"{self.finding.code}: {self.finding.message}{where}"
 
 
 def plan_of(subject: Subject, settings: Mapping[str, Setting], name: str = "plan") -> Plan:

@@ -62,8 +62,14 @@ class Roles:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def find_roles(subject: Subject, rules: Rules, lenient: bool, left: Mapping[str, str] | None = None) -> Roles:
-    """Give every linear layer its role, none of `left` (with a reason) as a column; see `flow` for `lenient`."""
+def find_roles(
+    subject: Subject,
+    rules: Rules,
+    lenient: bool,
+    left: Mapping[str, str] | None = None,
+    across_norms: frozenset[str] = frozenset(),
+) -> Roles:
+    """Give every linear layer its role, none of `left` (with a reason) as a column; see `flow` for the others."""
     reasons = dict(subject.unsplittable)
     columns = {name: ways[0] for name, ways in subject.columns.items() if lenient or not ways[0].is_whole(subject.size)}
     reasons |= {n: "it makes a single head, which every rank needs" for n in subject.columns if n not in columns}
@@ -72,9 +78,12 @@ def find_roles(subject: Subject, rules: Rules, lenient: bool, left: Mapping[str,
         reasons[name] = reason
     read: set[str] = set()
     starved: dict[str, frozenset[str]] = {}
+    across: dict[str, frozenset[str]] = {}
+    stopped: set[str] = set()  # columns that meet something else than the stream which they are to make
     while True:
-        found = flow(subject, rules, columns, lenient)
+        found = flow(subject, rules, columns, lenient, across_norms)
         read |= found.read
+        across |= found.across
         for name, sources in found.starved.items():
             layers = sources & subject.weights.keys()  # what follows a table is the stream itself
             if layers and not sources & starved.keys():
@@ -83,6 +92,7 @@ def find_roles(subject: Subject, rules: Rules, lenient: bool, left: Mapping[str,
         news = found.refused or {name: _unread(name, found) for name in sorted(found.columns - fed)}
         if not news:
             break
+        stopped |= found.refused.keys() - found.joining
         instead = columns_with_packs(subject, found.wanted) if found.wanted else {}
         for name, reason in news.items():
             ways = subject.columns[name]
@@ -94,9 +104,12 @@ def find_roles(subject: Subject, rules: Rules, lenient: bool, left: Mapping[str,
                 columns[name] = ways[after]
             else:
                 reasons[name] = reason
+    whole = {name for name in across if name not in found.rows and name not in found.columns}
+    if whole - across_norms:  # they would be whole in any case, as would the columns before them
+        return find_roles(subject, rules, lenient, left, across_norms | whole)
     for name in found.rows:
         reasons.pop(name, None)
-    for name in reasons.keys() & starved.keys():
+    for name in (reasons.keys() & starved.keys()) - stopped:
         whole = starved[name] - found.rows.keys() - found.columns
         reasons[name] = _starved(whole) if whole else reasons[name]
     heads = {name: held for name, held in _heads(subject).items() if name not in read and name in reasons}

@@ -197,7 +197,8 @@ def _careful(subject: Subject, rules: Rules, failed: Sequence[Group], found: _Se
         and not group.settings.keys() & taken.keys()
         and group.settings not in known
     ]
-    found.reasons |= {n: reason for n, reason in careful.reasons.items() if n in lost and n not in _merged(again)}
+    # What the compiler said of the group comes first: a careful walk stops at whatever it doesn't take for granted.
+    found.reasons = {n: reason for n, reason in careful.reasons.items() if n in lost} | found.reasons
     return again
 
 

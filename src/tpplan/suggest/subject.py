@@ -116,7 +116,8 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     trace = study.trace
     frames: dict[str, Frame] = {}
     for frame in trace.root.walk():
-        frames.setdefault(frame.module, frame)
+        if frame.module not in frames or not frames[frame.module].exits:  # whose result nobody reads
+            frames[frame.module] = frame
     called = [(name, module) for name, module in named_modules(model) if name in frames]
     linears = {
         name: form for name, module in called if (form := linear_form(module)) is not None and _is_plain(frames[name])

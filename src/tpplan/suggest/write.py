@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from tpplan.compat import named_modules
+from tpplan.compiler.ir.trace import Operation
 from tpplan.plan import Plan, Style
 from tpplan.plan.emit import SCHEMA_COMMENT, plan_to_dict
 from tpplan.suggest.judge import all_names, rule_of
@@ -90,7 +91,16 @@ def _kind(suggestion: Suggestion, whole: Whole) -> str:
         return "each of its results is made of all channels" if module.groups == 1 else "its channels stay whole"
     if isinstance(module, nn.Embedding):
         return "the model doesn't call this table, or not with inputs of its own"
-    return _NO_LINEAR
+    return _NO_LINEAR if module is None or _is_reached(suggestion, whole.example) else "the call doesn't reach it"
+
+
+def _is_reached(suggestion: Suggestion, name: str) -> bool:
+    """Whether the example calls a module, or reads one of its parameters without that."""
+    trace = suggestion.subject.trace
+    held = {value for value, names in trace.stored.items() if any(n.rpartition(".")[0] == name for n in names)}
+    frames = list(trace.root.walk())
+    read = (i for frame in frames for node in frame.body if isinstance(node, Operation) for i in node.inputs)
+    return any(frame.module == name for frame in frames) or not held.isdisjoint(read)
 
 
 def _modules(suggestion: Suggestion) -> Iterator[str]:

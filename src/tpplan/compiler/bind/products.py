@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.readers import Readers
+from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
 from tpplan.compiler.rules.packed import SPLITS, VIEWS, picked_dim
@@ -34,14 +35,6 @@ _KEEPS = frozenset(
     f"aten.{name}"
     for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
 )
-_ENTRYWISE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "exp.default", "neg.default", "log.default", "softplus.default", "sigmoid.default", "tanh.default",
-        "abs.default", "silu.default", "sqrt.default", "rsqrt.default", "reciprocal.default", "relu.default",
-        "clamp.default", "clamp_min.default", "clamp_max.default", "pow.Tensor_Scalar", "square.default",
-    )
-)  # fmt: skip
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
 LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
 _DEEPEST = 12
@@ -78,8 +71,8 @@ def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
         for _, operation, seen in readers.of(held) if depth < _DEEPEST else ():
             if seen != held:
                 yield seen, dims
-            alone = operation.name in ENTRYWISE_OF_TWO and set(operation.inputs) == {seen}  # with a number
-            entrywise = alone or operation.name in _ENTRYWISE
+            known = lookup(operation.name)
+            entrywise = known is not None and known.kind == "entrywise" and set(operation.inputs) == {seen}
             after = dims if entrywise else _moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:

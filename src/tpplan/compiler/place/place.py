@@ -137,9 +137,12 @@ class Placer:
                     if failure is None or found.progress > failure.progress or position == len(region.nodes):
                         failure = found
                     continue
-                for made, extra, choice in found:
+                for made, extra, choice in found:  # as `_keep`, which is too dear here
                     after = following_of(state + made + constants)
-                    _keep(following, after, (cost[0] + extra[0], cost[1] + extra[1]), choice, steps)
+                    total = (cost[0] + extra[0], cost[1] + extra[1])
+                    known = following.get(after)
+                    if known is None or total < known[0]:
+                        following[after] = (total, Steps(choice, steps))
             if not following:
                 assert failure is not None
                 return failure

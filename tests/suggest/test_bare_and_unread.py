@@ -1,0 +1,134 @@
+"""Suggestions beside parameters that a body computes with, and calls whose results nobody reads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.runtime.simulated import worst
+from tpplan.api import suggest_text
+
+WIDTH, HEADS = 24, 4
+
+
+class Cosine(nn.Module):
+    """Scores of unit vectors, by a factor for each head that is clamped and raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads = HEADS
+        self.scale = nn.Parameter(torch.linspace(1.0, 6.0, HEADS).view(HEADS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-1, -2)
+        scores = scores * torch.clamp(self.scale, max=math.log(100)).exp()
+        return x + self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Unread(nn.Module):
+    """A layer and a table, called a first time for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.table = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up(x)
+        self.table(torch.arange(3, device=x.device))
+        return x + self.down(self.up(x).relu())
+
+
+def sharded(model: nn.Module) -> str:
+    """The suggested plan of a model, which is right."""
+    torch.manual_seed(0)
+    model, x = model.double(), torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    plan = suggest_text(model, 2, inputs=(x,))
+    assert max(worst(model, plan, 2, ((x,), {}), [((x,), {})])) < 1e-12
+    return plan
+
+
+def test_a_factor_by_head_is_split_whatever_is_done_to_each_entry() -> None:
+    plan = sharded(Cosine())
+    assert 'scale}": colwise' in plan
+    assert "o: rowwise" in plan
+
+
+def test_layers_whose_first_results_nobody_reads_are_a_pair() -> None:
+    assert "down: rowwise" in sharded(Unread())
+
+
+class NormsWithin(nn.Module):
+    """Norms of all features stand before the second layers of the attention and of the feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.first, self.inner, self.second, self.wide = (nn.LayerNorm(n) for n in (WIDTH, WIDTH, WIDTH, 32))
+        self.heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        q, k, v = (m(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.o(self.inner(mixed))
+        return x + self.down(self.wide(self.up(self.second(x)).relu()))
+
+
+def test_layers_on_both_sides_of_a_norm_are_a_pair_where_both_would_be_whole() -> None:
+    plan = sharded(NormsWithin())
+    assert "o: rowwise" in plan
+    assert "down: rowwise" in plan
+
+
+def test_layers_that_no_call_reaches_say_so() -> None:
+    class Aside(NormsWithin):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, 64)])
+
+    assert "blocks.* (" in (plan := sharded(Aside()))
+    assert "the call doesn't reach it" in plan
+
+
+class Modulated(nn.Module):
+    """A block whose norm is shifted and scaled by what another layer makes of a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.modulation = nn.Linear(WIDTH, 2 * WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads = HEADS
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale = self.modulation(condition).chunk(2, -1)
+        y = self.norm(x) * (1 + scale) + shift
+        q, k, v = (m(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Modulated() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = x.mean(1, keepdim=True)
+        x = self.embedder(x)
+        for block in self.blocks:
+            x = block(x, condition)
+        return x
+
+
+def test_what_makes_a_modulated_stream_stays_whole_and_heads_are_split() -> None:
+    plan = sharded(Conditioned())
+    assert "{q,k,v}: colwise" in plan
+    assert "o: rowwise" in plan
+    assert "embedder: colwise" not in plan
