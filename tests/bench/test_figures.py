@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tpplan.bench import compile_time, decode, forms, loop, overhead, training_ranks
+from tpplan.bench import compile_time, decode, forms, loop, overhead, requests, training_ranks
 from tpplan.bench.child import measure
 from tpplan.bench.environment import describe_environment
 from tpplan.bench.page import render_page, write_page
@@ -164,6 +164,16 @@ def test_serving_is_measured_for_every_form() -> None:
         assert whole["ratio"] == 1 and not whole["collectives"]
         assert ours["collectives"] == 2 * 4 + 2 < theirs["collectives"]
         assert ours["tokens_per_second"] > 0 and (way, forms.SEQUENCE) in speed
+    assert len(verdicts(result)) == 2 and all(tables_of(result))
+
+
+@pytest.mark.slow
+def test_first_requests_are_measured_beside_later_ones() -> None:
+    result = run("requests", quick=True)
+    assert [row["way"] for row in result["rows"]] == ["greedy", "prompt lookup"]
+    for row in result["rows"]:
+        seconds = row["seconds"]
+        assert seconds[requests.FIRST] > seconds[requests.LATER] > 0 and seconds[requests.WARMED] > 0
     assert len(verdicts(result)) == 2 and all(tables_of(result))
 
 

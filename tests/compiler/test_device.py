@@ -81,6 +81,25 @@ def in_full(m: Any, x: Tensor) -> Tensor:
         return m.down(h.float())
 
 
+@torch.autocast("cpu", enabled=False)
+def decorated(m: Any, x: Tensor) -> Tensor:
+    return m.pair(x) if torch.is_autocast_enabled(x.device.type) else m.pair(x).relu()
+
+
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (1 - x.tanh() ** 2)
+
+
 PLACED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "made there": lambda m, x: m.pair(x) + torch.arange(3, device=x.device)[:, None],
     "moved there": lambda m, x: m.pair(x) + torch.arange(3).to(x.device)[:, None],
@@ -96,6 +115,8 @@ PLACED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "like another": lambda m, x: m.pair(x) + torch.zeros_like(x, device=x.device),
     "filled": lambda m, x: m.pair(x) + torch.full((8,), 1.5, device=x.device),
     "without autocast": in_full,
+    "decorated": decorated,
+    "custom forwards": lambda m, x: m.down(Tanh.apply(m.up(x))),
 }
 
 
@@ -105,7 +126,7 @@ def test_tensors_may_be_made_and_moved_where_others_lie(how: str) -> None:
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("how", sorted(PLACED.keys() - {"by default", "without autocast"}))
+@pytest.mark.parametrize("how", sorted(PLACED.keys() - {"by default"}))
 def test_so_they_may_on_a_device_that_this_machine_lacks(how: str) -> None:
     assert {"up", "down"} <= called(Asks(PLACED[how]), "cuda:0")
 

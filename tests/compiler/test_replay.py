@@ -243,3 +243,21 @@ def test_a_record_is_made_anew_for_a_tensor_that_lies_otherwise() -> None:
     assert key(x) != key(torch.randn(4, 3, 5).transpose(0, 1))
     assert key(x) != key(x.double()) and key(x, x) != key(x, x.clone())
     assert replay._geometry(1, {}) != replay._geometry(True, {}) != replay._geometry(1.0, {})
+
+
+class Casting(Parted):
+    """The same under an autocast of its own, which tensors on `meta` don't show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, (batch, length, width) = self.qkv(x), x.shape
+        with torch.autocast(x.device.type, torch.bfloat16):
+            q, k, v = (y.view(batch, length, HEADS, -1).transpose(1, 2) for y in qkv.split(width, dim=2))
+            y = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.out(y.to(x.dtype).transpose(1, 2).reshape(batch, length, width))
+
+
+def test_a_body_that_turns_autocast_on_runs_as_it_is_written() -> None:
+    model = nn.Sequential(Casting())
+    plan = {"version": 1, "modules": {"0.qkv": PACKED, "0.out": "rowwise"}}
+    program = tpplan.compile_plan(model, plan, 2, torch.randn(3, LENGTH, WIDTH))
+    assert [d.code for d in program.diagnostics] == ["TP104", "TP105"]

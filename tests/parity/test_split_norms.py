@@ -13,9 +13,9 @@ import tpplan
 from tpplan.calls.inference import inference
 from tpplan.compat import fake_process_group
 from tpplan.compiler.ir.layout import Collective
+from tpplan.cost.program import module_traffic
 from tpplan.parity import verify_program
 from tpplan.plan import load_plan
-from tpplan.report.program_cost import module_traffic
 from tpplan.runtime import bodies
 
 WIDTH, HEADS, GROUPS = 32, 4, 2

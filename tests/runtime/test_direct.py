@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.runtime.simulated import on_ranks
 from tests.runtime.world import Member, world
-from tpplan.compat import fake_mesh
+from tpplan.compat import COMPILED_CALL, fake_mesh
 from tpplan.runtime import direct
 from tpplan.runtime.direct import Direct
 from tpplan.runtime.module_runtime import RUNTIME
@@ -96,8 +96,9 @@ def stock(kind: Callable[[], nn.Module] = Model) -> nn.Module:
 
 def ways(model: nn.Module) -> set[tuple[str, str]]:
     """What instances hold that gives way to what is put in place."""
-    names = ("forward", "weight", "bias")
-    return {(at, name) for at, module in model.named_modules() for name in names if name in vars(module)}
+    names = ("forward", COMPILED_CALL, "weight", "bias")
+    held = ((at, name, vars(module)) for at, module in model.named_modules() for name in names)
+    return {(at, name) for at, name, own in held if own.get(name) is not None}
 
 
 @pytest.mark.parametrize("rules", [RULES, PLAIN])
@@ -258,6 +259,60 @@ def test_layers_that_a_program_does_not_call_are_left_alone() -> None:
     for found in on_ranks(model, rules, 2, ((IDS,), {}), work):
         for one, other in zip(found, expected * 3, strict=True):
             torch.testing.assert_close(one, other)
+
+
+class Scale(nn.Module):
+    """RMSNorm, written out."""
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.gain, self.offset = nn.Parameter(torch.randn(16)), offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.gain + self.offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+class Scaled(Model):
+    """A model with such norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.norm = Scale(float(number))
+
+
+@pytest.mark.parametrize("rules", [RULES, PLAIN])
+def test_a_norm_is_one_operation(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+    fused = torch.rms_norm
+
+    def counted(x: Tensor, *args: Any) -> Tensor:
+        calls.append(x)
+        return fused(x, *args)
+
+    monkeypatch.setattr(torch, "rms_norm", counted)
+    torch.manual_seed(0)
+    model = Scaled().eval()
+
+    def work(own: Any, _: object) -> list[Tensor]:
+        found: list[Tensor] = []
+        with torch.no_grad():
+            for dtype in (torch.float32, torch.float64):
+                own.to(dtype)
+                found += [own(IDS), own(IDS)]
+            own.float().blocks[0].norm.offset = 1.0
+            found += [own(IDS), own(IDS)]
+        return [*found, own(IDS).detach()]
+
+    with torch.no_grad():
+        expected = [model(IDS), model.double()(IDS)]
+        model.float().blocks[0].norm.offset = 1.0  # pyright: ignore
+        expected.append(model(IDS))
+        model.blocks[0].norm.offset = 0.0  # pyright: ignore
+    for found in on_ranks(model, rules, 2, ((IDS,), {}), work):
+        for made, one in zip(found, [e for e in expected for _ in range(2)] + expected[-1:], strict=True):
+            torch.testing.assert_close(made, one)
+    assert len(calls) == 2 * 2 * 2 and {x.dtype for x in calls} == {torch.float32}
 
 
 def test_rules_are_asked_under_a_default_device() -> None:

@@ -20,12 +20,12 @@ from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.cost.communication import bytes_sent
+from tpplan.cost.program import module_traffic
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.plan import load_plan
 from tpplan.report.inference import Inference
-from tpplan.report.program_cost import module_traffic
 from tpplan.runtime.lower import lower
 
 transformers = pytest.importorskip("transformers")

@@ -91,6 +91,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "number in a tuple": lambda c: c["cache"].sizes.update(heads=(2, 5)),
     "class noted": lambda c: setattr(c["cache"], "kind", Cache),
     "a function": lambda c: setattr(c["cache"], "kind", swap),
+    "a tensor for a number": lambda c: setattr(c["cache"].layers[0], "length", torch.tensor([5, 5])),
+    "a tensor for a flag": lambda c: setattr(c["cache"].layers[0], "is_sliding", torch.tensor([True, True])),
+    "a tensor for a mark": lambda c: setattr(c["cache"], "offloads", torch.tensor([True, True])),
     "none there": lambda c: setattr(c["cache"].layers[0], "keys", None),
 }
 

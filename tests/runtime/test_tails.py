@@ -25,7 +25,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.cost.communication import bytes_sent
-from tpplan.report.program_cost import module_traffic, reshard_traffic
+from tpplan.cost.program import module_traffic, reshard_traffic
 from tpplan.runtime.module_runtime import RUNTIME
 from tpplan.runtime.reshard import TailError
 

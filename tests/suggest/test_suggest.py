@@ -47,6 +47,20 @@ class Biased(nn.Module):
         return x + self.o(mixed.transpose(1, 2).flatten(2))
 
 
+class Cosine(nn.Module):
+    """Scores of directions, by a temperature for each head that is bounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heat, self.heads = nn.Parameter(torch.rand(HEADS, 1, 1)), HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-1, -2) * self.heat.clamp(max=0.8).exp()
+        return x + self.o((F.softmax(scores, -1) @ v).transpose(1, 2).flatten(2))
+
+
 class Gated(nn.Module):
     """Both halves of a gated layer in one projection; between up and down stands a softmax where `mixed`."""
 
@@ -116,6 +130,14 @@ def test_a_table_of_biases_by_head_goes_with_the_heads() -> None:
     assert next(rule for rule in plan.rules if rule.pattern.text == "distances").output == "shard"
     report = tpplan.verify(Biased(), plan, tp=2, inputs=STREAM)
     assert report.ok, report
+
+
+def test_a_bounded_temperature_by_head_goes_with_the_heads() -> None:
+    model = Cosine().double()
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    plan = tpplan.suggest_plan(model, 2, False, (x,))
+    assert styles(plan)["{q,k,v,heat}"] == "colwise"
+    assert tpplan.verify(model, plan, 2, (x,)).ok
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -38,6 +38,10 @@ def measure(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from tpplan.bench import serving
 
         return serving.measure(**arguments)
+    if name == "requests":
+        from tpplan.bench import requests
+
+        return requests.measure(**arguments)
     from tpplan.bench import collectives, generation_collectives
     from tpplan.compat import fake_process_group
 

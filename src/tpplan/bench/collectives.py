@@ -121,16 +121,15 @@ def count_collectives(model: nn.Module, call: Mapping[str, Any]) -> Count:
     with warnings.catch_warnings(), CommDebugMode() as counter:
         warnings.simplefilter("ignore", UserWarning)  # the counter's own hooks, which modules without a gradient upset
         result = first_tensor(model(**call))
-        forward = by_kind(counter)
+        forward = by_kind(counter.get_comm_counts())
         torch.autograd.backward(result, torch.ones_like(result))
-        return Count(forward, by_kind(counter))
+        return Count(forward, by_kind(counter.get_comm_counts()))
 
 
-def by_kind(counter: CommDebugMode) -> Counter[str]:
-    """What torch counted, by tpplan's names."""
+def by_kind(counts: Mapping[Any, int]) -> Counter[str]:
+    """What was counted by operators, by tpplan's names."""
     counted: Counter[str] = Counter()
-    operators: dict[Any, int] = counter.get_comm_counts()
-    for operator, count in operators.items():
+    for operator, count in counts.items():
         kind = next((kind for text, kind in _KINDS.items() if text in str(operator)), None)
         counted[str(operator) if kind is None else str(kind)] += count
     return counted

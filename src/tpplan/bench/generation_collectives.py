@@ -1,8 +1,7 @@
-"""Collectives of generation: what the programs of a prompt and of a token after it predict, and what torch counts."""
+"""Collectives of generation: what the programs of a prompt and of a token after it predict, and what is counted."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 from tpplan.api import parallelize
 from tpplan.bench.causal import CAUSAL
 from tpplan.bench.collectives import FEWER, MORE, by_kind
 from tpplan.bench.decode import next_calls
+from tpplan.bench.ranks import Traffic
 from tpplan.bench.subjects import Architecture, tiny_transformer
 from tpplan.compiler.ir.layout import Collective
 from tpplan.plan import shipped_plan_names
@@ -32,7 +31,7 @@ class Sent:
 
     Attributes:
         predicted: by the program that the call ran by.
-        counted: by torch.
+        counted: as they ran.
         varies: whether parts of the model run for some data only, as experts do, so that fewer may be counted.
     """
 
@@ -85,11 +84,10 @@ def _generation(name: str, architecture: Architecture, layers: int, size: int) -
 
 
 def _sent(model: nn.Module, call: dict[str, Any]) -> Sent:
-    with warnings.catch_warnings(), CommDebugMode() as counter:
-        warnings.simplefilter("ignore", UserWarning)  # the counter's own hooks, which modules without a gradient upset
+    with Traffic() as counter:  # torch's `CommDebugMode` fails where a module is called twice without gradients
         model(**call)
     program = vars(model)[RUNTIME].guard.program
-    return Sent(program.count_collectives(backward=False), by_kind(counter), bool(program.picked))
+    return Sent(program.count_collectives(backward=False), by_kind(counter.counted), bool(program.picked))
 
 
 def is_least(row: dict[str, Any]) -> bool:

@@ -100,15 +100,23 @@ higher is better. A machine that does other work meanwhile slows the toy's proce
 at every collective; processor time suffers least. First all forms are held against the unsharded model, by their logits
 of the prompt and of each token.
 """,
+    "requests": """\
+## First requests
+
+`generate` for a prompt of 16 tokens and 24 more, by the toy Llama above on two gloo processes: the first request of a
+model that was just sharded, which compiles each kind of call that comes and watches it once; the first after
+`tpplan.warm_up`; later ones, medians; and one of the unsharded model on one process alone. All give the unsharded
+model's tokens. Seconds by the clock of the slower rank.
+""",
 }
 
 _GENERATION = """\
 Generation: a prompt for its last token's logits, with a cache, and one token after it, for each shipped plan of a
-causal model. Each is predicted by the program that such a call runs by. *Around the blocks* is what a model of two
-blocks takes beyond them: for a token the sum of a table split by rows and the gather of the head's logits. *Least*: a
-token takes at most two all-reduces a block, and nothing else but these; where attention and feed-forward start from the
-same hidden states, one sum is enough. An empty *as predicted*: experts that no token is routed to aren't called, and
-fewer collectives are counted than predicted.
+causal model. Each is predicted by the program that such a call runs by, and counted as operators of c10d. *Around the
+blocks* is what a model of two blocks takes beyond them: for a token the sum of a table split by rows and the gather
+of the head's logits. *Least*: a token takes at most two all-reduces a block, and nothing else but these; where
+attention and feed-forward start from the same hidden states, one sum is enough. An empty *as predicted*: experts
+that no token is routed to aren't called, and fewer collectives are counted than predicted.
 """
 
 

@@ -59,14 +59,19 @@ def timed(run: Callable[[], object]) -> Seconds:
 
 def sent(run: Callable[[], object]) -> dict[str, float]:
     """How many collectives this rank takes part in, and the MiB that it hands to them."""
-    traffic = _Traffic()
+    traffic = Traffic()
     with traffic:
         run()
     return {"collectives": traffic.counted.total(), "mib": round(traffic.bytes / 2**20, 3)}
 
 
-class _Traffic(TorchDispatchMode):
-    """Counts collectives, and the bytes of what a rank hands to them."""
+class Traffic(TorchDispatchMode):
+    """Counts collectives, and the bytes of what a rank hands to them.
+
+    Attributes:
+        counted: by the operator's name.
+        bytes: of all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,4 +96,4 @@ def _tensors(held: Any) -> list[Tensor]:
     return [held] if isinstance(held, Tensor) else []
 
 
-__all__ = ["Seconds", "joined", "run_on_ranks", "sent", "tell", "timed"]
+__all__ = ["Seconds", "Traffic", "joined", "run_on_ranks", "sent", "tell", "timed"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tpplan.bench.environment import describe_environment
 
-BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving")
+BENCHMARKS = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving", "requests")
 _LAYERS = (8, 32, 126)
 _PLANS = ("llama", "llama-sequence")
 
@@ -36,6 +36,8 @@ def measurements(name: str, quick: bool) -> list[dict[str, Any]]:
         if quick:
             return [{"model": "toy", "rounds": 2, "batches": [2]}]
         return [{"model": model} for model in ("toy", "wide")]
+    if name == "requests":
+        return [{"rounds": 2}] if quick else [{}]
     if name == "checkpoint":
         tiny = {"layers": 1, "hidden": 256, "rounds": 1, "file_bytes": 1 << 23}
         return [{"ranks": 2, **tiny}] if quick else [{"ranks": 2}, {"ranks": 4}]

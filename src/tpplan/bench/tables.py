@@ -14,7 +14,7 @@ from tpplan.bench.decode import PROMPT, TOKEN
 from tpplan.bench.forms import HUB, MODELS, SEQUENCE, TORCH, TPPLAN, UNSHARDED
 from tpplan.bench.loop import ADDED, FRESH, OWN
 from tpplan.bench.overhead import BACKWARD, FORWARD, WATCHED
-from tpplan.bench.serving_tables import serving_tables, serving_verdicts
+from tpplan.bench.serving_tables import requests_tables, requests_verdicts, serving_tables, serving_verdicts
 from tpplan.bench.table import Table
 
 FORWARD_TARGET, BACKWARD_TARGET, TORCH_TARGET = 1.15, 1.3, 4.5
@@ -37,6 +37,7 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
         "loss": _loss,
         "training": _training,
         "serving": serving_tables,
+        "requests": requests_tables,
     }
     return tables[result["benchmark"]](result)
 
@@ -83,6 +84,8 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         ]
     if kind == "serving":
         return serving_verdicts(rows)
+    if kind == "requests":
+        return requests_verdicts(rows)
     return collectives_verdicts(rows)
 
 

@@ -34,9 +34,9 @@ from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import argument_names, on_shapes
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.cost.program import Traffic, module_traffic
 from tpplan.plan import CompileError, Diagnostic, Plan
 from tpplan.report.inference import Inference, Kept, KeptTensor
-from tpplan.report.program_cost import Traffic, module_traffic
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _GENERATING = {"use_cache": True, "logits_to_keep": 1}

@@ -13,6 +13,7 @@ longer way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, cast
 
@@ -24,12 +25,13 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import has_own_state
 
 Sizes = list[object]
-Reader = Callable[[Any, Sizes, list[Tensor]], bool]
-"""Whether something is of a form; collects its sizes, and its tensors."""
+Reader = Callable[[Sequence[Any], Sizes, list[Tensor]], bool]
+"""Whether things are of a form; collects their sizes, and their tensors."""
 
 _DEPTH = 6  # less than a key's, so that nothing is read further than there
 _MOST = 16
-_FACTS = attrgetter("__class__", "dtype", "device", "requires_grad", "__dict__")
+_FACTS = attrgetter("dtype", "device", "requires_grad", "__dict__")
+_SHAPE, _VALUES = attrgetter("shape"), dict[str, Any].values
 _COMPARED = PLAIN - {float, complex, slice, range}
 
 
@@ -75,51 +77,81 @@ class Repeats:
 class _Form:
     """One form of a call."""
 
-    def __init__(self, state: tuple[object, ...], positional: list[Reader], named: dict[str, Reader]) -> None:
+    def __init__(self, state: tuple[object, ...], names: tuple[str, ...], count: int, read: Reader) -> None:
         self.state = state
         self.met: dict[tuple[object, ...], Program] = {}
-        self._positional, self._names, self._named = positional, tuple(named), [*named.values()]
+        self._names, self._count, self._read = names, count, read
 
     def read(
         self, state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[object, ...] | None:
         """The sizes of a call of this form; None for another one."""
-        if len(arguments) != len(self._positional) or (*keywords,) != self._names or state != self.state:
+        if len(arguments) != self._count or (*keywords,) != self._names or state != self.state:
             return None
         sizes: Sizes = []
         tensors: list[Tensor] = []
-        for read, held in zip(self._positional, arguments, strict=True):
-            if not read(held, sizes, tensors):
-                return None
-        for read, held in zip(self._named, keywords.values(), strict=True):
-            if not read(held, sizes, tensors):
-                return None
+        if not self._read([*arguments, *keywords.values()], sizes, tensors):
+            return None
         return tuple(sizes) if len({*map(id, tensors)}) == len(tensors) else None
 
 
 def _form(state: tuple[object, ...], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Form | None:
     """The form of a call; None if something in it isn't recognised so."""
-    positional = [_reader(held, _DEPTH) for held in arguments]
-    named = {name: _reader(held, _DEPTH) for name, held in keywords.items()}
-    if None in positional or None in named.values():
-        return None
-    return _Form(state, cast("list[Reader]", positional), cast("dict[str, Reader]", named))
+    read = _all([*arguments, *keywords.values()], _DEPTH)
+    return None if read is None else _Form(state, (*keywords,), len(arguments), read)
 
 
-def _reader(held: Any, depth: int) -> Reader | None:
-    """What recognises things like `held`."""
+def _all(held: list[Any], depth: int, lengths: bool = False) -> Reader | None:
+    """What recognises as many things like these, those alike together: in functions that are written in C.
+
+    Args:
+        held: the things.
+        depth: how far to look into them.
+        lengths: whether whole numbers among them are lengths.
+    """
+    if not held:
+        return lambda others, sizes, tensors: True
+    groups: dict[object, list[int]] = {}
+    for place, item in enumerate(held):
+        looks = _lengths if lengths and type(item) is int else _looks(item, place)
+        groups.setdefault(looks, []).append(place)
+    readers: list[tuple[Callable[[Any], Any], Reader]] = []
+    for looks, places in groups.items():
+        reader = _lengths if looks is _lengths else _alike([held[place] for place in places], depth)
+        if reader is None:
+            return None
+        readers.append((itemgetter(*places, *places[:1]), reader))  # of two places at least, it gives a tuple
+    if len(readers) == 1:
+        return readers[0][1]
+    return lambda others, sizes, tensors: all([reader(take(others)[:-1], sizes, tensors) for take, reader in readers])
+
+
+def _looks(held: Any, place: int) -> object:
+    """What is equal for things that are read together."""
     kind = cast("type[Any]", type(held))
     if kind is Tensor:
-        return _tensor(held)
+        return Tensor
     if _is_compared(held):
-        return lambda other, sizes, tensors: type(other) is kind and other == held
+        return _is_compared
+    own = has_own_state(kind) and kind not in (list, tuple, dict)
+    return (kind, *cast("dict[str, Any]", vars(held))) if own else place
+
+
+def _alike(held: list[Any], depth: int) -> Reader | None:
+    """What recognises things like these, which look alike."""
+    kind = cast("type[Any]", type(held[0]))
+    if kind is Tensor:
+        return _tensors(held)
+    if _is_compared(held[0]):
+        kinds, values = [*map(type, held)], [*held]
+        return lambda others, sizes, tensors: [*map(type, others)] == kinds and [*others] == values
     if not depth:
         return None
     if kind in (list, tuple):
-        return _sequence(held, depth)
+        return _sequence(held[0], depth)
     if kind is dict:
-        return _mapping(cast("dict[Any, Any]", held), depth)
-    return _state(held, depth) if has_own_state(kind) else None
+        return _mapping(held[0], depth)
+    return _states(held, depth) if has_own_state(kind) else None
 
 
 def _is_compared(held: object) -> bool:
@@ -127,89 +159,69 @@ def _is_compared(held: object) -> bool:
     return type(held) in _COMPARED or isinstance(held, type)
 
 
-def _tensor(held: Tensor) -> Reader | None:
-    facts = _FACTS(held)
-    if facts[3] or facts[4]:
+def _tensors(held: list[Tensor]) -> Reader | None:
+    facts = [*map(_FACTS, held)]
+    if any(requires_grad or marks for *_, requires_grad, marks in facts):
         return None
+    kinds: list[type] = [Tensor] * len(held)
 
-    def read(other: Any, sizes: Sizes, tensors: list[Tensor]) -> bool:
-        if type(other) is not Tensor or _FACTS(other) != facts:
+    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
+        if [*map(type, others)] != kinds or [*map(_FACTS, others)] != facts:
             return False
-        sizes.append(other.shape)
-        tensors.append(other)
+        sizes.extend(map(_SHAPE, others))
+        tensors.extend(others)
         return True
 
     return read
 
 
 def _sequence(held: Sequence[Any], depth: int) -> Reader | None:
-    kind, readers = type(held), [_reader(item, depth - 1) for item in held]
-    if None in readers:
-        return None
-    known, count = cast("list[Reader]", readers), len(readers)
+    kind, count, inside = type(held), len(held), _all([*held], depth - 1)
 
-    def read(other: Any, sizes: Sizes, tensors: list[Tensor]) -> bool:
-        if type(other) is not kind or len(other) != count:
-            return False
-        return all([reader(item, sizes, tensors) for reader, item in zip(known, other, strict=True)])
+    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
+        (other,) = others
+        return type(other) is kind and len(other) == count and inside(other, sizes, tensors)  # pyright: ignore
 
-    return read
+    return None if inside is None else read
 
 
 def _mapping(held: dict[Any, Any], depth: int) -> Reader | None:
-    names, values = (*held,), _sequence([*held.values()], depth)
-    if values is None or not all(map(_is_compared, names)):
-        return None
+    names, inside = (*held,), _all([*held.values()], depth - 1)
+    kinds = [*map(type, names)]
 
-    def read(other: Any, sizes: Sizes, tensors: list[Tensor]) -> bool:
-        return type(other) is dict and (*other,) == names and values([*other.values()], sizes, tensors)  # pyright: ignore
+    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
+        (other,) = others
+        if type(other) is not dict or [*map(type, other)] != kinds or (*other,) != names:  # pyright: ignore
+            return False
+        return inside([*other.values()], sizes, tensors)  # pyright: ignore
+
+    return None if inside is None or not all(map(_is_compared, names)) else read
+
+
+def _lengths(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
+    sizes.extend(others)
+    return {*map(type, others)} == {int}
+
+
+def _states(held: list[Any], depth: int) -> Reader | None:
+    """Of objects by their attributes: whole numbers beside tensors are lengths, which count as sizes do."""
+    kinds, names, items = [*map(type, held)], [*map(tuple, map(vars, held))], _items(held)
+    inside, below = _all(items, depth - 1), list[Tensor]()
+    if inside is None or not inside(items, [], below):
+        return None
+    if below:
+        inside = cast("Reader", _all(items, depth - 1, lengths=True))
+
+    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
+        if [*map(type, others)] != kinds or [*map(tuple, map(vars, others))] != names:
+            return False
+        return inside(_items(others), sizes, tensors)
 
     return read
 
 
-def _state(held: object, depth: int) -> Reader | None:
-    """Of an object by its attributes: whole numbers beside tensors are lengths, which count as sizes do."""
-    kind, state = type(held), vars(held)
-    keys = dict.fromkeys(state).keys()
-    whole = [name for name, item in state.items() if type(item) is int]
-    same = [name for name, item in state.items() if name not in whole and _is_compared(item)]
-    rest: list[tuple[str, Reader]] = []
-    for name, item in state.items():
-        if name not in whole and name not in same:
-            reader = _reader(item, depth - 1)
-            if reader is None:
-                return None
-            rest.append((name, reader))
-    below: list[Tensor] = []
-    if not all(reader(state[name], [], below) for name, reader in rest):
-        return None
-    if not below:
-        same, whole = [*same, *whole], []
-    take = itemgetter(*same, *same[:1]) if same else None  # of two names at least, it gives a tuple
-    expected = () if take is None else take(state)
-    types = [*map(type, expected)]
-
-    def read(other: Any, sizes: Sizes, tensors: list[Tensor]) -> bool:
-        if type(other) is not kind:
-            return False
-        state: dict[str, Any] = other.__dict__
-        if state.keys() != keys:
-            return False
-        if take is not None:
-            found = take(state)
-            if found != expected or [*map(type, found)] != types:
-                return False
-        for name, reader in rest:
-            if not reader(state[name], sizes, tensors):
-                return False
-        for name in whole:
-            length = state[name]
-            if type(length) is not int:
-                return False
-            sizes.append(length)
-        return True
-
-    return read
+def _items(held: Sequence[Any]) -> list[Any]:
+    return [*chain.from_iterable(map(_VALUES, map(vars, held)))]
 
 
 __all__ = ["Repeats"]

@@ -14,7 +14,7 @@ from tpplan.cli.exit_codes import CLEAN, UsageError
 if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
-_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving")
+_NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving", "requests")
 _PIPED_WIDTH = 160
 _EXAMPLES = """\
   tpplan bench                              all of them; takes minutes
@@ -32,8 +32,8 @@ def register(subparsers: Subparsers) -> None:
         description="Count collectives (collectives), time a toy model against the unsharded one and against "
         "parallelize_module (overhead), and what a training loop does with gradients (loop), time the compiler on a "
         "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), measure a loss over a "
-        "split vocabulary (loss), and time training steps (training) and generation (serving) on two processes. Needs "
-        "no GPU.",
+        "split vocabulary (loss), and time training steps (training), generation (serving) and first requests "
+        "(requests) on two processes. Needs no GPU.",
         examples=_EXAMPLES,
     )
     parser.add_argument(

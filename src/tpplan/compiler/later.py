@@ -6,19 +6,22 @@ out: nothing if they are one program; TP129 if they aren't
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tpplan.compiler.ir.program import ModuleProgram, Program
+from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.trace import Trace, quoted
 from tpplan.compiler.trace.capture import Capture, record
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.sequel import without_records
 from tpplan.compiler.trace.skeleton import make_skeleton
-from tpplan.compiler.trace.surroundings import Surroundings
+from tpplan.compiler.trace.state import Slot, slots_of
+from tpplan.compiler.trace.surroundings import Space, Surroundings
 from tpplan.plan import CompileError, Diagnostic
 
 
@@ -41,6 +44,42 @@ def after_a_call(
         yield without_records(skeleton.model)
     finally:
         around.restore()
+
+
+@contextmanager
+def before_any_call(model: nn.Module) -> Generator[bool]:
+    """In the block, what functions of the model and around it fill with tensors is empty; whether any of it wasn't."""
+    around = Surroundings(model)
+    found = [(name, table) for name, table in around.tables() if any(map(_is_of_tensors, table.values()))]
+    names = [slot for slot in slots_of(model, around).values() if _is_a_name(slot)]
+    put, entered = around.written() if found or names else (set[str](), set[str]())
+    filled = [(table, dict(table)) for name, table in found if name in entered]
+    names = [slot for slot in names if slot.key in put]
+    for table, before in filled:
+        for key in [key for key, held in before.items() if _is_of_tensors(held)]:
+            del table[key]
+    for slot in names:
+        slot.put(None)
+    try:
+        yield bool(filled or names)
+    finally:
+        for table, before in filled:
+            made = {key: held for key, held in table.items() if key not in before}
+            table.clear()
+            table.update(before | made)
+        for slot in names:
+            slot.put(slot.value)
+
+
+def _is_of_tensors(held: object) -> bool:
+    return not isinstance(held, dict) and any(True for _ in tensors_in([held]))
+
+
+def _is_a_name(slot: Slot) -> bool:
+    """Whether a tensor is what an attribute or a global stands for."""
+    dict_of_names = isinstance(slot.holder, Space) or slot.setter is object.__setattr__
+    own = slot.setter is operator.setitem and isinstance(slot.holder, dict) and "_parameters" in slot.holder
+    return isinstance(slot.value, Tensor) and slot.value.dim() > 0 and (dict_of_names or own)
 
 
 def refuse_difference(program: Program, other: Program) -> None:
@@ -77,4 +116,4 @@ def _content(module: ModuleProgram) -> tuple[object, ...]:
     return (*moves, *kept)
 
 
-__all__ = ["after_a_call", "refuse_difference"]
+__all__ = ["after_a_call", "before_any_call", "refuse_difference"]

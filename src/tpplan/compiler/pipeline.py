@@ -32,7 +32,7 @@ from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
-from tpplan.compiler.later import after_a_call, refuse_difference
+from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.request import Request
@@ -89,17 +89,33 @@ def compile_call(request: Request) -> Compiled:
     if unfit:
         raise CompileError(unfit)
     with without_collection():
-        request, (compiled, trace, state) = _compile_leniently(request)
-        if not state.sequel.differs:
+        compiled = _compile_with_later(request)
+        if compiled.later:
             return compiled
-        with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
-            again = replace(
-                request, model=later, training=trace.training, partly=True, taken=trace.taken, device=trace.device,
-                members=compiled.members,
-            )  # fmt: skip
-            other, *_ = _compile(again)
-        refuse_difference(compiled.program, other.program)
-        return replace(compiled, later=other.streams)
+        with before_any_call(request.model) as filled:  # a later call may need what isn't there yet
+            if not filled:
+                return compiled
+            try:
+                first = _compile_with_later(request)
+                refuse_difference(compiled.program, first.program)
+            except CompileError:  # it couldn't have been empty
+                return compiled
+        return replace(compiled, later=first.streams)
+
+
+def _compile_with_later(request: Request) -> Compiled:
+    """Compile, and prove that the program is right for calls after the first as well."""
+    request, (compiled, trace, state) = _compile_leniently(request)
+    if not state.sequel.differs:
+        return compiled
+    with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
+        again = replace(
+            request, model=later, training=trace.training, partly=True, taken=trace.taken, device=trace.device,
+            members=compiled.members,
+        )  # fmt: skip
+        other, *_ = _compile(again)
+    refuse_difference(compiled.program, other.program)
+    return replace(compiled, later=other.streams)
 
 
 def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace, Capture]]:

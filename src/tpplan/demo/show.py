@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from tpplan.cost.program import module_traffic
 from tpplan.demo.compare import TOLERANCE, Comparison, Run
 from tpplan.demo.embedding import MODEL_NAME
 from tpplan.demo.sentences import SENTENCES, TOPICS
 from tpplan.report.grid import TOTAL_STYLE, new_table
 from tpplan.report.program import to_text
-from tpplan.report.program_cost import module_traffic
 from tpplan.report.quantities import NOTHING, bytes_text
 
 

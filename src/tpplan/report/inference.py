@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from tpplan.cost.program import Traffic, memory
 from tpplan.report.diagnostics import render as render_findings
 from tpplan.report.grid import TOTAL_STYLE, new_table
 from tpplan.report.program import to_text
 from tpplan.report.program_communication import counts_text
-from tpplan.report.program_cost import Traffic, memory
 from tpplan.report.quantities import bytes_text, count_text, path_text, shape_text
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from tpplan.cost.program import StepTraffic, Traffic, gradient_sum_traffic, module_traffic, reshard_traffic
 from tpplan.report.grid import INDENT, TOTAL_STYLE, fitted, new_table
-from tpplan.report.program_cost import StepTraffic, Traffic, gradient_sum_traffic, module_traffic, reshard_traffic
 from tpplan.report.program_outline import Block, Item, Unit, units_of
 from tpplan.report.quantities import NOTHING, bytes_text, count_text
 

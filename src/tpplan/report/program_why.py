@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from tpplan.cost.program import Traffic, reshard_traffic
 from tpplan.plan import Pattern
 from tpplan.report.program import legend, to_text
-from tpplan.report.program_cost import Traffic, reshard_traffic
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
 from tpplan.report.program_tables import by_rank_text, placement_text, randomness_text, sizes_text
 from tpplan.report.quantities import bytes_text, path_text, shape_text

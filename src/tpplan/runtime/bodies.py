@@ -25,7 +25,7 @@ from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
-from tpplan.runtime.kernels import Body, active_uses, body_of, without_bias
+from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
@@ -85,6 +85,7 @@ def prepare(
     opened = tuple(_owner(modules, placement.name) for placement in program.summed_parameters)
     random = _randomness(program, axis, device)
     uses, twice = active_uses(program, device), program.takes_gradients
+    fused = fused_norms(program, device)
     steps = _Steps(axis, context, twice)
     found: list[Prepared] = []
     class_bodies = OpenClassBodies()
@@ -127,6 +128,7 @@ def prepare(
             weight=own.get("weight"),
             bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),
+            fused=fused.get(spec.name),
         )
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
         found.append(Prepared(module, spec.style, runtime, local))

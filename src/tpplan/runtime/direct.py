@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from tpplan.compat import COMPILED_CALL, global_hooks, local_of, own_parameters
 from tpplan.runtime.compiled import ENTRY
-from tpplan.runtime.kernels import Body
+from tpplan.runtime.kernels import Body, Fused
 from tpplan.runtime.layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
 from tpplan.runtime.module_runtime import ModuleRuntime, Reader
 from tpplan.runtime.modules import ShardedModule
@@ -43,7 +43,7 @@ class Direct:
         """Serve these modules, the root apart; with None those that only contain sharded ones."""
         self._modules = tuple(modules)
         self._made = False
-        self._forwards: list[tuple[dict[str, Any], Forward, object]] = []
+        self._forwards: list[tuple[dict[str, Any], Forward, object, bool]] = []
         self._tensors: list[tuple[dict[str, Any], str, dict[str, Any], Reader]] = []
         self.in_place = False
 
@@ -60,19 +60,23 @@ class Direct:
             self._make()
         self.in_place = True
         hooked = bool(global_hooks())
-        for own, forward, entry in self._forwards:
-            if own.get(_FORWARD) is entry:
-                own[_FORWARD] = forward
-                if not (hooked or own["_forward_hooks"] or own["_forward_pre_hooks"]):
+        for own, forward, entry, seen in self._forwards:
+            if own.get(_FORWARD) is entry and own.get(COMPILED_CALL) is None:
+                if hooked or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                    own[_FORWARD] = forward
+                else:
                     own[COMPILED_CALL] = forward
-        self._put_tensors()
+                    if seen:
+                        own[_FORWARD] = forward
+        for own, name, parameters, read in self._tensors:
+            own[name] = read(parameters[name])
 
     def take(self) -> None:
         """Leave the modules as they were."""
         self.in_place = False
-        for own, forward, entry in self._forwards:
+        for own, forward, entry, _ in self._forwards:
             if own.get(COMPILED_CALL) is forward:
-                del own[COMPILED_CALL]
+                own[COMPILED_CALL] = None
             if own.get(_FORWARD) is not forward:
                 continue
             if entry is None:
@@ -82,27 +86,25 @@ class Direct:
         for own, name, _, _ in self._tensors:
             own.pop(name, None)
 
-    def _put_tensors(self) -> None:
-        for own, name, parameters, read in self._tensors:
-            own[name] = read(parameters[name])
-
     def _make(self) -> None:
         self._made = True
         sharded = [(module, runtime) for module, runtime in self._modules if runtime is not None]
         for module, runtime in self._modules:
             if runtime is None and _only_carries(module):
-                self._forwards.append((module.__dict__, _stock(module), module.__dict__.get(_FORWARD)))
+                self._add(module, _stock(module), False)
         for module, runtime in _without_conflicts([held for held in sharded if _can_serve(*held)], sharded):
-            kind = type(module)
-            if not runtime.walked and issubclass(kind, ShardedLinear):
-                forward = self._or_slow(module, runtime, _column(module, runtime))
-            elif not runtime.walked and issubclass(kind, ReducedLinear):
-                forward = self._or_slow(module, runtime, _row(module, runtime))
-            elif not runtime.walked and issubclass(kind, VocabularyEmbedding):
-                forward = self._or_slow(module, runtime, _table(module, runtime))
-            else:
-                forward = self._general(module, runtime)
-            self._forwards.append((module.__dict__, forward, module.__dict__.get(_FORWARD)))
+            written_out = _written_out(module, runtime)
+            forward = self._general(module, runtime) if written_out is None else written_out
+            if forward.__name__ == _FORWARD and not hasattr(forward, "__self__"):
+                functools.update_wrapper(forward, type(module).forward)
+            self._add(module, forward, written_out is None and bool(runtime.reads))
+
+    def _add(self, module: nn.Module, forward: Forward, seen: bool) -> None:
+        """Add a forward; `seen`: it is to be found as the module's `forward`, too."""
+        own = module.__dict__
+        # With a key of its own for good, as Python looks attributes up anew in an object that gets or loses one.
+        own.setdefault(COMPILED_CALL, None)
+        self._forwards.append((own, forward, own.get(_FORWARD), seen))
 
     def _general(self, module: nn.Module, runtime: ModuleRuntime) -> Forward:
         """What runs the stock forward, on the local tensors that are put in place for it."""
@@ -121,24 +123,50 @@ class Direct:
             result = stock(*args, **kwargs)
             return runtime.leave(result) if exits else result
 
-        return self._or_slow(module, runtime, forward if moves or exits else stock)
+        return _or_slow(module, runtime, forward if moves or exits else stock)
 
-    def _or_slow(self, module: nn.Module, runtime: ModuleRuntime, direct: Forward) -> Forward:
-        """`direct`, unless the body that calls the module records gradients itself, or random numbers are drawn."""
-        slow, draws, recorded = type(module).forward, runtime.random is not None, torch.is_grad_enabled
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (recorded() or (draws and module.training)):
-                return direct(*args, **kwargs)
-            places = [(owner.__dict__, name) for owner, name, _ in runtime.reads]
-            kept = [(own, name, own[name]) for own, name in places if name in own]
-            result = slow(module, *args, **kwargs)
-            for own, name, tensor in kept:  # it took away what it had put in place for itself
-                own[name] = tensor
-            return result
+def _written_out(module: nn.Module, runtime: ModuleRuntime) -> Forward | None:
+    """The forward of a module whose operations are known; None for another."""
+    kind = type(module)
+    if runtime.random is not None:
+        return None
+    if runtime.fused is not None and runtime.body is None and len(runtime.entries) < 2 and len(runtime.exits) < 2:
+        return _norm(module, runtime, runtime.fused)
+    if runtime.walked:
+        return None
+    if issubclass(kind, ShardedLinear):
+        return _column(module, runtime)
+    if issubclass(kind, ReducedLinear):
+        return _row(module, runtime)
+    return _table(module, runtime) if issubclass(kind, VocabularyEmbedding) else None
 
-        functools.update_wrapper(forward, slow)
-        return forward
+
+def _or_slow(module: nn.Module, runtime: ModuleRuntime, direct: Forward) -> Forward:
+    """`direct`, unless the body that calls the module records gradients itself, or random numbers are drawn."""
+    slow, draws, recorded = _slow(module, runtime), runtime.random is not None, torch.is_grad_enabled
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if recorded() or (draws and module.training):
+            return slow(*args, **kwargs)
+        return direct(*args, **kwargs)
+
+    return forward
+
+
+def _slow(module: nn.Module, runtime: ModuleRuntime) -> Forward:
+    """The module's forward that asks all."""
+    slow = type(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        places = [(owner.__dict__, name) for owner, name, _ in runtime.reads]
+        kept = [(own, name, own[name]) for own, name in places if name in own]
+        result = slow(module, *args, **kwargs)
+        for own, name, tensor in kept:  # it took away what it had put in place for itself
+            own[name] = tensor
+        return result
+
+    return forward
 
 
 def _replaced(body: Body, stock: Forward) -> Forward:
@@ -199,10 +227,13 @@ def _reader(read: Reader) -> Reader:
 def _column(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     """As `ShardedLinear.forward`."""
     parameters, linear, enter, leave = own_parameters(module), functional.linear, *_moves(runtime)
+    slow, recorded = _slow(module, runtime), torch.is_grad_enabled
     assert runtime.weight is not None
     weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
 
     def forward(input: Tensor) -> Tensor:
+        if recorded():
+            return slow(input)
         if enter is not None:
             input = enter(input)
         result = linear(input, weight(parameters["weight"]), None if bias is None else bias(parameters["bias"]))  # pyright: ignore
@@ -214,11 +245,13 @@ def _column(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 def _row(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     """As `ReducedLinear.forward`."""
     parameters, linear, enter, leave = own_parameters(module), functional.linear, *_moves(runtime)
-    transposed = runtime.transposed
+    slow, recorded, transposed = _slow(module, runtime), torch.is_grad_enabled, runtime.transposed
     assert runtime.weight is not None
     weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
 
     def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        if recorded():
+            return slow(*args, **kwargs)
         (input,) = (*args, *kwargs.values())
         if enter is not None:
             input = enter(input)
@@ -237,6 +270,7 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     Which ids other ranks hold is looked up in a table of all ids. An id that no rank holds raises there, on all ranks.
     """
     parameters, embedding, _, leave = own_parameters(module), functional.embedding, *_moves(runtime)
+    slow, recorded = _slow(module, runtime), torch.is_grad_enabled
     assert runtime.weight is not None
     weight, (first_row, all_rows) = _reader(runtime.weight), runtime.table
     plain = stock_class(module).forward is nn.Embedding.forward
@@ -244,6 +278,8 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 
     def forward(input: Tensor) -> Tensor:
         nonlocal foreign, places
+        if recorded():
+            return slow(input)
         table = weight(parameters["weight"])  # pyright: ignore
         rows = table.shape[0]
         if not plain or not rows:
@@ -254,6 +290,26 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
             foreign = (places != rows_here).unsqueeze(-1)
         outside = embedding(input, foreign)
         result = embedding(places.take(input), table).masked_fill_(outside, 0)
+        return result if leave is None else leave(result)
+
+    return forward
+
+
+def _norm(module: nn.Module, runtime: ModuleRuntime, fused: Fused) -> Forward:
+    """A norm as one operation of torch, where it is called as in the proof."""
+    parameters, (enter, leave) = own_parameters(module), _moves(runtime)
+    slow, recorded, (name, dtype, compute) = _slow(module, runtime), torch.is_grad_enabled, fused
+    read = _reader(next(read for owner, leaf, read in runtime.reads if owner is module and leaf == name))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if recorded() or kwargs or len(args) != 1:
+            return slow(*args, **kwargs)
+        (input,), weight = args, read(parameters[name])  # pyright: ignore
+        if not (isinstance(input, Tensor) and input.dtype is weight.dtype is dtype):
+            return slow(*args)
+        if enter is not None:
+            input = enter(input)
+        result = compute(input, weight)
         return result if leave is None else leave(result)
 
     return forward

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,35 @@ _MAKERS: dict[str, Callable[[KernelUse, nn.Module, Mapping[str, nn.Module]], Cal
 }
 
 
+class Fused(NamedTuple):
+    """A norm that torch computes by one operation: the name and dtype of its weight, and how it is computed."""
+
+    weight: str
+    dtype: torch.dtype
+    compute: Callable[[Tensor, Tensor], Tensor]
+
+
+def fused_norms(program: Program, device: torch.device) -> dict[str, Fused]:
+    """The RMSNorms that torch computes by one operation on `device`, where there are no kernels of ours; by module.
+
+    Only in float32, of which torch's operation is the stock formula step by step.
+    """
+    if kernels.available(device).name == "triton":
+        return {}
+    return {
+        use.module: Fused(use.weight, torch.float32, _fused(use))
+        for use in program.kernels
+        if use.kind == "rms_norm" and not use.refused and use.weight is not None and use.dtype == "float32"
+    }
+
+
+def _fused(use: KernelUse) -> Callable[[Tensor, Tensor], Tensor]:
+    def compute(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.rms_norm(x, x.shape[-use.dims :], weight + use.offset if use.offset else weight, use.eps)
+
+    return compute
+
+
 def without_bias(transposed: bool, module: nn.Module) -> Body:
     """The body of a linear layer that leaves its bias to a kernel."""
 
@@ -142,4 +171,4 @@ def _approximate(use: KernelUse) -> Literal["none", "tanh"]:
     return "tanh" if use.approximate == "tanh" else "none"
 
 
-__all__ = ["Body", "active_uses", "body_of", "without_bias"]
+__all__ = ["Body", "Fused", "active_uses", "body_of", "fused_norms", "without_bias"]

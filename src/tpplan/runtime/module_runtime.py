@@ -17,7 +17,7 @@ from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.class_scope import ClassBody
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.draws import Randomness
-from tpplan.runtime.kernels import Body
+from tpplan.runtime.kernels import Body, Fused
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.reshard import CallContext, Move, moves_values
 from tpplan.runtime.watched import WatchedCall
@@ -86,6 +86,7 @@ class ModuleRuntime:
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
         split_classes: of results that are split along their last dim, its size as a whole.
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
+        fused: of a norm, one operation that computes it where no gradient is recorded.
         moving: the entries that do anything where no gradient is recorded.
     """
 
@@ -113,6 +114,7 @@ class ModuleRuntime:
     weight: Reader | None = None
     bias: Reader | None = None
     table: tuple[int, int] = (0, 0)
+    fused: Fused | None = None
     moving: tuple[EntryStep, ...] = field(init=False)
 
     def __post_init__(self) -> None:

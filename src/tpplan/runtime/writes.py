@@ -204,8 +204,8 @@ def _noted(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
         if writes.forwards:
             writes.hooked.add((module, handle.id))
             own = module.__dict__
-            if COMPILED_CALL in own and own[COMPILED_CALL] is own.get("forward"):
-                del own[COMPILED_CALL]  # a direct forward, beside which torch would look for no hooks
+            if own.get(COMPILED_CALL) is not None and not writes.compiled:
+                own[COMPILED_CALL] = None  # a direct forward, beside which torch would look for no hooks
     return handle
 
 

@@ -62,11 +62,14 @@ class Roles:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def find_roles(subject: Subject, rules: Rules, lenient: bool) -> Roles:
-    """Give every linear layer its role; see `flow` for `lenient`."""
+def find_roles(subject: Subject, rules: Rules, lenient: bool, left: Mapping[str, str] | None = None) -> Roles:
+    """Give every linear layer its role, none of `left` (with a reason) as a column; see `flow` for `lenient`."""
     reasons = dict(subject.unsplittable)
     columns = {name: ways[0] for name, ways in subject.columns.items() if lenient or not ways[0].is_whole(subject.size)}
     reasons |= {n: "it makes a single head, which every rank needs" for n in subject.columns if n not in columns}
+    for name, reason in (left or {}).items():
+        columns.pop(name, None)
+        reasons[name] = reason
     read: set[str] = set()
     starved: dict[str, frozenset[str]] = {}
     while True:

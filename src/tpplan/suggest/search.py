@@ -5,10 +5,16 @@ out: `Suggestion`: settings, the program that they compile to, and a reason for 
 
 All proposals are tried together first; that is nearly always the end of it. Otherwise each is judged by itself, what
 fails is replaced by a more careful proposal, and what passes is put together again.
+
+Three changes are weighed against that (`weigh`): where rows make more features than they contract, the layers before
+them stay whole; so do columns that weren't proved, as others may be split then; and layers that stay whole are split,
+and their results gathered, where these are small beside the weights, as those that modulate norms. A change is taken if
+the plan weighs less with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,9 +28,13 @@ from tpplan.compiler.queries import Rules
 from tpplan.plan import CompileError, Diagnostic, Pin, Style
 from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms
-from tpplan.suggest.roles import Group, Roles, Setting, find_roles
+from tpplan.suggest.patterns import shape_of
+from tpplan.suggest.roles import Group, Setting, find_roles
 from tpplan.suggest.subject import Subject, make_subject
 from tpplan.suggest.tables import find_tables
+from tpplan.suggest.weigh import SENT, weigh
+
+_WALKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,7 @@ class _Search:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     last: Verdict = field(default_factory=lambda: Verdict(None))
+    failed: list[Group] = field(default_factory=list[Group])
 
     def together(self, groups: Sequence[Group]) -> bool:
         """Whether the accepted groups and these are proved together; they're accepted then."""
@@ -67,6 +78,20 @@ class _Search:
             self.verdict = verdict
         self.last = verdict
         return verdict.ok
+
+    def lighter(self, groups: Sequence[Group]) -> bool:
+        """Whether the accepted groups and these are proved together, and weigh less; they're accepted then."""
+        verdict = judge(self.subject, _merged((*self.accepted, *groups)))
+        if verdict.program is None or weigh(verdict.program) >= self.weight:
+            return False
+        self.accepted += groups
+        self.verdict = verdict
+        return True
+
+    @property
+    def weight(self) -> float:
+        """What the accepted groups weigh; as much as can be if there are none."""
+        return math.inf if self.verdict.program is None else weigh(self.verdict.program)
 
     def one_by_one(self, groups: Iterable[Group]) -> list[Group]:
         """Accept what is proved beside what is accepted already; returns the rest, with reasons noted."""
@@ -88,22 +113,76 @@ def search(
     """
     subject = make_subject(model, size, arguments, keywords)
     rules = Rules(size, subject.trace.batch)
-    roles = find_roles(subject, rules, lenient=True)
-    tables, left = find_tables(subject, roles.heads)
-    found = _Search(subject, reasons=roles.reasons | left)
-    everything = (*roles.groups, *tables)
-    if not everything or not found.together(everything):
-        failed = found.one_by_one(everything)
-        if failed:
-            found.one_by_one(_careful(subject, rules, failed, found))
+    found = other = _walked(subject, rules, {})
+    whole: dict[str, str] = {}
+    for _ in range(_WALKS):
+        more = _before_wide_rows(subject, other) | _failed(other)
+        if not more.keys() - whole.keys():
+            break
+        whole |= more
+        other = _walked(subject, rules, whole)
+        found = min(found, other, key=lambda held: held.weight)
     if not found.accepted:
-        raise _nothing(subject, roles, found)
+        raise _nothing(subject, found)
     why = _add_norms(subject, found) if sequence_parallel else ""
     _split_losses(found)
     assert found.verdict.program is not None
     taken = _merged(found.accepted)
     reasons = {name: reason for name, reason in found.reasons.items() if name not in taken}
     return Suggestion(subject, tuple(found.accepted), found.verdict.program, reasons, why)
+
+
+def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str]) -> _Search:
+    """What is proved of what one walk proposes, in which these layers are no columns; then what is gathered."""
+    roles = find_roles(subject, rules, lenient=True, left=whole)
+    tables, left = find_tables(subject, roles.heads, {name for group in roles.groups for name in group.settings})
+    found = _Search(subject, reasons=roles.reasons | left)
+    everything = (*roles.groups, *tables)
+    if not everything or not found.together(everything):
+        failed = found.one_by_one(everything)
+        if failed:
+            found.failed = failed
+            found.one_by_one(_careful(subject, rules, failed, found))
+    _gather(found)
+    return found
+
+
+def _failed(found: _Search) -> dict[str, str]:
+    """The columns of what isn't proved, without which others may be."""
+    taken = _merged(found.accepted)
+    lost = {name: setting for group in found.failed for name, setting in group.settings.items() if name not in taken}
+    return {name: found.reasons[name] for name, held in lost.items() if held.style is Style.COLWISE}
+
+
+def _before_wide_rows(subject: Subject, found: _Search) -> dict[str, str]:
+    """The columns that belong to rows whose sums have more features than what they contract."""
+    held: dict[str, str] = {}
+    for group in found.accepted:
+        rows = [name for name, setting in group.settings.items() if setting.style is Style.ROWWISE]
+        forms = [(name, subject.linears[name]) for name in rows if name in subject.linears]
+        wide = next((name for name, form in forms if form.outputs > form.inputs), None)
+        if wide is not None:
+            reason = f"`{wide}` would sum more features than it contracts"
+            held |= {name: reason for name, s in group.settings.items() if s.style is Style.COLWISE}
+    return held
+
+
+def _gather(found: _Search) -> None:
+    """Split layers that would stay whole, and gather their results, where that makes the plan lighter."""
+    subject, taken = found.subject, _merged(found.accepted)
+    made = {frame.module: frame.exits for frame in subject.trace.root.walk()}
+    families: dict[str, dict[str, Setting]] = {}
+    for name in found.reasons:
+        if name in taken or name not in subject.linears or name not in subject.columns:
+            continue
+        result = sum(math.prod(subject.trace.values[crossing.target].shape) for crossing in made[name])
+        if SENT * result < subject.weights[name]:
+            families.setdefault(shape_of(name), {})[name] = Setting(Style.COLWISE, output=Pin.REPLICATE)
+    title = "layers whose results are small beside their weights, and are gathered"
+    groups = [Group(title, settings, sum(map(subject.weights.__getitem__, settings))) for settings in families.values()]
+    if groups and not found.lighter(groups) and len(groups) > 1:
+        for group in groups:
+            found.lighter([group])
 
 
 def _careful(subject: Subject, rules: Rules, failed: Sequence[Group], found: _Search) -> list[Group]:
@@ -154,7 +233,7 @@ def _split_losses(found: _Search) -> None:
             found.accepted, found.verdict = trial, verdict
 
 
-def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:
+def _nothing(subject: Subject, found: _Search) -> CompileError:
     bare = judge(subject, {})
     if not bare.ok and bare.finding is not None:
         return CompileError([bare.finding])
@@ -165,7 +244,7 @@ def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:
     if not subject.weights:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
-    elif any(f"{subject.size} ranks" in reason for reason in found.reasons.values()):
+    elif heaviest and f"{subject.size} ranks" in found.reasons[heaviest[0]]:
         way_out = "try fewer ranks, a number that divides the heads"
     else:
         way_out = (

@@ -68,6 +68,7 @@ class Subject:
             first; and those of tables.
         unsplittable: why the others' can't.
         tables: the embedding tables that are called, by name.
+        bags: those that reduce the rows they read.
     """
 
     study: Study
@@ -82,6 +83,7 @@ class Subject:
     columns: dict[str, tuple[Column, ...]]
     unsplittable: dict[str, str]
     tables: dict[str, nn.Embedding]
+    bags: dict[str, nn.EmbeddingBag]
 
     @property
     def model(self) -> nn.Module:
@@ -120,7 +122,8 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
         name: form for name, module in called if (form := linear_form(module)) is not None and _is_plain(frames[name])
     }
     tables = {name: module for name, module in called if isinstance(module, nn.Embedding)}
-    products, addends = _bare_parameters(study, {*linears, *tables})
+    bags = {name: module for name, module in called if isinstance(module, nn.EmbeddingBag)}
+    products, addends = _bare_parameters(study, {*linears, *tables, *bags})
     counts = {name: form.outputs for name, form in linears.items()}
     counts |= {name: sum(part.outputs for part in product.parts) for name, product in products.items()}
     taken = {name: study.taken_apart(frames[name].exits[0].target) for name in linears}
@@ -132,7 +135,7 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     columns |= {name: (Column(None, ()),) for name in wide}
     return Subject(
         study, arguments, keywords, linears, products, addends, heads, _beside(study, addends), weights, columns,
-        unsplittable, tables,
+        unsplittable, tables, bags,
     )  # fmt: skip
 
 

@@ -4,19 +4,24 @@ in:  a subject and the linear layers that could be gathered heads
 out: groups: a table by itself, a head by itself, or both where they are one parameter
 
     embed_tokens(input_ids), lm_head tied to it   ->   {embed_tokens: vocab, lm_head: colwise, gathered}
+    positions(arange(…)), 1024 rows               ->   {positions: vocab}
+    EmbeddingBag(1000000, 64)                     ->   {…: colwise, gathered}
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from torch import nn
 
 from tpplan.compiler.ir.trace import Frame, Trace
-from tpplan.plan import Rule, Style
+from tpplan.plan import Pin, Rule, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.suggest.roles import Group, Setting
 from tpplan.suggest.subject import Subject
 
 _ROWS_PER_RANK = 8  # smaller tables (segments, languages) aren't worth an all-reduce
+_COMPUTED_PER_RANK = 64  # nor are those of positions or distances, which may be tables by head
 _MOVES = frozenset(
     f"aten.{name}"
     for name in (
@@ -26,9 +31,23 @@ _MOVES = frozenset(
 )  # fmt: skip
 
 
-def find_tables(subject: Subject, heads: Mapping[str, Setting]) -> tuple[tuple[Group, ...], dict[str, str]]:
-    """The groups of tables and heads, the heaviest first; and why other tables stay whole."""
-    looked_up, reasons = _splittable(subject, _looked_up_by_input(subject))
+def find_tables(
+    subject: Subject, heads: Mapping[str, Setting], taken: Collection[str]
+) -> tuple[tuple[Group, ...], dict[str, str]]:
+    """The groups of tables and heads, the heaviest first; and why other tables stay whole.
+
+    Args:
+        subject: the model.
+        heads: linear layers whose results are worth gathering.
+        taken: what has a role already, such as tables of biases by head.
+    """
+    by_input = _looked_up_by_input(subject)
+    by_number = [
+        name
+        for name, table in subject.tables.items()
+        if name not in by_input and name not in taken and _is_large(table, subject.size)
+    ]
+    looked_up, reasons = _splittable(subject, [*by_input, *by_number])
     tied = {name: names for names in subject.trace.parameters.values() for name in names}
     groups: list[Group] = []
     paired: set[str] = set()
@@ -49,15 +68,31 @@ def find_tables(subject: Subject, heads: Mapping[str, Setting]) -> tuple[tuple[G
         elif name not in paired:
             weight = table.num_embeddings * table.embedding_dim
             groups.append(Group("a table by rows", {name: Setting(Style.VOCAB)}, weight))
+    other = {n: subject.tables[n] for n in (*by_input, *by_number) if n not in looked_up}
+    for name, table in (other | subject.bags).items():
+        if _is_large(table, subject.size) and table.embedding_dim >= subject.size:
+            weight = table.num_embeddings * table.embedding_dim
+            groups.append(
+                Group(
+                    "a table by columns, whose result is gathered",
+                    {name: Setting(Style.COLWISE, Pin.REPLICATE)},
+                    weight,
+                )
+            )
     return tuple(sorted(groups, key=lambda group: (-group.weight, next(iter(group.settings))))), reasons
 
 
 def _splittable(subject: Subject, names: list[str]) -> tuple[list[str], dict[str, str]]:
     """Those of the tables that the compiler can split by rows, and what it says of the others."""
     problems = subject.study.refused([Rule(Pattern.parse(name), Style.VOCAB) for name in names])
-    reasons = {name: "its indices are no input of the model" for name in subject.tables if name not in names}
+    small = "its indices are no input of the model, and it is small"
+    reasons = {name: small for name in subject.tables if name not in names}
     reasons |= {name: problems[name] for name in names if name in problems}
     return [name for name in names if name not in problems], reasons
+
+
+def _is_large(table: nn.Embedding | nn.EmbeddingBag, size: int) -> bool:
+    return table.num_embeddings >= _COMPUTED_PER_RANK * size
 
 
 def _looked_up_by_input(subject: Subject) -> list[str]:

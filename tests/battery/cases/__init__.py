@@ -14,6 +14,7 @@ from tests.battery.cases import (
     layers,
     rules,
     state,
+    tables,
 )
 
 # What isn't right yet; `python -m tests.battery.page` runs them, docs/architecture.md says why.
@@ -151,4 +152,5 @@ __all__ = [
     "layers",
     "rules",
     "state",
+    "tables",
 ]

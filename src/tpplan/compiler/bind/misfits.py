@@ -29,6 +29,8 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
         if computed is not None:
             return computed
     if rule.style in (Style.COLWISE, Style.ROWWISE):
+        if rule.style is Style.COLWISE and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            return _whole_table(module, name, rule)
         form = linear_form(module)
         if form is None and not (rule.style is Style.COLWISE and is_grouped_convolution(module)):
             return _mismatch(module, name, rule, f"`{rule.style}` splits a linear layer")
@@ -70,8 +72,8 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2] if not name.rpartition(".")[2].isdigit() else "module"
 
 
-def _whole_table(table: nn.Embedding, name: str, rule: Rule) -> Diagnostic | None:
-    """TP112 for a table of which a lookup changes, or counts, more than the rows of one rank."""
+def _whole_table(table: nn.Embedding | nn.EmbeddingBag, name: str, rule: Rule) -> Diagnostic | None:
+    """TP112 for a table of which a lookup changes, or counts, more than the part of one rank."""
     if table.max_norm is not None:
         what = f"has `max_norm={table.max_norm:g}`: a lookup rewrites the rows that it reads"
     elif table.scale_grad_by_freq:
@@ -82,7 +84,7 @@ def _whole_table(table: nn.Embedding, name: str, rule: Rule) -> Diagnostic | Non
         return None
     return Diagnostic(
         code="TP112",
-        message=f"`{name}` {what}, which isn't supported for a table whose rows are split",
+        message=f"`{name}` {what}, which isn't supported for a table that is split",
         span=rule.style_span,
         help=f"remove the rule, so that `{name}` stays replicated",
         subject=name,
@@ -145,7 +147,9 @@ def _suggest_style(module: nn.Module) -> str:
     if is_grouped_convolution(module):
         return "a convolution in groups can be `colwise`"
     if isinstance(module, nn.Embedding):
-        return "an embedding table can be `vocab`"
+        return "an embedding table can be `vocab` or `colwise`"
+    if isinstance(module, nn.EmbeddingBag):
+        return "a table whose rows are reduced can be `colwise`"
     linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]
     if linears:
         return f"name the linear layers inside it, such as `….{linears[0]}`"

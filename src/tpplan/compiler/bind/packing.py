@@ -154,6 +154,8 @@ def _with_parameters(
         unread = bound.form is not None and name not in frames and not bound.wrapper
         if read and (convolves or unread):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
+            if convolves and (bound.input is not None or bound.output is not None):
+                modules[name] = replace(bound, style=Style.REPLICATE)  # what it says of the module's own boundary
         else:
             modules[name] = bound
     if partly:

@@ -7,6 +7,7 @@ out: `Product`: which of the parameter's dims the product contracts and which it
     addmm(in_proj_bias, x, in_proj.t())      ->  in_proj (outputs, inputs): makes dim 0; in_proj_bias is an addend
     convolution(x, weight, groups=channels)  ->  weight (channels, 1, width): goes with the channels by dim 0
     exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
+    embedding(table, ids)                    ->  table (rows, features): goes with the features by dim 1
 """
 
 from __future__ import annotations
@@ -34,9 +35,15 @@ _KEEPS = frozenset(
     for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
 )
 _ENTRYWISE = frozenset(
-    f"aten.{name}.default" for name in ("exp", "neg", "log", "softplus", "sigmoid", "tanh", "abs", "silu", "sqrt")
-)
+    f"aten.{name}"
+    for name in (
+        "exp.default", "neg.default", "log.default", "softplus.default", "sigmoid.default", "tanh.default",
+        "abs.default", "silu.default", "sqrt.default", "rsqrt.default", "reciprocal.default", "relu.default",
+        "clamp.default", "clamp_min.default", "clamp_max.default", "pow.Tensor_Scalar", "square.default",
+    )
+)  # fmt: skip
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
+LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
 _DEEPEST = 12
 
 Dims = tuple[int | None, ...]
@@ -106,6 +113,8 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             yield from _in_product(readers, operation, seen, dims, shape, first)
         elif operation.name in _ADDITIONS:
             yield from _added(readers, operation, dims, shape)
+        elif operation.name in LOOK_UPS:
+            yield from _looked_up(readers, operation, seen, dims, shape)
         elif operation.name == CONVOLUTION:
             yield from _convolved(operation, seen, dims, shape)
         elif operation.name in SPLITS and depth < _DEEPEST:
@@ -167,6 +176,16 @@ def _convolved(operation: Operation, value: int, dims: Dims, shape: tuple[int, .
     (made,) = (o for o in operation.outputs if o is not None)
     if operation.arguments[GROUPS] > 1 and Reference(value) in operation.arguments[1:3] and dims[0] is not None:
         yield Addend(shape[dims[0]], dims[0], made, 1, is_added=False)
+
+
+def _looked_up(
+    readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]
+) -> Iterator[Addend]:
+    """A table of which rows are read, whose last dim goes with the features."""
+    made = operation.outputs[0]
+    if operation.arguments[0] == Reference(value) and made is not None and dims[-1] is not None:
+        last = len(readers.trace.values[made].shape) - 1
+        yield Addend(shape[dims[-1]], dims[-1], made, last, is_added=False)
 
 
 def _made(

@@ -13,7 +13,7 @@ placed the program (`propagate`), so that the check, which replays the body as w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,8 @@ class Replay:
             ReplayError: the body can't be recorded on such arguments, or its operations can't run on shards.
         """
         batch = self._batch()
-        key = (_geometry((args, kwargs), {}), module.training, torch.is_grad_enabled(), batch)
+        casts = tuple(map(_autocast, ("cpu", "cuda")))
+        key = (_geometry((args, kwargs), {}), module.training, torch.is_grad_enabled(), batch, casts)
         script = self._scripts.get(key)
         first = script is None
         if script is None:
@@ -104,7 +105,7 @@ class Replay:
         given = tuple(whole(a, (names[i] if i < len(names) else f"*{i}",)) for i, a in enumerate(args))
         named = {name: whole(a, (name,)) for name, a in kwargs.items()}
         first = next((tensor for _, tensor in tensors_in((args, kwargs)) if not tensor.is_meta), None)
-        state = Capture(Recorder(device=None if first is None else first.device), arguments={}, leaves=False)
+        state = Capture(_BodyRecorder(device=None if first is None else first.device), arguments={}, leaves=False)
         skeleton = make_skeleton(self._stock)
         try:
             trace = record(skeleton, given, named, training, state)
@@ -161,6 +162,27 @@ class Replay:
         sources = {c.target: c.source for c in trace.root.exits}
         result = _referred(state.results["", 0], recorder, sources)
         return Script(entries, tuple(held.items()), tuple(constants), tuple(steps), result)
+
+
+class _BodyRecorder(Recorder):
+    """A recorder of bodies that leave autocast as it is: tensors on `meta` don't show what it casts."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        super().__init__(device=device)
+        self._kind = "cpu" if device is None else device.type
+        self._around = _autocast(self._kind)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _autocast(self._kind) != self._around:
+            raise ReplayError("it turns autocast on or off itself")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """What autocast casts to on a kind of device; None where it's off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _readable(model: nn.Module, name: str, tensor: Tensor) -> str:

@@ -49,6 +49,7 @@ _SLICE = "aten.slice.Tensor"
 _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clone", "_to_copy"))
 _END = sys.maxsize
 _PRODUCT = torch.ops.aten.mul.Tensor
+_BAGS, _MODE, _MAXIMUM = torch.ops.aten._embedding_bag.default, 4, 2
 _TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
 # Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
 _WRITES = {
@@ -335,6 +336,8 @@ class Propagator:
             if grouped is None:
                 return "communication:needs rows that other ranks hold, to know which group they are of"
             target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
+        if target is _BAGS:
+            return _of_bags(arguments)
         target = _WRITES.get(target, target)
         if target in _WRITES.values() and _all_partial(arguments):
             return tuple(PARTIAL for _ in node.outputs)
@@ -409,6 +412,15 @@ def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
             yield from _flat(argument)  # pyright: ignore[reportUnknownArgumentType]
         else:
             yield argument
+
+
+def _of_bags(arguments: tuple[Any, ...]) -> tuple[Layout, ...] | str:
+    """Rows of a table that are reduced bag by bag: each rank reduces its own features."""
+    table, *others = (a for a in _flat(arguments) if isinstance(a, OperatorMeta))
+    if not table.placement.is_shard(1) or any(not a.placement.is_replicate() for a in others):
+        return "communication:needs values that other ranks hold"
+    of_largest = sharded(1) if len(arguments) > _MODE and arguments[_MODE] == _MAXIMUM else REPLICATED
+    return (sharded(1), REPLICATED, REPLICATED, of_largest)
 
 
 def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] | None:

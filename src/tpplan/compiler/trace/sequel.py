@@ -59,7 +59,9 @@ def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, r
             f"a second call fails, as the first has changed `{changed[0]}`: {error}", changed[0]
         ) from error
     same = shown(trace) == shown(second)
-    again = set(changes(after, state_of(skeleton.model, around)))
+    slots = slots_of(skeleton.model, around)
+    # What a cache keeps for a module's copy, it doesn't know of the next one's: each run of this one has computed it.
+    again = {name for name in changes(after, described(slots)) if name not in slots or not slots[name].cached}
     if again:
         _refuse_steering(second, without_records(skeleton.model), again, around, record)
     return Sequel(not same, bool(again))

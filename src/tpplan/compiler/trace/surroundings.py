@@ -10,14 +10,15 @@ a cache, a counter that is one too high.
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import random
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _OURS = ("torch", "tpplan", "builtins")
 _SCALARS = frozenset((bool, int, float, str, type(None), tuple))
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+_PLAIN_ATTRIBUTES = frozenset((*_SCALARS - {tuple}, OrderedDict, torch.dtype, torch.device, Tensor))
+_STOCK = frozenset(vars(nn.Module()))
 _CODE = (type, FunctionType, nn.Module, _CACHE)
 _LARGEST = 1 << 16
 
@@ -61,10 +64,11 @@ class Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         """Look, and remember."""
+        self._model = model
         kinds = {type(module) for _, module in named_modules(model)}
         own = _own_kinds(kinds)
         self.spaces = [*_spaces(own, model)]
-        self.caches = {id(cache): cache for _, space in self.spaces for cache in _caches(space)}
+        self.caches = {id(cache): cache for cache in (*_caches_of(self.spaces), *_caches_in(model))}
         self._entries = {key: cache.cache_info() for key, cache in self.caches.items()}
         self._files = frozenset(
             space.holder.__name__ for _, space in self.spaces if isinstance(space.holder, ModuleType)
@@ -107,6 +111,33 @@ class Surroundings:
             )
         }
 
+    def tables(self) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """The dicts around the model, and those that its modules and their objects keep, by their names there."""
+        for _, space in self.spaces:
+            yield from _dicts(self.values(space))
+        for _, module in named_modules(self._model):
+            yield from _dicts({name: held for name, held in vars(module).items() if name not in _STOCK})
+
+    def written(self) -> tuple[set[str], set[str]]:
+        """By what functions around the model do: the names of what they put anew, and of what they put entries into."""
+        names, filled = set[str](), set[str]()
+        for code in self._codes():
+            done = {instruction.opname for instruction in dis.get_instructions(code)}
+            if code.co_name != "__init__" and not done.isdisjoint(("STORE_GLOBAL", "STORE_ATTR")):
+                names.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_GLOBAL", "STORE_ATTR"))
+            if "STORE_SUBSCR" in done or "setdefault" in code.co_names:
+                filled.update(code.co_names)
+        return names, filled
+
+    def _codes(self) -> Iterator[CodeType]:
+        for _, space in self.spaces:
+            for held in space.names().values():
+                own = [held, *vars(held).values()] if isinstance(held, type) and is_users(held.__module__) else [held]
+                for function in own:
+                    function = getattr(function, "__func__", function)
+                    if isinstance(function, FunctionType):
+                        yield function.__code__
+
     def repeat_draws(self) -> None:
         """Put the generators of random numbers back to where they were."""
         for restore in self._random:
@@ -147,11 +178,20 @@ def _own_kinds(kinds: Iterable[type]) -> set[type]:
     return {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _OURS}
 
 
+def _dicts(held: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    for name, item in held.items():
+        own: Any = {} if isinstance(item, (nn.Module, type)) else getattr(item, "__dict__", {})
+        for leaf, inner in ((name, item), *own.items()):
+            if type(inner) in CONTAINERS and isinstance(inner, dict):
+                yield leaf, inner  # pyright: ignore[reportUnknownVariableType]
+
+
 def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
     """The classes, the files that they are written in, and further files of the user's that these take from."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield f"{kind.__module__}.{kind.__qualname__}", Space(kind)
     waiting = [kind.__module__ for kind in kinds]
+    packages = {name.partition(".")[0] for name in waiting}
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
     held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
     waiting += [_home(function) for function in (*held, *hooks)]
@@ -163,9 +203,15 @@ def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
             continue
         seen.add(name)
         yield name, Space(module)
+        own = is_users(name)
         for held in list(vars(module).values()):
-            if isinstance(held, (FunctionType, type, _CACHE)) and is_users(getattr(held, "__module__", None)):
-                waiting.append(held.__module__)  # pyright: ignore
+            home: str | None = held.__name__ if isinstance(held, ModuleType) else getattr(held, "__module__", None)
+            if home in seen or not isinstance(held, (FunctionType, type, ModuleType, _CACHE)):
+                continue
+            near = str(home).partition(".")[0] in packages and not isinstance(held, type)
+            asked = own and not isinstance(held, type) and str(home).partition(".")[0] not in sys.stdlib_module_names
+            if near or asked or is_users(home):
+                waiting.append(str(home))
 
 
 def _home(function: Any) -> str:
@@ -183,13 +229,35 @@ def is_users(name: str | None) -> bool:
     return name == "__main__" or (file is not None and not file.startswith(_LIBRARIES))
 
 
-def _caches(space: Space) -> Iterator[Cache]:
-    for held in list(space.names().values()):
-        held = getattr(held, "__func__", held)
-        if isinstance(held, FunctionType) and held.__closure__:
-            yield from (cell for cell in _cells(held) if isinstance(cell, _CACHE) and _may_clear(cell))
-        elif isinstance(held, _CACHE) and _may_clear(held):
-            yield held
+def _caches_of(spaces: Iterable[tuple[str, Space]]) -> Iterator[Cache]:
+    """Those that have a name in one of the spaces, or in a class there."""
+    for _, space in spaces:
+        for held in list(space.names().values()):
+            yield from _caches(held)
+            if isinstance(held, type) and held.__module__ == getattr(space.holder, "__name__", None):
+                for inner in list(vars(held).values()):
+                    yield from _caches(inner)
+
+
+def _caches_in(model: nn.Module) -> Iterator[Cache]:
+    """Those that modules, or objects that these have, keep for themselves."""
+    for _, module in named_modules(model):
+        for held in vars(module).values():
+            if type(held) in _PLAIN_ATTRIBUTES or isinstance(held, nn.Module):
+                continue
+            yield from _caches(held)
+            own: Any = held if type(held) is dict else getattr(held, "__dict__", None)  # pyright: ignore
+            for inner in list(own.values()) if type(own) is dict else ():
+                yield from _caches(inner)
+
+
+def _caches(held: Any) -> Iterator[Cache]:
+    """A cache itself, as a method, or as what a function closes over."""
+    held = getattr(held, "func" if type(held) is functools.partial else "__func__", held)
+    if isinstance(held, FunctionType) and held.__closure__:
+        yield from (cell for cell in _cells(held) if isinstance(cell, _CACHE) and _may_clear(cell))
+    elif isinstance(held, _CACHE) and _may_clear(held):
+        yield held
 
 
 def _may_clear(cache: Cache) -> bool:
