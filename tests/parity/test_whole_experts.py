@@ -347,8 +347,8 @@ def twice(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Ten
 
 REFUSED = (
     with_a_neighbour, without_the_last, scaled_by_number, centred_by_expert, twice, squashed, by_number, centred,
-    averaged, normalized, softened, of_the_first, limited, largest, with_all_matrices, dropped, overwritten, from_behind,
-    counted_and_scaled, unsorted, neighbouring,
+    averaged, normalized, softened, of_the_first, limited, largest, with_all_matrices, dropped, overwritten,
+    from_behind, counted_and_scaled, unsorted, neighbouring,
 )  # fmt: skip
 
 
