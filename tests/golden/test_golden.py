@@ -13,18 +13,23 @@ import pytest
 
 import tpplan
 from tests.models.tiny import ARCHITECTURES, tiny_model
+from tests.zoo.architectures import build
 from tpplan.calls.rehearse import Rehearsed, rehearse
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 UPDATE = bool(os.environ.get("UPDATE_SNAPSHOTS"))
-NAMES = [f"{name}{style}" for name in ARCHITECTURES for style in ("", "-sequence")]
+OF_THE_ZOO = {"mixtral-experts": "mixtral"}
+NAMES = [f"{name}{style}" for name in (*ARCHITECTURES, *OF_THE_ZOO) for style in ("", "-sequence")]
 
 
 def compiled(name: str) -> tpplan.Program:
     kind = name.removesuffix("-sequence")
-    one_layer: dict[str, Any] = {"num_hidden_layers": 1} if ARCHITECTURES[kind].kind else {"layers": 1}
-    model, keywords = tiny_model(kind, device="meta", **one_layer)
+    if kind in OF_THE_ZOO:
+        model, keywords = build(OF_THE_ZOO[kind])
+    else:
+        one_layer: dict[str, Any] = {"num_hidden_layers": 1} if ARCHITECTURES[kind].kind else {"layers": 1}
+        model, keywords = tiny_model(kind, device="meta", **one_layer)
     program = tpplan.compile_plan(model, f"plans/{name}.yaml", 2, keywords)
     # Lines of transformers' own source move with its releases.
     return replace(program, assumptions=tuple(text.rpartition(":")[0] for text in program.assumptions))

@@ -118,7 +118,20 @@ def of_weighed_first(self: Experts, tokens: Tensor, chosen: Tensor, weights: Ten
     return made.view(*chosen.shape, WIDTH).sum(1)
 
 
-BODIES = (of_grouped, of_added, of_picked, of_weighed_first)
+def of_loop(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Experts in turn, each with the tokens that chose it."""
+    out = torch.zeros_like(tokens)
+    for number in range(self.count):
+        rows, place = torch.where(chosen == number)
+        if rows.shape[0] == 0:
+            continue
+        made = functional.linear(tokens[rows], self.up[number].t(), self.up_bias[number])
+        made = gated(made) @ self.down[number] + self.down_bias[number]
+        out.index_add_(0, rows, made * weights[rows, place, None])
+    return out
+
+
+BODIES = (of_grouped, of_added, of_picked, of_weighed_first, of_loop)
 
 
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
@@ -286,9 +299,56 @@ def neighbouring(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor)
     return of_picked(self, tokens.flip(0), chosen, weights)
 
 
+def with_a_neighbour(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(tokens)
+    for number in range(self.count):
+        rows, place = torch.where(chosen == number)
+        made = gated(tokens[rows] @ self.up[number]) @ self.down[(number + 1) % self.count]
+        out = out.index_add(0, rows, made * weights[rows, place, None])
+    return out
+
+
+def without_the_last(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(tokens)
+    for number in range(self.count - 1):
+        rows, place = torch.where(chosen == number)
+        made = gated(tokens[rows] @ self.up[number]) @ self.down[number]
+        out = out.index_add(0, rows, made * weights[rows, place, None])
+    return out
+
+
+def scaled_by_number(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(tokens)
+    for number in range(self.count):
+        rows, place = torch.where(chosen == number)
+        made = gated(tokens[rows] @ self.up[number]) @ self.down[number] * number
+        out = out.index_add(0, rows, made * weights[rows, place, None])
+    return out
+
+
+def centred_by_expert(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Within one expert's tokens: a rank sees all of these."""
+    out = torch.zeros_like(tokens)
+    for number in range(self.count):
+        rows, place = torch.where(chosen == number)
+        made = gated(tokens[rows] @ self.up[number]) @ self.down[number]
+        out = out.index_add(0, rows, (made - made.mean(0)) * weights[rows, place, None])
+    return out
+
+
+def twice(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(tokens)
+    for number in (*range(self.count), 0):
+        rows, place = torch.where(chosen == number)
+        made = gated(tokens[rows] @ self.up[number]) @ self.down[number]
+        out = out.index_add(0, rows, made * weights[rows, place, None])
+    return out
+
+
 REFUSED = (
-    squashed, by_number, centred, averaged, normalized, softened, of_the_first, limited, largest, with_all_matrices,
-    dropped, overwritten, from_behind, counted_and_scaled, unsorted, neighbouring,
+    with_a_neighbour, without_the_last, scaled_by_number, centred_by_expert, twice, squashed, by_number, centred,
+    averaged, normalized, softened, of_the_first, limited, largest, with_all_matrices, dropped, overwritten,
+    from_behind, counted_and_scaled, unsorted, neighbouring,
 )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def prepare(
             transposed=spec.transposed,
             walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
-            body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers)
+            body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers, use)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
             weight=own.get("weight"),
@@ -166,6 +166,7 @@ def _replaced(
     context: CallContext,
     steps: _Steps,
     readers: Mapping[str, Callable[[Tensor], Tensor]],
+    use: KernelUse | None,
 ) -> Body | None:
     """What the program has in place of the module's own body, kernels apart."""
     module, axis = modules[spec.name], handed_out.axis
@@ -176,7 +177,7 @@ def _replaced(
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]
         return ElsewhereBody(stock[spec.name], held)
     if spec.experts is not None:
-        return own_body
+        return None if use is not None else own_body
     if spec.split_norm is not None:
         statistics = steps(spec.inner[-1])
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)

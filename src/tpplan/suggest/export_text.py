@@ -57,6 +57,8 @@ def _style(rule: Rule) -> tuple[str, str]:
     if rule.packed is not None:
         equal = len(rule.packed) == 2 and len({pack.size for pack in rule.packed}) == 1
         return f"packed_{rule.style.value}", "" if equal else "transformers knows two equal packs"
+    if rule.style is Style.EXPERTS:
+        return "", "each rank holds whole experts, which transformers has another plan for"
     if rule.style is Style.COLWISE and rule.input in (None, Pin.REPLICATE):
         return ("colwise_rep" if rule.output is Pin.REPLICATE else "colwise"), ""
     if rule.style is Style.ROWWISE and rule.output in (None, Pin.REPLICATE):

@@ -123,7 +123,9 @@ class Layout:
 
     def _details(self) -> list[str]:
         found = [f"interleave={self.interleave}"] if self.interleave != 1 else []
-        if len(self.packs) == 1:
+        if len(self.packs) == 1 and self.packs[0].among == 1:
+            found.append(f"rank {self.packs[0].first}")
+        elif len(self.packs) == 1:
             found.append(f"replicas={self.packs[0].replicas}")
         elif self.packs:
             found.append(f"packs={_shown(self.packs)}")

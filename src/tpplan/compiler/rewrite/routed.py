@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,23 @@ from torch import Tensor
 from tpplan.compat import schema_argument_names, schema_defaults, schema_mutates
 from tpplan.compiler.ir.operators import DIMS, lookup
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.compiler.rewrite.terms import (
+    Blank,
+    Counts,
+    Found,
+    Kind,
+    Numbers,
+    Order,
+    Own,
+    Part,
+    Rows,
+    Shape,
+    Space,
+    Stack,
+    Terms,
+    Total,
+)
 
-Shape = tuple[int, ...]
-Space = str  # "tokens", "choices", "pairs", or "sorted 0" for the first sort
 _RESHAPES = frozenset(
     f"aten.{name}"
     for name in (
@@ -46,89 +60,9 @@ _INNER = frozenset(
     )
 )  # fmt: skip
 _BLANKS = frozenset(f"aten.{name}.default" for name in ("empty_like", "zeros_like", "empty", "zeros", "new_zeros"))
+_ADDS = ("aten.index_add.default", "aten.index_add_.default")
 _COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)  # there are fewer experts than these can count
 _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros_like", "zeros", "new_zeros"))
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A row for each token, choice or pair; `term` says what of that is in it."""
-
-    space: Space
-    term: int
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """The numbers of the chosen experts."""
-
-    space: Space
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Places of pairs.
-
-    `sorted`: the pair at each place of a sort. `tokens`: its token. `inverse`: the place of each pair in the sort.
-    `all`: each pair's own.
-    """
-
-    kind: Literal["sorted", "tokens", "inverse", "all"]
-    sort: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many pairs each expert has; or, in a sort, where they end."""
-
-    ends: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Matrices, one for each expert."""
-
-    term: int
-
-
-@dataclass(frozen=True, slots=True)
-class Blank:
-    """A tensor made anew: zeros, or of any numbers."""
-
-    zeros: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """The sum over a token's choices of `term`."""
-
-    term: int
-
-
-Kind = Rows | Numbers | Order | Counts | Stack | Blank | Total
-
-
-@dataclass(slots=True)
-class Terms:
-    """Terms by number; equal terms have the same one, in all records that are read with it."""
-
-    keys: list[tuple[Any, ...]] = field(default_factory=list["tuple[Any, ...]"])
-    shapes: list[Shape] = field(default_factory=list["Shape"])
-    _known: dict[object, int] = field(default_factory=dict[object, int])
-
-    def of(self, *key: Any, shape: Shape) -> int:
-        """The term's number; `shape` is that of what it says of one pair."""
-        found = self._known.get((key, shape))
-        if found is None:
-            found = self._known[key, shape] = len(self.keys)
-            self.keys.append(key)
-            self.shapes.append(shape)
-        return found
-
-    def reshaped(self, term: int, shape: Shape) -> int:
-        """The same entries in another shape."""
-        base = self.keys[term][1] if self.keys[term][0] == "reshaped" else term
-        return base if self.shapes[base] == shape else self.of("reshaped", base, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +102,7 @@ class _Reader:
         self.token_count, self.choice_count = self.values[call.chosen].shape
         self.pair_count = self.token_count * self.choice_count
         self.sorts = 0
+        self.found: dict[str, int] = {}  # how many pairs of one expert the record finds
         self.known: dict[int, Kind] = {}
         self.given = frozenset[int]()
         for value, name in call.stacks.items():
@@ -199,6 +134,8 @@ class _Reader:
         (leaving,) = frame.exits
         made = self.known.get(leaving.source)
         alone = self.choice_count == 1 and isinstance(made, Rows) and made.space == "pairs"
+        if isinstance(made, Part) and made.experts == frozenset(range(self.call.count)):
+            made = Total(made.term)
         if not (isinstance(made, Total) or alone) or self.shape(leaving.source)[0] != self.token_count:
             raise NotRoutedError("its result isn't known to be a sum over the chosen experts")
         assert isinstance(made, (Total, Rows))
@@ -244,6 +181,8 @@ class _Reader:
         """The leading sizes of what has a row for each of them."""
         if space == "choices":
             return (self.token_count, self.choice_count)
+        if space in self.found:
+            return (self.found[space],)
         return (self.token_count,) if space == "tokens" else (self.pair_count,)
 
     def rows(self, name: Space, term: int, shape: Shape) -> Rows:
@@ -257,7 +196,11 @@ class _Reader:
     # -- operations -------------------------------------------------------------------------------------------------
     def made(self, node: Operation) -> list[Kind | None]:
         kinds = [self.at(value, node) for value in node.inputs]
-        for rule in (self.arranged, self.ordered, self.counted, self.multiplied, self.picked, self.summed, self.each):
+        rules = (
+            self.arranged, self.ordered, self.counted, self.looked_for, self.of_one, self.multiplied, self.picked,
+            self.summed, self.each,
+        )  # fmt: skip
+        for rule in rules:
             found = rule(node, kinds)
             if found is not None:
                 return found
@@ -296,6 +239,8 @@ class _Reader:
         if isinstance(kind, Total):
             same = before[:1] == after[:1]
             return [Total(self.terms.reshaped(kind.term, after[1:]))] if same else None
+        if isinstance(kind, Own):
+            return [Own(kind.expert, self.terms.reshaped(kind.term, after))]
         if isinstance(kind, (Order, Counts)):
             return [kind] if before == after else None
         if not isinstance(kind, (Rows, Numbers)):
@@ -365,6 +310,63 @@ class _Reader:
             return [Counts(ends=True)]
         return None
 
+    def looked_for(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """The pairs of one expert: where its number is, and what is picked there."""
+        kind = kinds[0] if kinds else None
+        arguments: tuple[Any, ...] = node.arguments
+        if node.name == "aten.eq.Scalar" and isinstance(kind, Numbers) and type(arguments[1]) is int:
+            whole = self.shape(node.inputs[0]) == (self.token_count, self.choice_count)
+            return [Found(arguments[1], "mask")] if whole else None
+        if node.name == "aten.nonzero.default" and isinstance(kind, Found) and kind.what == "mask":
+            self.found[f"of {kind.expert}"] = self.shape(self.output(node))[0]
+            return [Found(kind.expert, "places")]
+        if node.name == "aten.unbind.int" and isinstance(kind, Found) and arguments[1:] == (1,):
+            return [Found(kind.expert, "tokens"), Found(kind.expert, "choices")] if kind.what == "places" else None
+        places = [other for other in kinds[1:] if isinstance(other, Found)]
+        if node.name != "aten.index.Tensor" or not isinstance(kind, Rows) or not places or len(places) < len(kinds) - 1:
+            return None
+        wanted = {"tokens": [["tokens"]], "choices": [["tokens", "choices"]]}.get(
+            kind.space, [["tokens"], ["tokens", "choices"]] if kind.space == self.space("tokens") else []
+        )
+        same = len({place.expert for place in places}) == 1 and len(arguments[1]) == len(places)
+        if not same or [place.what for place in places] not in wanted:
+            return None
+        after = self.shape(self.output(node))
+        return [Rows(f"of {places[0].expert}", self.terms.reshaped(kind.term, after[1:]))]
+
+    def of_one(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """One expert's matrices, their products with its rows, and the sums over its pairs."""
+        kind, arguments = kinds[0] if kinds else None, tuple[Any, ...](node.arguments)
+        if node.name == "aten.select.int" and isinstance(kind, Stack):
+            number = arguments[2]
+            return [Own(number, self.own(kind))] if arguments[1] == 0 and 0 <= number < self.call.count else None
+        signature = (arguments, tuple(sorted(node.keywords.items())))
+        if isinstance(kind, Own) and len(kinds) == 1 and node.name in ("aten.t.default", "aten.transpose.int"):
+            (made,) = self.outputs(node, "any", signature, [kind.term], 0)
+            assert isinstance(made, Rows)
+            return [Own(kind.expert, made.term)]
+        shown = [type(held) for held in kinds]
+        products = {"aten.mm.default": [Rows, Own], "aten.addmm.default": [Own, Rows, Own]}
+        if products.get(node.name) == shown:
+            (rows,) = (held for held in kinds if isinstance(held, Rows))
+            experts = {f"of {held.expert}" for held in kinds if isinstance(held, Own)}
+            bias = len(kinds) == 2 or len(self.shape(node.inputs[0])) == 1
+            if experts != {rows.space} or not bias:
+                return None
+            return self.outputs(node, rows.space, signature, [h.term for h in kinds if isinstance(h, (Rows, Own))], 1)
+        if node.name not in _ADDS or shown not in ([Blank, Found, Rows], [Part, Found, Rows]):
+            return None
+        into, place, rows = kinds
+        assert isinstance(place, Found) and isinstance(rows, Rows)
+        fits = self.shape(node.inputs[0]) == (self.token_count, *self.shape(node.inputs[2])[1:])
+        plain = arguments[1:2] == (0,) and len(arguments) == 4 and not node.keywords and place.what == "tokens"
+        if not fits or not plain or rows.space != f"of {place.expert}":
+            return None
+        if isinstance(into, Part):
+            fresh = into.term == rows.term and place.expert not in into.experts
+            return [Part(rows.term, into.experts | {place.expert})] if fresh else None
+        return [Part(rows.term, frozenset({place.expert}))] if into == Blank(zeros=True) else None
+
     def multiplied(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """Products of sorted rows with their experts' matrices, and of pairs of matrices."""
         if node.name == "aten._grouped_mm.default" and len(kinds) == 3:
@@ -424,7 +426,7 @@ class _Reader:
             before, after = self.shape(node.inputs[0]), self.shape(self.output(node))
             if kinds[0].space == "pairs" and dims and 0 not in dims and all(before[dim] == 1 for dim in dims):
                 return [self.rows("pairs", kinds[0].term, after)]
-        if node.name in ("aten.index_add.default", "aten.index_add_.default") and len(kinds) == 3:
+        if node.name in _ADDS and len(kinds) == 3:
             into, place, rows = kinds
             arguments: tuple[Any, ...] = node.arguments
             if node.keywords or arguments[1:2] != (0,) or len(arguments) > 4:
@@ -451,9 +453,13 @@ class _Reader:
             (made,) = self.outputs(node, "stacks", signature, [kinds[0].term], 1)
             assert isinstance(made, Rows)
             return [Stack(made.term)]
-        if operator is None or not all(isinstance(kind, Rows) for kind in kinds):
+        if operator is None or not all(isinstance(kind, (Rows, Own)) for kind in kinds):
             return None
-        rows = [kind for kind in kinds if isinstance(kind, Rows)]
+        rows = [
+            Rows(f"of {kind.expert}", kind.term) if isinstance(kind, Own) else kind
+            for kind in kinds
+            if isinstance(kind, (Rows, Own))
+        ]
         spaces = {kind.space for kind in rows} - {"any"}
         if len(spaces) != 1 or node.name in _BLANKS:
             return None
@@ -462,11 +468,15 @@ class _Reader:
         if operator.kind == "entrywise":
             ranks = {len(self.shape(o)) for o in node.outputs if o is not None}
             for value, kind in zip(node.inputs, rows, strict=True):
+                if isinstance(kinds[node.inputs.index(value)], Own):
+                    if len(self.shape(value)) >= min(ranks):
+                        return None
+                    continue  # the same for each row
                 aligned = {len(self.shape(value))} == ranks and self.shape(value)[:lead] == self.sizes(space)
                 if kind.space != "any" and not aligned:
                     return None
             signature: Any = (node.arguments, tuple(sorted(node.keywords.items())))
-        elif node.name in _INNER:
+        elif node.name in _INNER and not any(isinstance(kind, Own) for kind in kinds):
             signature = self.inner(node, lead)
         else:
             return None
@@ -522,4 +532,4 @@ class _Reader:
         return Rows(space, self.terms.of(*made, shape=value.shape[1:]))
 
 
-__all__ = ["Call", "NotRoutedError", "Terms", "routed_term"]
+__all__ = ["Call", "NotRoutedError", "routed_term"]
