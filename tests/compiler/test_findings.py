@@ -166,7 +166,7 @@ def test_a_forward_on_an_instance_is_refused() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    plan = {"version": 1, "modules": {"tokens": "colwise", "block.norm": "rowwise", "nothing": "sequence"}}
+    plan = {"version": 1, "modules": {"tokens": "rowwise", "block.norm": "rowwise", "nothing": "sequence"}}
     with pytest.raises(tpplan.CompileError) as caught:
         tpplan.compile_plan(toys.Positions(), plan, tp=2, inputs=IDS)
     assert sorted(d.code for d in caught.value.diagnostics) == ["TP012", "TP101", "TP101"]

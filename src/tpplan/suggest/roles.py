@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.queries import Rules
 from tpplan.plan import Pin, Style
@@ -151,7 +151,9 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
             families.join(_key(row, settings), _key(name, settings))
     for addend, name in found.addends.items():
         if name in settings:
-            settings[addend] = settings[name]
+            sizes = tuple(part.outputs for part in subject.addends[addend].parts)
+            packs = settings[name].packed or (pack_names(sizes) if sizes[1:] else None)
+            settings[addend] = replace(settings[name], packed=packs)
             families.join(_key(name, settings), _key(addend, settings))
     for parameter, (name, packs) in found.beside.items():
         if parameter not in settings and name in settings:

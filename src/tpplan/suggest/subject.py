@@ -129,7 +129,8 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     counts |= {name: sum(part.outputs for part in product.parts) for name, product in products.items()}
     taken = {name: study.taken_apart(frames[name].exits[0].target) for name in linears}
     taken |= {name: study.product_taken_apart(product) for name, product in products.items()}
-    columns, unsplittable, heads = _columns(study, taken, counts)
+    parts = {n: tuple(part.outputs for part in product.parts) for n, product in products.items() if product.following}
+    columns, unsplittable, heads = _columns(study, taken, counts, parts)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     weights = {name: form.inputs * form.outputs for name, form in linears.items()} | {n: sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
@@ -201,7 +202,7 @@ def _is_plain(frame: Frame) -> bool:
 
 
 def _columns(
-    study: Study, taken: Mapping[str, Taken | None], counts: Mapping[str, int]
+    study: Study, taken: Mapping[str, Taken | None], counts: Mapping[str, int], parts: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[Column, ...]], dict[str, str], frozenset[int]]:
     """Let the compiler say of every layer and product by itself what a column split makes of it.
 
@@ -209,13 +210,16 @@ def _columns(
         study: the model.
         taken: by name, how its features are taken apart further on.
         counts: by name, how many features it makes.
+        parts: the features of those that a body takes apart before it multiplies by them.
     """
     plain: dict[str, tuple[Pack, ...] | None] = {}
     parted: dict[str, tuple[Pack, ...] | None] = {}
     finer: dict[str, tuple[Pack, ...] | None] = {}
     for name, held in taken.items():
         several = held is not None and len(held.stretches) > 1
-        if held is None or not several or held.operation.name in VIEW_OPERATORS:
+        if held is None and name in parts:
+            parted[name] = pack_names(parts[name])
+        elif held is None or not several or held.operation.name in VIEW_OPERATORS:
             plain[name] = None  # a view of heads may hold q, k and v of each head together
         if held is not None and several:
             parted[name] = pack_names(held.stretches)

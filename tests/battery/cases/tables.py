@@ -60,3 +60,24 @@ class KeptByMethod(Mlp):
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x * self.table(x.shape[1], x.device))
+
+
+@case(
+    "tables",
+    {
+        "mix.in_proj_{weight,bias}": {"style": "colwise", "packed": ["q", "k", "v"]},
+        "mix.out_proj.{weight,bias}": "rowwise",
+    },
+    call(),
+    call(lambda: (t(2, 3, D),)),
+    call(train=False),
+)
+class DropsWeights(nn.Module):
+    """Attention whose weights nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(D, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.mix(x, x, x)[0]

@@ -197,7 +197,7 @@ class _Use:
     Attributes:
         features: how many there are.
         taken: how they are taken apart further on, of those that are made.
-        joined: what they were concatenated from, of those that are contracted.
+        joined: what they were concatenated from, of those that are contracted; the parts in which a parameter is used.
     """
 
     features: int
@@ -209,17 +209,22 @@ def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None,
     columns = bound.style is Style.COLWISE
     if isinstance(form, Addend):
         outputs = sum(part.outputs for part in form.parts)
-        return _Use(outputs, taken_apart(form.parts, readers)) if columns else None
+        return _Use(outputs, taken_apart(form.parts, readers), _parts(form)) if columns else None
     features = form.outputs if columns else form.inputs
     if isinstance(form, Product):
         if columns:
-            return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers))
+            return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers), _parts(form))
         return _Use(features, joined=readers.joined(form.given))
     if frame is None:
         return None
     if columns:
         return _Use(features, readers.taken_apart(frame.exits[0].target) if frame.exits else None)
     return _Use(features, joined=readers.joined(frame.entries[0].source))
+
+
+def _parts(form: Product | Addend) -> tuple[int, ...]:
+    """The stretches of a parameter that the body takes apart before it uses it."""
+    return tuple(part.outputs for part in form.parts) if form.following else ()
 
 
 def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -> Taken | None:
@@ -239,12 +244,11 @@ def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -
 
 def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
     size, whole, taken = axis.size, use.features, use.taken
-    columns = bound.style is Style.COLWISE
     sizes: Sequence[int] = (whole,)
     if bound.rule.packed is not None:
         taken = None if taken is None else _as_named(bound, taken)
         seen = taken.stretches if taken is not None else use.joined
-        found = _sizes(bound, whole, () if columns and taken is None else seen)
+        found = _sizes(bound, whole, seen)
         if isinstance(found, Diagnostic):
             return found
         sizes = found

@@ -128,9 +128,10 @@ def _check_rank(
     except BodyError as error:
         local, values, failed = error.root, tuple(state.recorder.values), error.frame
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
-    frames = {(f.module, f.call): (f, place) for f, place in _in_order(given.trace.recorded)}
+    root = _without_unread(given.trace, recorded)
+    frames = {(f.module, f.call): (f, place) for f, place in _in_order(root)}
     given = replace(given, surprising=bool(state.recorder.surprising))
-    operands = Correspondence(given.trace.recorded, local, REARRANGING)
+    operands = Correspondence(root, local, REARRANGING)
     found: list[Mismatch] = []
     for frame in local.walk():
         if (frame.module, frame.call) in boundary.skipped:
@@ -177,6 +178,18 @@ def _hidden_backward(instance: Instance, style: Style | None = None) -> Mismatch
         return Mismatch(frame, None, len(frame.body), None, None, message, backward=frame.backwards[0])
     found = (_hidden_backward(child, style) for child in instance.children)
     return next((mismatch for mismatch in found if mismatch is not None), None)
+
+
+def _without_unread(trace: Trace, recorded: frozenset[str]) -> Frame:
+    """The trace with every operation, but of bodies that run from their records with those that somebody reads."""
+    read = {(frame.module, frame.call): frame for frame in trace.root.walk()} if recorded else {}
+
+    def copied(frame: Frame) -> Frame:
+        kept = read[frame.module, frame.call] if frame.module in recorded else frame
+        body = tuple(copied(node) if isinstance(node, Frame) else node for node in kept.body)
+        return replace(kept, body=body)
+
+    return copied(trace.recorded) if recorded else trace.recorded
 
 
 def _cut(given: CheckInput, whole: Frame, local: Frame, replays: bool) -> Mismatch | None:

@@ -13,7 +13,8 @@ placed the program (`propagate`), so that the check, which replays the body as w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal
-from tpplan.compiler.trace.capture import Capture, argument_names, record
+from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
@@ -111,6 +112,7 @@ class Replay:
             trace = record(skeleton, given, named, training, state)
         except Exception as error:
             raise ReplayError(f"the body can't be recorded on such arguments: {error}") from error
+        trace = self._wanted(trace, state.recorder.effects)
         held_by = [*trace.stored.values(), *(names for _, names in skeleton.parameters)]
         parameters = {name: self._parameters.get(name, REPLICATED) for names in held_by for name in names}
         root = build_regions(trace, Binding({}, parameters, {}))
@@ -118,6 +120,14 @@ class Replay:
         settled = _Settler(root, trace, self._body, Propagator(self._size, number)).settle()
         held = {value: parameters[names[0]] for value, names in trace.stored.items()}
         return self._script(trace, state, skeleton.model, held | settled)
+
+    def _wanted(self, trace: Trace, effects: Collection[int]) -> Trace:
+        """The record without results that the caller drops, and without what only these are made by."""
+        wanted = {path for path, _ in self._body.results}
+        exits = tuple(c for c in trace.root.exits if not wanted.isdisjoint((c.path, *c.aliases)))
+        if len(exits) == len(trace.root.exits):
+            return trace
+        return replace(trace, root=without_dead_operations(replace(trace.root, exits=exits), {*effects}))
 
     def _whole(self, local: Tensor, layout: Layout) -> Tensor:
         shape = list(local.shape)
@@ -159,9 +169,13 @@ class Replay:
             results = tuple((c.path, c.target) for c in node.exits)
             steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
         entries = tuple((path, c.target) for c in trace.root.entries for path in (c.path, *c.aliases))
-        sources = {c.target: c.source for c in trace.root.exits}
-        result = _referred(state.results["", 0], recorder, sources)
-        return Script(entries, tuple(held.items()), tuple(constants), tuple(steps), result)
+        sources: dict[int, int | None] = {c.target: c.source for c in trace.root.exits}
+        result = state.results["", 0]
+        made_by_call = {recorder.value_of(tensor) for _, tensor in tensors_in(result)}
+        sources |= dict.fromkeys(made_by_call - sources.keys())
+        return Script(
+            entries, tuple(held.items()), tuple(constants), tuple(steps), _referred(result, recorder, sources)
+        )
 
 
 class _BodyRecorder(Recorder):
@@ -289,11 +303,12 @@ def _made(trace: Trace) -> Iterator[int]:
             yield from (c.target for c in node.exits)
 
 
-def _referred(held: Any, recorder: Recorder, instead: Mapping[int, int] | None = None) -> Any:
+def _referred(held: Any, recorder: Recorder, instead: Mapping[int, int | None] | None = None) -> Any:
     """Arguments or results with `Reference`s for tensors; other objects than plain data can't be replayed."""
     if isinstance(held, Tensor):
         value = recorder.value_of(held)
-        return Reference((instead or {}).get(value, value))
+        source = (instead or {}).get(value, value)
+        return None if source is None else Reference(source)
     if type(held) is tuple:
         return tuple(_referred(item, recorder, instead) for item in held)  # pyright: ignore
     if type(held) is list:

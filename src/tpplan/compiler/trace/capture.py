@@ -286,7 +286,7 @@ def _record(
     }
     hidden = dict(_hidden(state, _passed_on(skeleton.model, called)))
     return Trace(
-        _without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)),
+        without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)),
         root,
         complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
@@ -539,7 +539,7 @@ def _to_meta(_: Path, tensor: Tensor) -> Tensor:
     return note_alike(meta.requires_grad_(tensor.requires_grad), tensor)
 
 
-def _without_dead_operations(root: Frame, effects: set[int]) -> Frame:
+def without_dead_operations(root: Frame, effects: set[int]) -> Frame:
     """Drop operations whose results nobody reads, now or after the run: autograd's own detaches, unused masks.
 
     Lookups stay: they run all the same, and raise for an index beyond a rank's part, which no run on meta shows.
