@@ -79,7 +79,7 @@ def test_a_weight_that_is_computed_is_no_parameter_to_split(norm, what, removed,
 def test_an_embedding_that_cannot_be_split_says_for_which_option(option, what):
     found = refusal(nn.ModuleDict({"table": nn.Embedding(32, 16, **option)}), {"table": "vocab"}, IDS)
     assert found.code == "TP112"
-    assert found.message == f"`table` {what}, which isn't supported for a table whose rows are split"
+    assert found.message == f"`table` {what}, which isn't supported for a table that is split"
 
 
 PINNED = [

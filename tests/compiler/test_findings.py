@@ -87,6 +87,7 @@ ELSEWHERE = {
     "TP191": "training/test_trainer.py",
     "TP192": "training/test_inputs.py",
     "TP193": "training/test_states.py",
+    "TP146": "parity/test_whole_experts.py",
     "TP160": "adapters/test_plans.py",
     "TP185": "runtime/test_compile_calls.py",
     "TP199": "cli/test_main.py",
