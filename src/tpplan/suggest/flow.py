@@ -251,7 +251,7 @@ class _Walk:
     def _row(self, name: str, held: Layout, sources: Names) -> None:
         packs = tuple(p.size for p in held.packs)
         clash = name in self.found.rows and self.found.row_packs.get(name, ()) != packs
-        if name in self.whole_inputs or clash or any(p.replicas > 1 for p in held.packs):
+        if name in self.whole_inputs or clash or held.has_replicas:
             self.found.mixed.add(name)
         if packs:
             self.found.row_packs[name] = packs

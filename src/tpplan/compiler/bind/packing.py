@@ -5,6 +5,8 @@ out: the binding, its modules with their packs; findings for packs that don't fi
 
     {style: colwise, packed: [q, k, v]}, the result split as 32|16|16   ->  packs 32|16|16
     k_proj: colwise, its result viewed as 2 heads, on 4 ranks           ->  one pack with 2 replicas
+    q_proj: colwise, its result viewed as 6 heads, on 4 ranks           ->  one pack, in parts of 2, 2, 1 and 1 heads
+    o_proj: rowwise, its input made of these                            ->  the same
     k_proj: colwise, its result viewed as 1 head                        ->  replicate, and a note (TP126)
     qkv: colwise, 2 groups of 4 queries, a key and a value, on 4 ranks  ->  packs of each group for 2 of the ranks
     experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
@@ -15,8 +17,8 @@ one on a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -25,6 +27,7 @@ from tpplan.compiler.bind.linear import Addend, LinearForm, Product
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.heads import Parts, head_parts
 from tpplan.compiler.ir.layout import Features, Pack
 from tpplan.compiler.ir.trace import Frame
 from tpplan.plan import Diagnostic, Style
@@ -37,27 +40,32 @@ class Packed:
     Attributes:
         binding: with the modules' packs.
         findings: packs that don't fit.
-        heads: the numbers of heads into which sharded features are viewed, as far as the axis divides them.
+        heads: the numbers of heads into which sharded features are viewed, as packs, as far as they can be shared out.
         features: the features that are split, as packs: each stretch, and the stretches of a layer together.
         notes: columns that stay whole, since they make a single head.
     """
 
     binding: Binding
     findings: list[Diagnostic]
-    heads: frozenset[int]
+    heads: Features
     features: Features
     notes: list[Diagnostic]
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """The number of ranks, and the numbers of heads that they can share out evenly."""
+    """The number of ranks, the numbers of heads that they can share out evenly, and the parts of others in one body."""
 
     size: int
     heads: frozenset[int]
+    parts: Mapping[int, Parts] = field(default_factory=dict[int, Parts])
 
     def shared(self, count: int, heads: int | None) -> Pack:
         """A stretch of so many heads: key and value heads fewer than the ranks are held by several ranks each."""
+        if heads in self.parts:
+            return Pack(heads, parts=self.parts[heads]).scaled(count // heads, 1) or Pack(count)
+        if heads == 1 and self.parts:
+            return Pack(count, self.size)
         if heads is None or heads >= self.size or self.size % heads:
             return Pack(count)
         queries = any(number % heads == 0 for number in self.heads)
@@ -106,9 +114,10 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
     counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
     heads = frozenset(n for n in counts if n % size == 0)
+    parts = _parts(uses.values(), _Axis(size, heads))
     single: list[Diagnostic] = []
     for name, use in uses.items():
-        held = _refined(modules[name], use, _Axis(size, heads))
+        held = _refined(modules[name], use, _Axis(size, heads, parts.get(use.body, {})))
         if isinstance(held, Diagnostic):
             findings.append(held)
             continue
@@ -121,7 +130,25 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
     features = frozenset(packs for b in modules.values() for packs in _made(b))
-    return Packed(binding, once(findings), heads, features, once(single))
+    uneven = (Pack(n, parts=held) for in_body in parts.values() for n, held in in_body.items())
+    shared = frozenset((pack,) for pack in (*map(Pack, heads), *uneven))
+    return Packed(binding, once(findings), shared, features, once(single))
+
+
+def _parts(uses: Iterable[_Use], axis: _Axis) -> dict[Body, dict[int, Parts]]:
+    """By body, the parts of the queries and keys that it views, where the axis can't share them out evenly."""
+    counts: dict[Body, set[int]] = {}
+    for use in uses:
+        if use.taken is not None and use.body is not None:
+            each = _heads_of(use.taken)
+            groups = () if use.taken.group is None else [n * (each[0] or 1) for n in _heads_of(use.taken.group) if n]
+            counts.setdefault(use.body, set()).update(n for n in (*each, *groups) if n and n > 1)
+    found: dict[Body, dict[int, Parts]] = {}
+    for body, held in counts.items():
+        if 1 <= len(held) <= 2 and not all(axis.shared(n, n).is_even(axis.size) for n in held):
+            parts = head_parts(max(held), min(held), axis.size)
+            found |= {body: {min(held): parts.keys, max(held): parts.queries}} if parts is not None else {}
+    return found
 
 
 def _like_others(bound: Bound, used: Sequence[Bound]) -> Bound:
@@ -188,6 +215,10 @@ def _no_product(bound: Bound) -> Diagnostic:
     )
 
 
+Body = tuple[str, int]
+"""A call of a module."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Use:
     """How features are split, and what the trace does with them.
@@ -196,11 +227,19 @@ class _Use:
         features: how many there are.
         taken: how they are taken apart further on, of those that are made.
         joined: what they were concatenated from, of those that are contracted.
+        made: the body that made those that are contracted of heads, and of how many.
     """
 
     features: int
     taken: Taken | None = None
     joined: tuple[int, ...] = ()
+    made: tuple[Frame, int] | None = None
+
+    @property
+    def body(self) -> Body | None:
+        """The call in which they are heads."""
+        frame = self.taken.frame if self.taken is not None else None if self.made is None else self.made[0]
+        return None if frame is None else (frame.module, frame.call)
 
 
 def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> _Use | None:
@@ -212,12 +251,13 @@ def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None,
     if isinstance(form, Product):
         if columns:
             return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers))
-        return _Use(features, joined=readers.joined(form.given))
+        return _Use(features, joined=readers.joined(form.given), made=readers.made_of_heads(form.given))
     if frame is None:
         return None
     if columns:
         return _Use(features, readers.taken_apart(frame.exits[0].target) if frame.exits else None)
-    return _Use(features, joined=readers.joined(frame.entries[0].source))
+    given = frame.entries[0].source
+    return _Use(features, joined=readers.joined(given), made=readers.made_of_heads(given))
 
 
 def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -> Taken | None:
@@ -247,21 +287,24 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
             return found
         sizes = found
     packs = [Pack(n) for n in sizes]
+    if use.made is not None and use.made[1] in axis.parts and len(packs) == 1:
+        packs = [axis.shared(whole, use.made[1])]
     if taken is not None and taken.stretches == tuple(sizes):
         groups = taken.heads[0]
-        if taken.group is not None and groups and groups < size:
+        if taken.group is not None and groups and groups < size and groups not in axis.parts:
             grouped = axis.grouped(groups, taken.group)
             return replace(bound, packs=tuple(grouped)) if grouped else _cut_groups(bound, groups, taken.group, size)
         packs = [axis.shared(n, heads) for n, heads in zip(sizes, _heads_of(taken), strict=True)]
         for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
-            if heads is not None and not held.is_even(size):
+            if heads is not None and not held.is_even(size) and not held.parts:
                 return _cut_heads(bound, index, held, heads, size)
     few = next((index for index, held in enumerate(packs) if held.replicas == 1 and held.size < size), None)
     if few is not None:
         return _too_few(bound, few, packs[few], size)
     if len(packs) == 1 and packs[0].replicas == size:
         return replace(bound, style=Style.REPLICATE, form=None)
-    return replace(bound, packs=tuple(packs)) if len(packs) > 1 or packs[0].replicas > 1 else bound
+    several = len(packs) > 1 or packs[0].replicas > 1 or packs[0].parts
+    return replace(bound, packs=tuple(packs)) if several else bound
 
 
 def _as_named(bound: Bound, taken: Taken) -> Taken:

@@ -96,6 +96,27 @@ class Readers:
         whole = self.trace.values[value].shape
         return tuple(s[-1] for s in shapes) if dim % len(whole) == len(whole) - 1 else ()
 
+    def made_of_heads(self, value: int) -> tuple[Frame, int] | None:
+        """The body that viewed heads as the last dim of `value`, and of how many heads; None if none did.
+
+        What is done with the features afterwards may change no shape.
+        """
+        for _ in range(_DEEPEST):
+            while value in self._flow.source:
+                value = self._flow.source[value]
+            made, shape = self._flow.made.get(value), self.trace.values[value].shape
+            before = self.trace.values[made.inputs[0]].shape if made is not None and made.inputs else ()
+            if made is None or not shape or not before:
+                return None
+            if made.name in VIEWS and before[-1] != shape[-1]:
+                split = _split_into(shape, before, len(shape) - 1)
+                frame = next(f for f, operation in self._flow.operations[made.inputs[0]] if operation is made)
+                return (frame, before[split[0][0]]) if len(split) == 2 else None
+            if before != shape and made.name not in VIEWS:
+                return None
+            value = made.inputs[0]
+        return None
+
     def taken_apart(self, value: int, dim: int = -1) -> Taken | None:
         """How a dim of `value`, the last if none is named, is taken apart, if that is what is done with it."""
         shape = self.trace.values[value].shape

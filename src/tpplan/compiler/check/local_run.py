@@ -89,13 +89,13 @@ def ranks_alike(given: CheckInput) -> list[int]:
     """For each rank the first that has its local shapes."""
     held = {(layout, given.trace.values[value].shape) for value, layout in given.assignment.layouts.items()}
     uneven = [
-        (layout, shape[layout.dim])
+        (layout, shape)
         for layout, shape in held
         if layout.dim is not None and not layout.is_even(shape[layout.dim], given.size)
     ]
-    kinds: dict[tuple[int, ...], int] = {}
+    kinds: dict[tuple[tuple[int, ...], ...], int] = {}
     return [
-        kinds.setdefault(tuple(layout.local_size(count, given.size, rank) for layout, count in uneven), rank)
+        kinds.setdefault(tuple(layout.local_shape(shape, given.size, rank) for layout, shape in uneven), rank)
         for rank in range(given.size)
     ]
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from tpplan.compiler.ir.heads import head_parts
 from tpplan.compiler.ir.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
@@ -96,7 +97,8 @@ def results(
     if node.name == BATCHED and _multiplies_own_rows(node, layouts):
         return (layouts[node.inputs[0]],)
     if node.name == EXPAND and _repeats(values, number, node, held):
-        return (replace(held, within=(Pack(values[_output(node)].shape[held.dim + 1]),)),)
+        within = _repeats_on(held, values[_output(node)].shape[held.dim + 1], size)
+        return (replace(held, within=(within,)),) if within is not None else "repeats heads in another number"
     return _alike(node, values, dict(split), layouts, ask)
 
 
@@ -182,6 +184,8 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _taken(held: Layout, along: int, stretches: Iterable[tuple[int, int]], size: int, keeps: bool) -> Layouts | str:
     """Stretches of a packed dim: each must be whole packs, and more than a rank's part of them if the dim goes away."""
     assert held.dim is not None
+    if held.joint is not None:
+        return "takes elements that only some ranks hold"
     packs, holders, _ = held.shares(along, size, 0)
     edges = _starts([pack.size for pack in packs])
     found: list[Layout] = []
@@ -220,7 +224,17 @@ def _repeats(values: Sequence[LocalValue], number: int, node: OperationNode, hel
     if dim is None or len(held.packs) != 1 or len(before) != len(after) or dim + 1 >= len(before):
         return False
     grown = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-    return grown == [dim + 1] and after[dim + 1] % held.packs[0].replicas == 0
+    (pack,) = held.packs
+    return grown == [dim + 1] and (pack.is_shared if pack.parts else after[dim + 1] % pack.replicas == 0)
+
+
+def _repeats_on(held: Layout, repeats: int, size: int) -> Pack | None:
+    """The repeats that each rank keeps of the heads that it has; None for heads that are shared out otherwise."""
+    (pack,) = held.packs
+    if not pack.parts:
+        return Pack(repeats)
+    parts = head_parts(pack.size * repeats, pack.size, size)
+    return Pack(pack.size * repeats, parts=parts.queries) if parts is not None and parts.keys == pack.parts else None
 
 
 def _joins(node: OperationNode, layouts: dict[int, Layout]) -> bool:
@@ -283,7 +297,7 @@ def _alike(
             result = packed(result.dim, packs, within)
         elif output is not None and within:
             return "reduces over a dim that the ranks with one part share"
-        elif output is not None and result.forward == "P" and any(pack.replicas > 1 for pack in packs):
+        elif output is not None and result.forward == "P" and any(pack.is_shared for pack in packs):
             return "sums parts that several ranks hold, and would count them more than once"
         found.append(result)
     return tuple(found)
@@ -351,6 +365,7 @@ def _candidates(
                 yield sharded(0, interleave=batch)
     packs = held.stretches(source[held.dim])
     runs = _runs(held, source, size)
+    yield from _by_parts(held, source, target)
     for position, count in enumerate(target):
         unit = math.prod(target[position + 1 :])
         entries = unit == inner
@@ -374,10 +389,39 @@ def _candidates(
                         yield packed(position, [holders], within)
 
 
+def _by_parts(held: Layout, source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Layout]:
+    """Of packs with parts the same ones, which a plain split might equal by chance; apart into two dims, or together."""
+    assert held.dim is not None
+    if not any(pack.parts for pack in (*held.packs, *held.within)):
+        return
+    joint = held.joint
+    inner = math.prod(source[held.dim + (1 if joint is None else 2) :])
+    found = held.packs if joint is None else (joint,)
+    outer = math.prod(source[: held.dim])
+    for position, count in enumerate(target):
+        scaled = _scaled(found, inner, math.prod(target[position + 1 :]))
+        for proposal in (scaled, scaled * outer, scaled[: len(scaled) // math.prod(target[:position])]):
+            if proposal and sum(pack.size for pack in proposal) == count:
+                yield packed(position, proposal)
+        if position + 1 < len(target) and len(found) == 1:
+            yield from _apart(_scaled(found, inner, math.prod(target[position + 2 :])), position, target)
+
+
+def _apart(both: Sequence[Pack], position: int, target: tuple[int, ...]) -> Iterator[Layout]:
+    """The layout of two dims, as keys and their repeats, of which each rank's part is of both in one."""
+    count, group = target[position : position + 2]
+    if len(both) != 1 or both[0].size != count * group or not group:
+        return
+    spans = [(start // group, -(-(start + length) // group)) for start, length in both[0].parts]
+    if all(length and length % (end - first) == 0 for (first, end), (_, length) in zip(spans, both[0].parts, strict=True)):
+        parts = tuple((first, end - first) for first, end in spans)
+        yield packed(position, [Pack(count, parts=parts)], both)
+
+
 def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack], int]:
     """What the holders of a part share out, as packs of the two dims in one, and the size of an entry of these."""
     assert held.dim is not None
-    if not held.within:
+    if not held.within or held.joint is not None:
         return [], 1
     holders = held.packs[0].replicas
     found = [p._replace(first=first, among=holders) for first in range(0, size, holders) for p in held.within]
@@ -386,8 +430,8 @@ def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack],
 
 def _scaled(packs: Sequence[Pack], unit: int, other: int) -> list[Pack]:
     """Packs of entries of size `unit`, in entries of another size; none if they aren't whole."""
-    exact = all(p.size * unit % other == 0 for p in packs)
-    return [p._replace(size=p.size * unit // other) for p in packs] if exact else []
+    scaled = [p.scaled(unit, other) for p in packs]
+    return [p for p in scaled if p is not None] if None not in scaled else []
 
 
 def _fills(packs: Sequence[Pack], count: int, size: int, entries: bool) -> bool:
@@ -401,6 +445,8 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
     assert held.dim is not None
     whole = numpy.arange(math.prod(shape), dtype=numpy.int64).reshape(shape)
     count = shape[held.dim]
+    if held.joint is not None:
+        return _jointly(whole, held.dim, held.joint, rank)
     if held.interleave != 1:
         blocks = numpy.arange(count).reshape(held.interleave, size, -1)[:, rank].reshape(-1)
         return numpy.take(whole, blocks, held.dim).reshape(-1)
@@ -412,6 +458,13 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
         parts = [numpy.take(mine, range(start, start + n), held.dim + 1) for start, n in _within(held, size, rank)]
         mine = numpy.concatenate(parts, held.dim + 1)
     return mine.reshape(-1)
+
+
+def _jointly(whole: NDArray[Any], dim: int, pack: Pack, rank: int) -> NDArray[Any]:
+    """What a rank holds where two dims are shared out in one."""
+    both = whole.reshape((*whole.shape[:dim], -1, *whole.shape[dim + 2 :]))
+    start, length = pack.parts[rank]
+    return numpy.take(both, range(start, start + length), dim).reshape(-1)
 
 
 def _within(held: Layout, size: int, rank: int) -> list[tuple[int, int]]:
