@@ -166,7 +166,7 @@ def _nothing(subject: Subject, roles: Roles, found: _Search) -> CompileError:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
     elif any(f"{subject.size} ranks" in reason for reason in found.reasons.values()):
-        way_out = "try fewer ranks, a number that divides the heads"
+        way_out = "try fewer ranks, at most as many as there are heads"
     else:
         way_out = (
             "no number of ranks changes that: what can be split is a linear layer whose result a second one reads, "

@@ -17,7 +17,7 @@ one on a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -54,11 +54,20 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """The number of ranks, the numbers of heads that they can share out evenly, and the parts of others in one body."""
+    """How the ranks share out heads.
+
+    Attributes:
+        size: the number of ranks.
+        heads: the numbers of heads that they can share out evenly.
+        parts: of one body, which of its heads each rank has, by their number, where they can't.
+        queries: how many heads the body has that may be the keys' and values' as well, or several for each of these;
+            0 if its numbers of heads fit no queries.
+    """
 
     size: int
     heads: frozenset[int]
     parts: Mapping[int, Parts] = field(default_factory=dict[int, Parts])
+    queries: int = 0
 
     def shared(self, count: int, heads: int | None) -> Pack:
         """A stretch of so many heads: key and value heads fewer than the ranks are held by several ranks each."""
@@ -114,10 +123,10 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
     counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
     heads = frozenset(n for n in counts if n % size == 0)
-    parts = _parts(uses.values(), _Axis(size, heads))
+    parts = _parts([*uses.values()], _Axis(size, heads))
     single: list[Diagnostic] = []
     for name, use in uses.items():
-        held = _refined(modules[name], use, _Axis(size, heads, parts.get(use.body, {})))
+        held = _refined(modules[name], use, _Axis(size, heads, *_of_body(use, parts)))
         if isinstance(held, Diagnostic):
             findings.append(held)
             continue
@@ -130,24 +139,44 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
     features = frozenset(packs for b in modules.values() for packs in _made(b))
-    uneven = (Pack(n, parts=held) for in_body in parts.values() for n, held in in_body.items())
+    uneven = (Pack(n, parts=held) for in_body, _ in parts.values() for n, held in in_body.items())
     shared = frozenset((pack,) for pack in (*map(Pack, heads), *uneven))
     return Packed(binding, once(findings), shared, features, once(single))
 
 
-def _parts(uses: Iterable[_Use], axis: _Axis) -> dict[Body, dict[int, Parts]]:
-    """By body, the parts of the queries and keys that it views, where the axis can't share them out evenly."""
+def _of_body(use: _Use, parts: Mapping[Body | None, tuple[dict[int, Parts], int]]) -> tuple[dict[int, Parts], int]:
+    """The parts of the heads of one body; where another body joins them, those of as many, if all have these."""
+    held = parts.get(use.body, ({}, 0))
+    if use.taken is not None or use.beside is None or held[0]:
+        return held
+    count = use.beside[1]
+    known = {found[count] for found, _ in parts.values() if count in found}
+    return ({count: min(known)}, 0) if len(known) == 1 else held
+
+
+def _parts(uses: Sequence[_Use], axis: _Axis) -> dict[Body | None, tuple[dict[int, Parts], int]]:
+    """By body, the parts of the queries and keys that it views, where the axis can't share them out evenly.
+
+    With each the number of its queries.
+    """
     counts: dict[Body, set[int]] = {}
     for use in uses:
         if use.taken is not None and use.body is not None:
             each = _heads_of(use.taken)
             groups = () if use.taken.group is None else [n * (each[0] or 1) for n in _heads_of(use.taken.group) if n]
             counts.setdefault(use.body, set()).update(n for n in (*each, *groups) if n and n > 1)
-    found: dict[Body, dict[int, Parts]] = {}
+    for use in uses:
+        if use.taken is None and use.beside is not None and use.body in counts:
+            counts[use.body].add(use.beside[1])
+    found: dict[Body | None, tuple[dict[int, Parts], int]] = {}
     for body, held in counts.items():
-        if 1 <= len(held) <= 2 and not all(axis.shared(n, n).is_even(axis.size) for n in held):
-            parts = head_parts(max(held), min(held), axis.size)
-            found |= {body: {min(held): parts.keys, max(held): parts.queries}} if parts is not None else {}
+        if not held or all(axis.shared(n, n).is_even(axis.size) for n in held):
+            continue
+        keys, queries = min(held), max(held)
+        fits = len(held) <= 2 and queries % keys == 0
+        parts = head_parts(queries, keys, axis.size) if fits else None
+        by_number = {} if parts is None else {keys: parts.keys, queries: parts.queries}
+        found[body] = by_number, queries if fits else 0
     return found
 
 
@@ -227,18 +256,19 @@ class _Use:
         features: how many there are.
         taken: how they are taken apart further on, of those that are made.
         joined: what they were concatenated from, of those that are contracted.
-        made: the body that made those that are contracted of heads, and of how many.
+        beside: of those that aren't taken apart, the heads that they are made of or combined with, and the body that
+            joins these; None of a vector.
     """
 
     features: int
     taken: Taken | None = None
     joined: tuple[int, ...] = ()
-    made: tuple[Frame, int] | None = None
+    beside: tuple[Frame | None, int] | None = None
 
     @property
     def body(self) -> Body | None:
         """The call in which they are heads."""
-        frame = self.taken.frame if self.taken is not None else None if self.made is None else self.made[0]
+        frame = self.taken.frame if self.taken is not None else None if self.beside is None else self.beside[0]
         return None if frame is None else (frame.module, frame.call)
 
 
@@ -246,18 +276,20 @@ def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None,
     columns = bound.style is Style.COLWISE
     if isinstance(form, Addend):
         outputs = sum(part.outputs for part in form.parts)
-        return _Use(outputs, taken_apart(form.parts, readers)) if columns else None
+        return _Use(outputs, taken_apart(form.parts, readers), beside=(None, outputs)) if columns else None
     features = form.outputs if columns else form.inputs
     if isinstance(form, Product):
         if columns:
             return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers))
-        return _Use(features, joined=readers.joined(form.given), made=readers.made_of_heads(form.given))
+        return _Use(features, joined=readers.joined(form.given), beside=readers.made_of_heads(form.given))
     if frame is None:
         return None
     if columns:
-        return _Use(features, readers.taken_apart(frame.exits[0].target) if frame.exits else None)
+        taken = readers.taken_apart(frame.exits[0].target) if frame.exits else None
+        beside = readers.beside_heads(frame.exits[0].target) if frame.exits and taken is None else None
+        return _Use(features, taken, beside=beside)
     given = frame.entries[0].source
-    return _Use(features, joined=readers.joined(given), made=readers.made_of_heads(given))
+    return _Use(features, joined=readers.joined(given), beside=readers.made_of_heads(given))
 
 
 def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -> Taken | None:
@@ -287,8 +319,8 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
             return found
         sizes = found
     packs = [Pack(n) for n in sizes]
-    if use.made is not None and use.made[1] in axis.parts and len(packs) == 1:
-        packs = [axis.shared(whole, use.made[1])]
+    if taken is None and use.beside is not None and use.beside[1] in axis.parts and len(packs) == 1:
+        packs = [axis.shared(whole, use.beside[1])]
     if taken is not None and taken.stretches == tuple(sizes):
         groups = taken.heads[0]
         if taken.group is not None and groups and groups < size and groups not in axis.parts:
@@ -297,7 +329,7 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
         packs = [axis.shared(n, heads) for n, heads in zip(sizes, _heads_of(taken), strict=True)]
         for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
             if heads is not None and not held.is_even(size) and not held.parts:
-                return _cut_heads(bound, index, held, heads, size)
+                return _cut_heads(bound, index, held, heads, axis)
     few = next((index for index, held in enumerate(packs) if held.replicas == 1 and held.size < size), None)
     if few is not None:
         return _too_few(bound, few, packs[few], size)
@@ -364,9 +396,13 @@ def _way_out(sizes: Sequence[int]) -> str:
     return f"write `{packed_option(sizes)}`"
 
 
-def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, size: int) -> Diagnostic:
+def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, axis: _Axis) -> Diagnostic:
     """TP102 for heads that the axis would cut."""
-    return _cut(bound, index, f"its {held.size} features are viewed as {heads} heads", f"{heads} heads", heads, size)
+    views = f"its {held.size} features are viewed as {heads} heads"
+    found = _cut(bound, index, views, f"{heads} heads", heads, axis.size)
+    if not axis.queries:
+        return found
+    return replace(found, help=f"use an axis of at most {axis.queries} ranks, or remove the rule")
 
 
 def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnostic:

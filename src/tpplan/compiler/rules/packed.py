@@ -358,6 +358,7 @@ def _candidates(
     assert held.dim is not None
     inner, outer = math.prod(source[held.dim + 1 :]), math.prod(source[: held.dim])
     beside = source[held.dim + 1] if held.within else 0
+    yield from _by_parts(held, source, target)
     for position, count in enumerate(target):
         if count % size == 0 or math.prod(target[position + 1 :]) == inner:
             yield sharded(position)
@@ -365,7 +366,6 @@ def _candidates(
                 yield sharded(0, interleave=batch)
     packs = held.stretches(source[held.dim])
     runs = _runs(held, source, size)
-    yield from _by_parts(held, source, target)
     for position, count in enumerate(target):
         unit = math.prod(target[position + 1 :])
         entries = unit == inner
@@ -390,7 +390,7 @@ def _candidates(
 
 
 def _by_parts(held: Layout, source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Layout]:
-    """Of packs with parts the same ones, which a plain split might equal by chance; apart into two dims, or together."""
+    """Of packs with parts the same ones, which a plain split might equal by chance; as one dim, or as two."""
     assert held.dim is not None
     if not any(pack.parts for pack in (*held.packs, *held.within)):
         return
@@ -403,6 +403,7 @@ def _by_parts(held: Layout, source: tuple[int, ...], target: tuple[int, ...]) ->
         for proposal in (scaled, scaled * outer, scaled[: len(scaled) // math.prod(target[:position])]):
             if proposal and sum(pack.size for pack in proposal) == count:
                 yield packed(position, proposal)
+    for position in range(len(target)):
         if position + 1 < len(target) and len(found) == 1:
             yield from _apart(_scaled(found, inner, math.prod(target[position + 2 :])), position, target)
 
@@ -410,12 +411,11 @@ def _by_parts(held: Layout, source: tuple[int, ...], target: tuple[int, ...]) ->
 def _apart(both: Sequence[Pack], position: int, target: tuple[int, ...]) -> Iterator[Layout]:
     """The layout of two dims, as keys and their repeats, of which each rank's part is of both in one."""
     count, group = target[position : position + 2]
-    if len(both) != 1 or both[0].size != count * group or not group:
+    if len(both) != 1 or both[0].size != count * group or count < 2 or not group:
         return
-    spans = [(start // group, -(-(start + length) // group)) for start, length in both[0].parts]
-    if all(length and length % (end - first) == 0 for (first, end), (_, length) in zip(spans, both[0].parts, strict=True)):
-        parts = tuple((first, end - first) for first, end in spans)
-        yield packed(position, [Pack(count, parts=parts)], both)
+    rows = [(start // group, -(-(start + length) // group) - start // group) for start, length in both[0].parts]
+    if all(length and length % held == 0 for (_, held), (_, length) in zip(rows, both[0].parts, strict=True)):
+        yield packed(position, [Pack(count, parts=tuple(rows))], both)
 
 
 def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack], int]:

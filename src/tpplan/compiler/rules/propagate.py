@@ -95,9 +95,7 @@ class Refusal:
 class Propagator:
     """Answers for one axis size; remembers what it asked."""
 
-    def __init__(
-        self, size: int, batch: int, heads: Features = frozenset(), features: Features = frozenset()
-    ) -> None:
+    def __init__(self, size: int, batch: int, heads: Features = frozenset(), features: Features = frozenset()) -> None:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`.
 
         A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or for
