@@ -1,4 +1,4 @@
-"""Attentions in which heads are counted, repeated and joined in many ways, for numbers of heads that no axis divides."""
+"""Attentions in which heads are counted, repeated and joined in many ways, in any number."""
 
 from __future__ import annotations
 
@@ -47,12 +47,8 @@ class Counted(Attention):
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.queries, SIZE).transpose(1, 2)
         k, v = (layer(x).view(batch, length, self.keys, SIZE).transpose(1, 2) for layer in (self.k, self.v))
-        k, v = (
-            t[:, :, None]
-            .expand(batch, self.keys, self.repeats, length, SIZE)
-            .reshape(batch, self.queries, length, SIZE)
-            for t in (k, v)
-        )
+        k, v = (t[:, :, None].expand(batch, self.keys, self.repeats, length, SIZE) for t in (k, v))
+        k, v = (t.reshape(batch, self.queries, length, SIZE) for t in (k, v))
         mixed = (q @ k.transpose(-1, -2) / 2).softmax(-1) @ v
         return self.o(mixed.transpose(1, 2).reshape(batch, length, self.features))
 
@@ -189,13 +185,14 @@ ATTENTIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "nested": Nested,
     "two": Two,
 }
+MORE: dict[str, dict[str, Any]] = {"gated": {"**.gate": "colwise"}, "biased": {"**.slopes": "colwise"}}
 IN_ONE: dict[str, Callable[[int, int], nn.Module]] = {"together": Together, "by head": ByHead}
 
 
 def attention(name: str, queries: int, keys: int) -> tuple[nn.Module, dict[str, Any], tuple[tuple[Any, ...], Any]]:
     """An attention in float64, its plan's rules, and a call."""
     torch.manual_seed(0)
-    rules = {**RULES, **({"**.gate": "colwise"} if name == "gated" else {})}
+    rules = {**RULES, **MORE.get(name, {})}
     if name in IN_ONE:
         rules = {"**.o": "rowwise", "**.qkv": {"style": "colwise", "packed": ["q", "k", "v"]}}
         rules = rules if name == "together" else rules | {"**.qkv": "colwise"}

@@ -10,21 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import tpplan
-from tests.models.heads import ATTENTIONS, IN_ONE, attention
+from tests.models.heads import ATTENTIONS, IN_ONE, Attention, attention
 from tests.models.tiny import ARCHITECTURES, first_output, tiny_model
 from tests.runtime.world import Member, world
+from tpplan.api import suggest_text
+from tpplan.compiler.check import local_run
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.parity import verify_program
-from tpplan.plan import load_plan
+from tpplan.plan import Severity, load_plan
+from tpplan.report.program import render_program
+from tpplan.suggest.share import block_share
 
 PLANS = Path(__file__).parents[2] / "plans"
 FEW_KEYS = [(14, 2, 4), (10, 2, 3), (9, 3, 4), (28, 4, 6), (28, 4, 8)]
 SIZES = [(6, 6, 4), (4, 4, 3), (5, 5, 3), (6, 3, 2), (32, 8, 3), *FEW_KEYS]
-NOTES = {"TP124", "TP126"}  # a body that runs from its record; a single head that stays whole
+NOTES = {"TP124", "TP126", "TP132"}  # a recorded body, a single head that stays whole, ranks with more heads
 
 
 def right(name: str, queries: int, keys: int, tp: int) -> Program:
@@ -66,9 +71,8 @@ def test_one_key_for_all_stays_whole(tp: int) -> None:
 # -- stock models -----------------------------------------------------------------------------------------------------
 def subject(name: str, queries: int, keys: int | None, eager: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     """A stock model with so many heads, in float64."""
-    heads = "n_head" if name == "gpt2" else "num_attention_heads"
-    width = "n_embd" if name == "gpt2" else "hidden_size"
-    sizes = {heads: queries, width: queries * 6} | ({} if keys is None else {"num_key_value_heads": keys})
+    sizes = {"num_attention_heads": queries, "hidden_size": queries * 6}
+    sizes |= {} if keys is None else {"num_key_value_heads": keys}
     model, keywords = tiny_model(name, **sizes, **({"attn_implementation": "eager"} if eager else {}))
     return model.double(), keywords
 
@@ -91,7 +95,7 @@ def test_stock_models_compute_the_same(
     model, keywords = subject(name, queries, keys, eager)
     plan = load_plan(PLANS / f"{name}{'-sequence' if sequence else ''}.yaml")
     program = compile_call(Request(model, plan, tp, (), keywords)).program
-    assert not {d.code for d in program.diagnostics} - {"TP120", "TP124", "TP126"}
+    assert not {d.code for d in program.diagnostics} - {"TP120", *NOTES}
     assert program.is_uneven
     report = verify_program(model, program, ((), keywords))
     assert report.ok, str(report)
@@ -183,4 +187,65 @@ def test_gradients_of_shared_keys_that_are_not_summed_are_seen(monkeypatch: pyte
     monkeypatch.setattr(parameters, "_shared", lambda layout, size, rank: (0, 0, ()))
     report = verify_program(model, program, call)
     assert not report.ok
-    assert {g.name for g in report.gradients if g.error > 1e-6} == {"0.k.weight", "0.k.bias", "0.v.weight", "0.v.bias"}
+    assert {"0.k.weight", "0.v.weight"} <= {g.name for g in report.gradients if g.error > 1e-6}
+
+
+class Turns(Attention):
+    """Only a rank with four queries takes the other branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.projected(x)
+        mixed = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.joined(mixed.relu() if q.shape[1] == 4 else mixed)
+
+
+def test_a_check_of_the_first_rank_alone_would_miss_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call = Turns(10, 2), ((torch.randn(3, 6, 12),), {})
+    plan = load_plan({"version": 1, "modules": {"{q,k,v}": "colwise", "o": "rowwise"}})
+    with pytest.raises(tpplan.CompileError):
+        compile_call(Request(model, plan, 3, *call))
+    monkeypatch.setattr(local_run, "different_ranks", lambda given: [0])
+    wrong = compile_call(Request(model, plan, 3, *call)).program
+    assert not verify_program(model, wrong, call).ok
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+def test_explain_tells_how_many_heads_each_rank_has() -> None:
+    model, rules, call = attention("plain", 28, 4)
+    program = compile_call(Request(model, load_plan({"version": 1, "modules": rules}), 8, *call)).program
+    (note,) = program.diagnostics
+    assert (note.code, note.severity) == ("TP132", Severity.NOTE)
+    assert "`0` has 28 heads on 8 ranks, which hold 4, 3, 4, 3, 4, 3, 4, 3: the fullest has 14% more" in note.message
+    assert note.help == "nothing is wrong; 2, 4, 28 ranks share them out evenly"
+    text = render_program(program)
+    assert "28 heads on 8 ranks" in text and "parts=16|12|16|12|16|12|16|12" in text
+
+
+def test_heads_that_ranks_share_evenly_have_no_note() -> None:
+    model, rules, call = attention("plain", 8, 2)
+    assert not compile_call(Request(model, load_plan({"version": 1, "modules": rules}), 4, *call)).program.diagnostics
+
+
+def test_fewer_heads_than_ranks_are_refused_with_a_remedy_that_works() -> None:
+    model, rules, call = attention("plain", 6, 3)
+    plan = load_plan({"version": 1, "modules": rules})
+    with pytest.raises(tpplan.CompileError) as raised:
+        compile_call(Request(model, plan, 7, *call))
+    found = raised.value.diagnostics[0]
+    assert (found.code, found.help) == ("TP102", "use an axis of at most 6 ranks, or remove the rule")
+    for ranks in range(2, 7):
+        compile_call(Request(model, plan, ranks, *call))
+
+
+@pytest.mark.parametrize(("queries", "keys", "tp"), [(28, 4, 6), (14, 2, 3), (6, 6, 4)])
+def test_suggested_plans_split_them(queries: int, keys: int, tp: int) -> None:
+    model, keywords = subject("qwen2", queries, keys)
+    plan = load_plan(suggest_text(model, tp, False, keywords))
+    assert block_share(tpplan.compile_plan(model, plan, tp, keywords)).percent > 98
+
+
+def test_programs_survive_json() -> None:
+    model, rules, call = attention("counted", 10, 2)
+    program = compile_call(Request(model, load_plan({"version": 1, "modules": rules}), 3, *call)).program
+    again = Program.from_dict(program.to_dict())
+    assert again == program and again.digest == program.digest

@@ -18,7 +18,7 @@ one on a convolution.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -26,8 +26,8 @@ from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
+from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.heads import Parts, head_parts
 from tpplan.compiler.ir.layout import Features, Pack
 from tpplan.compiler.ir.trace import Frame
 from tpplan.plan import Diagnostic, Style
@@ -42,7 +42,7 @@ class Packed:
         findings: packs that don't fit.
         heads: the numbers of heads into which sharded features are viewed, as packs, as far as they can be shared out.
         features: the features that are split, as packs: each stretch, and the stretches of a layer together.
-        notes: columns that stay whole, since they make a single head.
+        notes: columns that stay whole, since they make a single head; ranks that have more heads than others.
     """
 
     binding: Binding
@@ -50,53 +50,6 @@ class Packed:
     heads: Features
     features: Features
     notes: list[Diagnostic]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """How the ranks share out heads.
-
-    Attributes:
-        size: the number of ranks.
-        heads: the numbers of heads that they can share out evenly.
-        parts: of one body, which of its heads each rank has, by their number, where they can't.
-        queries: how many heads the body has that may be the keys' and values' as well, or several for each of these;
-            0 if its numbers of heads fit no queries.
-    """
-
-    size: int
-    heads: frozenset[int]
-    parts: Mapping[int, Parts] = field(default_factory=dict[int, Parts])
-    queries: int = 0
-
-    def shared(self, count: int, heads: int | None) -> Pack:
-        """A stretch of so many heads: key and value heads fewer than the ranks are held by several ranks each."""
-        if heads in self.parts:
-            return Pack(heads, parts=self.parts[heads]).scaled(count // heads, 1) or Pack(count)
-        if heads == 1 and self.parts:
-            return Pack(count, self.size)
-        if heads is None or heads >= self.size or self.size % heads:
-            return Pack(count)
-        queries = any(number % heads == 0 for number in self.heads)
-        return Pack(count, self.size // heads) if queries else Pack(count)
-
-    def grouped(self, groups: int, group: Taken) -> list[Pack]:
-        """The packs of groups that are fewer than the ranks: each is shared out among some; none if it can't be."""
-        ranks, counts = self.size // groups, _heads_of(group)
-        if self.size % groups or not any(n and n % ranks == 0 for n in counts):
-            return []
-        inner = _Axis(ranks, frozenset(n for n in counts if n))
-        held = [inner.shared(n, heads) for n, heads in zip(group.stretches, counts, strict=True)]
-        if not all(n and p.is_even(ranks) for n, p in zip(counts, held, strict=True)):
-            return []
-        return [p._replace(first=first, among=ranks) for first in range(0, self.size, ranks) for p in held]
-
-
-def _heads_of(taken: Taken) -> list[int | None]:
-    """The heads of each stretch; beside one that is viewed as heads, a smaller one that isn't is a single head."""
-    each = list(zip(taken.stretches, taken.heads, strict=True))
-    viewed = max((n for n, heads in each if heads), default=0)
-    return [heads or (1 if n < viewed else None) for n, heads in each]
 
 
 def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: bool = False) -> Packed:
@@ -113,7 +66,7 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     readers = Readers(flow)
     findings: list[Diagnostic] = []
     modules = _with_parameters(binding, readers, frames, findings, partly)
-    uses: dict[str, _Use] = {}
+    uses: dict[str, Use] = {}
     for name, bound in modules.items():
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
             found = _use(bound, bound.form, frames.get(name), readers)
@@ -123,15 +76,19 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
     counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
     heads = frozenset(n for n in counts if n % size == 0)
-    parts = _parts([*uses.values()], _Axis(size, heads))
+    uneven = uneven_heads([*uses.values()], Axis(size, heads))
+    notes: dict[Body, Diagnostic | None] = {}
     single: list[Diagnostic] = []
     for name, use in uses.items():
-        held = _refined(modules[name], use, _Axis(size, heads, *_of_body(use, parts)))
+        shared = of_body(use, uneven)
+        held = _refined(modules[name], use, Axis(size, heads, shared))
         if isinstance(held, Diagnostic):
             findings.append(held)
             continue
         if held.style is not modules[name].style:
             single.append(_single_head(held, size))
+        if use.body is not None and use.body not in notes and shared.queries in shared.parts:
+            notes[use.body] = imbalance(held, use.body, shared, size)
         modules[name] = held
     for name, bound in modules.items():
         if bound.wrapper and not bound.is_parameter and name not in frames:
@@ -139,45 +96,10 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
     features = frozenset(packs for b in modules.values() for packs in _made(b))
-    uneven = (Pack(n, parts=held) for in_body, _ in parts.values() for n, held in in_body.items())
-    shared = frozenset((pack,) for pack in (*map(Pack, heads), *uneven))
-    return Packed(binding, once(findings), shared, features, once(single))
-
-
-def _of_body(use: _Use, parts: Mapping[Body | None, tuple[dict[int, Parts], int]]) -> tuple[dict[int, Parts], int]:
-    """The parts of the heads of one body; where another body joins them, those of as many, if all have these."""
-    held = parts.get(use.body, ({}, 0))
-    if use.taken is not None or use.beside is None or held[0]:
-        return held
-    count = use.beside[1]
-    known = {found[count] for found, _ in parts.values() if count in found}
-    return ({count: min(known)}, 0) if len(known) == 1 else held
-
-
-def _parts(uses: Sequence[_Use], axis: _Axis) -> dict[Body | None, tuple[dict[int, Parts], int]]:
-    """By body, the parts of the queries and keys that it views, where the axis can't share them out evenly.
-
-    With each the number of its queries.
-    """
-    counts: dict[Body, set[int]] = {}
-    for use in uses:
-        if use.taken is not None and use.body is not None:
-            each = _heads_of(use.taken)
-            groups = () if use.taken.group is None else [n * (each[0] or 1) for n in _heads_of(use.taken.group) if n]
-            counts.setdefault(use.body, set()).update(n for n in (*each, *groups) if n and n > 1)
-    for use in uses:
-        if use.taken is None and use.beside is not None and use.body in counts:
-            counts[use.body].add(use.beside[1])
-    found: dict[Body | None, tuple[dict[int, Parts], int]] = {}
-    for body, held in counts.items():
-        if not held or all(axis.shared(n, n).is_even(axis.size) for n in held):
-            continue
-        keys, queries = min(held), max(held)
-        fits = len(held) <= 2 and queries % keys == 0
-        parts = head_parts(queries, keys, axis.size) if fits else None
-        by_number = {} if parts is None else {keys: parts.keys, queries: parts.queries}
-        found[body] = by_number, queries if fits else 0
-    return found
+    by_parts = (Pack(n, parts=held) for in_body in uneven.values() for n, held in in_body.parts.items())
+    numbers = frozenset((pack,) for pack in (*map(Pack, heads), *by_parts))
+    told = [note for note in notes.values() if note is not None]
+    return Packed(binding, once(findings), numbers, features, once([*single, *told]))
 
 
 def _like_others(bound: Bound, used: Sequence[Bound]) -> Bound:
@@ -244,52 +166,24 @@ def _no_product(bound: Bound) -> Diagnostic:
     )
 
 
-Body = tuple[str, int]
-"""A call of a module."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """How features are split, and what the trace does with them.
-
-    Attributes:
-        features: how many there are.
-        taken: how they are taken apart further on, of those that are made.
-        joined: what they were concatenated from, of those that are contracted.
-        beside: of those that aren't taken apart, the heads that they are made of or combined with, and the body that
-            joins these; None of a vector.
-    """
-
-    features: int
-    taken: Taken | None = None
-    joined: tuple[int, ...] = ()
-    beside: tuple[Frame | None, int] | None = None
-
-    @property
-    def body(self) -> Body | None:
-        """The call in which they are heads."""
-        frame = self.taken.frame if self.taken is not None else None if self.beside is None else self.beside[0]
-        return None if frame is None else (frame.module, frame.call)
-
-
-def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> _Use | None:
+def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> Use | None:
     columns = bound.style is Style.COLWISE
     if isinstance(form, Addend):
         outputs = sum(part.outputs for part in form.parts)
-        return _Use(outputs, taken_apart(form.parts, readers), beside=(None, outputs)) if columns else None
+        return Use(outputs, taken_apart(form.parts, readers), beside=(None, outputs)) if columns else None
     features = form.outputs if columns else form.inputs
     if isinstance(form, Product):
         if columns:
-            return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers))
-        return _Use(features, joined=readers.joined(form.given), beside=readers.made_of_heads(form.given))
+            return Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers))
+        return Use(features, joined=readers.joined(form.given), beside=readers.made_of_heads(form.given))
     if frame is None:
         return None
     if columns:
         taken = readers.taken_apart(frame.exits[0].target) if frame.exits else None
         beside = readers.beside_heads(frame.exits[0].target) if frame.exits and taken is None else None
-        return _Use(features, taken, beside=beside)
+        return Use(features, taken, beside=beside, named=bound.rule.packed is not None)
     given = frame.entries[0].source
-    return _Use(features, joined=readers.joined(given), beside=readers.made_of_heads(given))
+    return Use(features, joined=readers.joined(given), beside=readers.made_of_heads(given))
 
 
 def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -> Taken | None:
@@ -307,7 +201,7 @@ def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -
     return replace(first, stretches=tuple(stretches), heads=tuple(heads))
 
 
-def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
+def _refined(bound: Bound, use: Use, axis: Axis) -> Bound | Diagnostic:
     size, whole, taken = axis.size, use.features, use.taken
     columns = bound.style is Style.COLWISE
     sizes: Sequence[int] = (whole,)
@@ -319,14 +213,16 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
             return found
         sizes = found
     packs = [Pack(n) for n in sizes]
-    if taken is None and use.beside is not None and use.beside[1] in axis.parts and len(packs) == 1:
+    if taken is None and use.beside is not None and use.beside[1] in axis.uneven.parts and len(packs) == 1:
         packs = [axis.shared(whole, use.beside[1])]
+    if use.outer in axis.uneven.parts:
+        packs = [axis.shared(whole, use.outer)]
     if taken is not None and taken.stretches == tuple(sizes):
         groups = taken.heads[0]
-        if taken.group is not None and groups and groups < size and groups not in axis.parts:
+        if taken.group is not None and groups and groups < size:
             grouped = axis.grouped(groups, taken.group)
             return replace(bound, packs=tuple(grouped)) if grouped else _cut_groups(bound, groups, taken.group, size)
-        packs = [axis.shared(n, heads) for n, heads in zip(sizes, _heads_of(taken), strict=True)]
+        packs = [axis.shared(n, heads) for n, heads in zip(sizes, heads_of(taken), strict=True)]
         for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
             if heads is not None and not held.is_even(size) and not held.parts:
                 return _cut_heads(bound, index, held, heads, axis)
@@ -396,18 +292,18 @@ def _way_out(sizes: Sequence[int]) -> str:
     return f"write `{packed_option(sizes)}`"
 
 
-def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, axis: _Axis) -> Diagnostic:
+def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, axis: Axis) -> Diagnostic:
     """TP102 for heads that the axis would cut."""
     views = f"its {held.size} features are viewed as {heads} heads"
     found = _cut(bound, index, views, f"{heads} heads", heads, axis.size)
-    if not axis.queries:
+    if not axis.uneven.queries:
         return found
-    return replace(found, help=f"use an axis of at most {axis.queries} ranks, or remove the rule")
+    return replace(found, help=f"use an axis of at most {axis.uneven.queries} ranks, or remove the rule")
 
 
 def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnostic:
     """TP102 for groups, fewer than the ranks, whose heads can't be shared out among those that a group gets."""
-    each = " + ".join(str(n or 1) for n in _heads_of(group))
+    each = " + ".join(str(n or 1) for n in heads_of(group))
     features = groups * sum(group.stretches)
     views = f"its {features} features are viewed as {groups} groups of {each} heads"
     return _cut(bound, 0, views, f"{groups} groups", groups, size)
