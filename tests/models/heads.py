@@ -100,7 +100,9 @@ class Gated(Attention):
 
 
 class Biased(Attention):
-    """A bias of each head's scores: from a table, and from slopes that are computed."""
+    """A bias of each head's scores, by slopes in a buffer."""
+
+    slopes: Tensor
 
     def __init__(self, queries: int, keys: int) -> None:
         super().__init__(queries, keys)

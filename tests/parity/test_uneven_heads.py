@@ -73,7 +73,8 @@ def subject(name: str, queries: int, keys: int | None, eager: bool = False) -> t
     """A stock model with so many heads, in float64."""
     sizes = {"num_attention_heads": queries, "hidden_size": queries * 6}
     sizes |= {} if keys is None else {"num_key_value_heads": keys}
-    model, keywords = tiny_model(name, **sizes, **({"attn_implementation": "eager"} if eager else {}))
+    settings: dict[str, Any] = sizes | ({"attn_implementation": "eager"} if eager else {})
+    model, keywords = tiny_model(name, **settings)
     return model.double(), keywords
 
 

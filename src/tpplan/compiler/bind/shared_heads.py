@@ -84,7 +84,7 @@ class Axis:
     def shared(self, count: int, heads: int | None) -> Pack:
         """A stretch of so many heads: key and value heads fewer than the ranks are held by several ranks each."""
         parts = self.uneven.parts
-        if heads in parts:
+        if heads is not None and heads in parts:
             return Pack(heads, parts=parts[heads]).scaled(count // heads, 1) or Pack(count)
         if heads == 1 and parts:
             return Pack(count, self.size)

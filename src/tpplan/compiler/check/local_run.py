@@ -7,7 +7,8 @@ out: `Passed` if every body does on each rank's shards what the trace did on who
     arange(x.shape[1]) with x: S(1)           ->  Mismatch: expected (16,), got (8,)
 
 Where the axis divides every sharded dim, all ranks see the same shapes, and one run stands for all. Otherwise there is
-a run for each kind of rank: those with a full part, the one with what remains, those with nothing.
+a run for each kind of rank: those with a full part, the one with what remains, those with nothing; or those with as
+many queries of as many keys.
 """
 
 from __future__ import annotations

@@ -170,9 +170,9 @@ class Layout:
         return any(pack.is_shared for pack in self.packs)
 
     @property
-    def joint(self) -> Pack | None:
-        """The pack of the sharded dim and the next in one, where the ranks share out both together."""
-        return next((pack for pack in self.within if pack.parts), None)
+    def joint(self) -> tuple[Pack, ...]:
+        """The packs of the sharded dim and the next in one, where the ranks share out both together."""
+        return self.within if any(pack.parts for pack in self.within) else ()
 
     @property
     def is_sharded(self) -> bool:
@@ -218,8 +218,8 @@ class Layout:
             return shape
         local = [*shape]
         local[self.dim] = self.local_size(shape[self.dim], size, rank)
-        if self.joint is not None:
-            local[self.dim + 1] = self.joint.local(size, rank) // local[self.dim]
+        if self.joint:
+            local[self.dim + 1] = sum(pack.local(size, rank) for pack in self.joint) // local[self.dim]
         elif self.within:
             packs, holders, place = self.shares(self.dim + 1, size, rank)
             local[self.dim + 1] = sum(pack.local(holders, place) for pack in packs)

@@ -184,7 +184,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _taken(held: Layout, along: int, stretches: Iterable[tuple[int, int]], size: int, keeps: bool) -> Layouts | str:
     """Stretches of a packed dim: each must be whole packs, and more than a rank's part of them if the dim goes away."""
     assert held.dim is not None
-    if held.joint is not None:
+    if held.joint:
         return "takes elements that only some ranks hold"
     packs, holders, _ = held.shares(along, size, 0)
     edges = _starts([pack.size for pack in packs])
@@ -394,34 +394,39 @@ def _by_parts(held: Layout, source: tuple[int, ...], target: tuple[int, ...]) ->
     assert held.dim is not None
     if not any(pack.parts for pack in (*held.packs, *held.within)):
         return
-    joint = held.joint
-    inner = math.prod(source[held.dim + (1 if joint is None else 2) :])
-    found = held.packs if joint is None else (joint,)
+    inner = math.prod(source[held.dim + (2 if held.joint else 1) :])
     outer = math.prod(source[: held.dim])
-    for position, count in enumerate(target):
-        scaled = _scaled(found, inner, math.prod(target[position + 1 :]))
-        for proposal in (scaled, scaled * outer, scaled[: len(scaled) // math.prod(target[:position])]):
-            if proposal and sum(pack.size for pack in proposal) == count:
-                yield packed(position, proposal)
+
+    def proposals(position: int, dims: int) -> Iterator[list[Pack]]:
+        """Packs of so many dims from `position` on in one: the same, once for each entry before, or one of several."""
+        scaled = _scaled(held.joint or held.packs, inner, math.prod(target[position + dims :]))
+        fewer = scaled[: len(scaled) // math.prod(target[:position])]
+        whole = math.prod(target[position : position + dims])
+        yield from (p for p in (scaled, scaled * outer, fewer) if p and sum(pack.size for pack in p) == whole)
+
     for position in range(len(target)):
-        if position + 1 < len(target) and len(found) == 1:
-            yield from _apart(_scaled(found, inner, math.prod(target[position + 2 :])), position, target)
+        yield from (packed(position, proposal) for proposal in proposals(position, 1))
+    for position, group in enumerate(target[1:]):
+        if target[position] > 1 and group:
+            rows = ((proposal, _rows(proposal, group)) for proposal in proposals(position, 2))
+            yield from (packed(position, held, both) for both, held in rows if held)
 
 
-def _apart(both: Sequence[Pack], position: int, target: tuple[int, ...]) -> Iterator[Layout]:
-    """The layout of two dims, as keys and their repeats, of which each rank's part is of both in one."""
-    count, group = target[position : position + 2]
-    if len(both) != 1 or both[0].size != count * group or count < 2 or not group:
-        return
-    rows = [(start // group, -(-(start + length) // group) - start // group) for start, length in both[0].parts]
-    if all(length and length % held == 0 for (_, held), (_, length) in zip(rows, both[0].parts, strict=True)):
-        yield packed(position, [Pack(count, parts=tuple(rows))], both)
+def _rows(both: Sequence[Pack], group: int) -> list[Pack]:
+    """Of packs of two dims in one, as of keys and their repeats, those of the first; none if a rank's part is no box."""
+    found: list[Pack] = []
+    for pack in both:
+        rows = tuple((first // group, -(-(first + n) // group) - first // group) for first, n in pack.parts)
+        if not rows or pack.size % group or not all(n and n % rows[r][1] == 0 for r, (_, n) in enumerate(pack.parts)):
+            return []
+        found.append(Pack(pack.size // group, parts=rows))
+    return found
 
 
 def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack], int]:
     """What the holders of a part share out, as packs of the two dims in one, and the size of an entry of these."""
     assert held.dim is not None
-    if not held.within or held.joint is not None:
+    if not held.within or held.joint:
         return [], 1
     holders = held.packs[0].replicas
     found = [p._replace(first=first, among=holders) for first in range(0, size, holders) for p in held.within]
@@ -445,8 +450,9 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
     assert held.dim is not None
     whole = numpy.arange(math.prod(shape), dtype=numpy.int64).reshape(shape)
     count = shape[held.dim]
-    if held.joint is not None:
-        return _jointly(whole, held.dim, held.joint, rank)
+    if held.joint:
+        both = whole.reshape((*shape[: held.dim], -1, *shape[held.dim + 2 :]))
+        return _elements(both.shape, Layout("S", "S", held.dim, packs=held.joint), size, rank)
     if held.interleave != 1:
         blocks = numpy.arange(count).reshape(held.interleave, size, -1)[:, rank].reshape(-1)
         return numpy.take(whole, blocks, held.dim).reshape(-1)
@@ -458,13 +464,6 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
         parts = [numpy.take(mine, range(start, start + n), held.dim + 1) for start, n in _within(held, size, rank)]
         mine = numpy.concatenate(parts, held.dim + 1)
     return mine.reshape(-1)
-
-
-def _jointly(whole: NDArray[Any], dim: int, pack: Pack, rank: int) -> NDArray[Any]:
-    """What a rank holds where two dims are shared out in one."""
-    both = whole.reshape((*whole.shape[:dim], -1, *whole.shape[dim + 2 :]))
-    start, length = pack.parts[rank]
-    return numpy.take(both, range(start, start + length), dim).reshape(-1)
 
 
 def _within(held: Layout, size: int, rank: int) -> list[tuple[int, int]]:
