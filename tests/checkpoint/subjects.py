@@ -53,16 +53,16 @@ class Packs(nn.Module):
 class Attention(nn.Module):
     """Key and value heads fewer than four ranks, in layers of their own or in one with the queries."""
 
-    def __init__(self, together: bool) -> None:
+    def __init__(self, together: bool, heads: int = HEADS, groups: int = GROUPS) -> None:
         super().__init__()
-        self.together, self.size, self.repeats = together, WIDTH // HEADS, HEADS // GROUPS
-        self.width, self.kept = WIDTH, GROUPS * self.size
+        self.together, self.size, self.repeats = together, WIDTH // HEADS, heads // groups
+        self.width, self.kept = heads * self.size, groups * self.size
         self.norm = nn.LayerNorm(WIDTH)
         if together:
-            self.qkv = nn.Linear(WIDTH, WIDTH + 2 * self.kept)
+            self.qkv = nn.Linear(WIDTH, self.width + 2 * self.kept)
         else:
-            self.q, self.k, self.v = (nn.Linear(WIDTH, n) for n in (WIDTH, self.kept, self.kept))
-        self.out = nn.Linear(WIDTH, WIDTH)
+            self.q, self.k, self.v = (nn.Linear(WIDTH, n) for n in (self.width, self.kept, self.kept))
+        self.out = nn.Linear(self.width, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -110,15 +110,22 @@ def _family(name: str) -> Subject:
     return Subject(model, plan, {k: torch.ones_like(t, device="cpu") for k, t in inputs.items()})
 
 
-def _attention(together: bool, rules: dict[str, Any]) -> Subject:
-    return _toy(Attention(together), {**rules, "out": "rowwise"}, torch.rand(2, 5, WIDTH, dtype=DTYPE))
+_APART = {"{q,k,v}": "colwise"}
+_TOGETHER = {"qkv": {"style": "colwise", "packed": ["q", "k", "v"]}}
+
+
+def _attention(together: bool, heads: int = HEADS, groups: int = GROUPS) -> Subject:
+    rules = {**(_TOGETHER if together else _APART), "out": "rowwise"}
+    return _toy(Attention(together, heads, groups), rules, torch.rand(2, 5, WIDTH, dtype=DTYPE))
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "packs": lambda: _toy(Packs(), _PACKS, torch.rand(3, 8, dtype=DTYPE)),
     "uneven": lambda: _toy(Packs(1), _PACKS, torch.rand(3, 8, dtype=DTYPE)),
-    "shared": lambda: _attention(False, {"{q,k,v}": "colwise"}),
-    "shared in packs": lambda: _attention(True, {"qkv": {"style": "colwise", "packed": ["q", "k", "v"]}}),
+    "shared": lambda: _attention(False),
+    "shared in packs": lambda: _attention(True),
+    "heads": lambda: _attention(False, 9, 3),
+    "heads in packs": lambda: _attention(True, 9, 3),
     "groups": lambda: _toy(
         Groups(by_place), {"all": "colwise", "out": "rowwise"}, torch.rand(2, 5, GROUPS_WIDTH, dtype=DTYPE)
     ),

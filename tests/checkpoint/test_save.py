@@ -75,9 +75,10 @@ def _saves(member: Member, name: str, shape: Any, folder: str, round_bytes: int,
 @pytest.mark.parametrize(
     ("name", "shape"),
     in_thirds(
-        [("packs", (2,)), ("tied", (2,)), ("uneven", (4,)), ("shared in packs", (4,))],
+        [("packs", (2,)), ("tied", (2,)), ("uneven", (4,)), ("heads", (4,))],
         [("groups", (2, 2))],
         [("packs", (2,)), ("uneven", (2,)), ("tied", (2,)), ("phi3", (2,)), ("uneven", (4,)), ("shared in packs", (4,)),
+         ("heads in packs", (2, 2)),
          ("groups", (2, 2)), ("uneven", (2, 2)), ("gpt2", (2, 2)), ("tied", (2, 2))],
     ),
     ids=str,

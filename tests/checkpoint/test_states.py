@@ -28,7 +28,9 @@ def outcomes(name: str, shape: tuple[int, ...], cells: list[str], folder: Path) 
     return {cell: text for cell, text in found.items() if text and not text.startswith(OF_TORCH.get(cell, "\0"))}
 
 
-@pytest.mark.parametrize(("name", "shape"), [("shared in packs", (4,)), ("uneven", (4,))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("shared in packs", (4,)), ("uneven", (4,)), ("heads in packs", (4,))], ids=str
+)
 def test_a_state_is_the_unsharded_models(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     assert not outcomes(name, shape, SOME, tmp_path)
 

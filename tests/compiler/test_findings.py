@@ -23,7 +23,7 @@ IDS = (torch.zeros(toys.BATCH, toys.SEQUENCE, dtype=torch.long),)
 Case = tuple[Callable[[], nn.Module], tuple[Any, ...] | None, int]
 CASES: dict[str, Case] = {
     "TP101": (toys.Positions, IDS, 2),
-    "TP102": (toys.Attention, toys.activations(), 3),
+    "TP102": (toys.Attention, toys.activations(), 5),
     "TP103": (lambda: toys.Attention(heads=2, literal=False), toys.activations(), 4),
     "TP104": (toys.LoneColwise, toys.activations(), 2),
     "TP105": (toys.Mlp, toys.activations(), 2),
@@ -58,6 +58,7 @@ ELSEWHERE = {
     "TP129": "parity/test_state.py",
     "TP130": "runtime/test_changes.py",
     "TP131": "runtime/test_watch.py",
+    "TP132": "parity/test_uneven_heads.py",
     "TP140": "runtime/test_packed.py",
     "TP142": "checkpoint/test_save_pretrained.py",
     "TP143": "initialize/test_unknown.py",

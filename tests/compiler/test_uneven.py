@@ -85,15 +85,17 @@ def test_a_literal_that_fits_the_first_rank_alone_is_seen(monkeypatch: pytest.Mo
     assert "up (): S(2) -> R" not in reshards(compiled(Literal(intermediate=107), MLP))
 
 
-def test_views_that_cut_an_uneven_dim_are_refused_or_gathered() -> None:
+def test_views_of_an_uneven_dim_are_split_by_whole_entries_or_refused() -> None:
     """9 entries of 3 features are 5|4 entries, but 27 features are 14|13."""
 
     class Cut(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             return self.down(self.up(x).relu().view(-1, 9, 3).cos().view(*x.shape[:2], -1))
 
+    up = next(p for p in compiled(Cut(intermediate=27), MLP).parameters if p.name == "up.weight")
+    assert [up.stored_shape(2, rank)[0] for rank in range(2)] == [15, 12]
     with pytest.raises(tpplan.CompileError) as raised:
-        compiled(Cut(intermediate=27), MLP)
+        compiled(Cut(intermediate=27), MLP, tp=10)
     assert codes(raised.value)[0] == "TP102"
 
 
@@ -107,10 +109,12 @@ def test_fewer_features_than_ranks_are_refused(rule: Any) -> None:
 
 
 def test_heads_are_not_cut() -> None:
+    program = compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=3)
+    assert {p.stored_shape(3, 2)[0] for p in program.parameters if p.name == "q.weight"} == {HIDDEN // 4}
     with pytest.raises(tpplan.CompileError) as raised:
-        compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=3)
+        compiled(Attention(), {"{q,k,v}": "colwise", "o": "rowwise"}, tp=5)
     assert set(codes(raised.value)) == {"TP102"}
-    assert "4 heads, which 3 ranks can't split evenly" in str(raised.value)
+    assert "4 heads, which 5 ranks can't split evenly" in str(raised.value)
 
 
 def test_an_odd_vocabulary_is_split() -> None:

@@ -92,7 +92,7 @@ BUGS = (
         "start = min(place // self.replicas * longest, self.size)",
         "start = min((ranks - 1 - place) // self.replicas * longest, self.size)",
         ("compiler/test_layout.py", "parity/test_grouped_projections.py")),
-    Bug("key heads aren't shared", "compiler/bind/packing.py",
+    Bug("key heads aren't shared", "compiler/bind/shared_heads.py",
         "return Pack(count, self.size // heads) if queries else Pack(count)", "return Pack(count)",
         ("parity/test_rotary_pairs.py",)),
     Bug("pairs of features are taken for heads", "compiler/bind/readers.py",
@@ -101,9 +101,9 @@ BUGS = (
         "return arguments[1] % rank", "return arguments[1]", ("parity/test_taken_apart.py",)),
     # State.
     Bug("what ranks share is counted on each", "runtime/pieces.py",
-        "first = (place - pack.first) % pack.replicas == 0", "first = True", ("runtime/test_packed.py",)),
+        "own, owned = pack.owned(ranks, place)", "own, owned = start, length", ("runtime/test_packed.py",)),
     Bug("shared packs of a gradient aren't summed", "runtime/parameters.py",
-        "if pack.replicas > 1:", "if False:", ("parity/test_grouped_projections.py",)),
+        "if pack.is_shared:", "if False:", ("parity/test_grouped_projections.py",)),
     Bug("operands that lie otherwise are taken as parts", "runtime/packed_operations.py",
         "return owner.part.of(operand.expand(owner.shape))", "return operand", ("runtime/test_packed.py",)),
     # What verify sees.

@@ -28,6 +28,8 @@ LAYOUTS = {
     "shared in part": packed(0, [Pack(8), Pack(4, replicas=2), Pack(4, replicas=4)]),
     "among some": packed(0, [Pack(8, 1, 0, 2), Pack(4, 2, 0, 2), Pack(8, 1, 2, 2), Pack(4, 2, 2, 2)]),
     "second dim": packed(1, [Pack(4), Pack(2)]),
+    "by parts": packed(0, [Pack(14, parts=((0, 5), (5, 4), (9, 5), (14, 0)))]),
+    "by parts that overlap": packed(0, [Pack(6, parts=((0, 3), (2, 2), (3, 2), (3, 3))), Pack(4)]),
     "plain": sharded(0),
     "nested": packed(0, [Pack(2, replicas=2)], [Pack(6), Pack(2, replicas=2)]),
 }

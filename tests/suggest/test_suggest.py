@@ -206,11 +206,23 @@ def test_the_text_loads_to_an_equal_plan_each_time() -> None:
     assert "Sharded: 99." in first
 
 
-def test_heads_that_don_t_divide_are_named() -> None:
+def test_heads_that_don_t_divide_are_shared_out_whole() -> None:
+    inputs = {"x": torch.randn(3, 9, WIDTH, dtype=torch.float64)}
+    model = Attention().double()
+    plan = tpplan.suggest_plan(model, tp=3, inputs=inputs)
+    assert styles(plan) == {"{down_proj,b,c}": "colwise", "q_proj": "rowwise"}
+    assert tpplan.verify(model, plan, 3, inputs).ok
+
+
+@pytest.mark.parametrize("size", [5, 6, 8])
+def test_more_ranks_than_heads_are_refused_and_a_number_named_that_works(size: int) -> None:
+    inputs = {"x": torch.zeros(3, 9, WIDTH, device="meta")}
     with pytest.raises(tpplan.CompileError, match="TP123") as caught:
-        tpplan.suggest_plan(Attention(), tp=3, inputs={"x": torch.zeros(3, 9, WIDTH, device="meta")})
+        tpplan.suggest_plan(Attention(), tp=size, inputs=inputs)
     (finding,) = caught.value.diagnostics
-    assert "nothing in `Attention` can be sharded over 3 ranks" in finding.message and finding.notes
+    assert f"nothing in `Attention` can be sharded over {size} ranks" in finding.message and finding.notes
+    assert "over 4 of them" in finding.help
+    assert tpplan.suggest_plan(Attention(), tp=4, inputs=inputs).rules
 
 
 def test_a_model_that_doesn_t_run_is_one_finding() -> None:

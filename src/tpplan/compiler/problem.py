@@ -42,7 +42,7 @@ class Problem:
     binding: Binding
     flow: DataFlow
     results: Mapping[tuple[str, int], Any]
-    heads: frozenset[int]
+    heads: Features
     features: Features
     read: Callable[[str], frozenset[str]]
 

@@ -20,7 +20,7 @@ from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.layout import Layout, Pack
+from tpplan.compiler.ir.layout import Features, Layout, Pack
 from tpplan.compiler.ir.region import Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
@@ -47,13 +47,13 @@ class ColumnSplits:
         packs: the packs of each result; none for one plain stretch.
         whole: modules that stay whole on every rank, as they make a single head.
         refused: why others can't be split.
-        heads: the numbers of heads into which the results are viewed.
+        heads: the numbers of heads into which the results are viewed, as packs.
     """
 
     packs: dict[str, tuple[Pack, ...]]
     whole: frozenset[str]
     refused: dict[str, str]
-    heads: frozenset[int]
+    heads: Features
 
 
 class Study:

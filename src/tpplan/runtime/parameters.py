@@ -138,7 +138,7 @@ def _shared(layout: Layout, size: int, rank: int) -> tuple[int, int, tuple[tuple
     place = edge = 0
     for pack in layout.packs:
         start, length = pack.part(size, rank)
-        if pack.replicas > 1:
+        if pack.is_shared:
             found.append((place, edge + start, length))
             edge += pack.size
         place += length

@@ -120,8 +120,11 @@ def _by_layout(layout: Layout, shape: tuple[int, ...], size: int, rank: int) -> 
         edge = offset = 0
         for pack in packs or (Pack(shape[dim]),):
             start, length = pack.part(ranks, place)
-            first = (place - pack.first) % pack.replicas == 0 or (dim == layout.dim and bool(layout.within))
-            found.append(Stretch(edge + start, offset, length, first))
+            own, owned = pack.owned(ranks, place)
+            if dim == layout.dim and layout.within:
+                own, owned = start, length
+            for first, count in ((start, own - start), (own, start + length - own)) if owned else ((start, length),):
+                found.append(Stretch(edge + first, offset + first - start, count, bool(owned) and first == own))
             edge, offset = edge + pack.size, offset + length
         held[dim] = found
     return held

@@ -296,7 +296,7 @@ def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
     """Parts of a dim that has the same size in each call: of several packs, or of one that isn't shared evenly."""
     size, layout = axis.size, Layout("S", "S", dim, packs=packs)
     whole = sum(pack.size for pack in packs)
-    held, longest = layout.intervals(whole, size, axis.rank), layout.local_size(whole, size, 0)
+    held, longest = layout.intervals(whole, size, axis.rank), layout.longest(whole, size)
     mine = sum(length for _, length in held)
 
     def expect(tensor: Tensor, count: int) -> None:

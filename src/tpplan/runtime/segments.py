@@ -56,7 +56,7 @@ def _by_rank(packs: tuple[Pack, ...], size: int) -> list[list[tuple[int, int]]]:
 
 
 def _longest(packs: tuple[Pack, ...], size: int) -> int:
-    return sum(pack.local(size, 0) for pack in packs)
+    return Layout("S", "S", 0, packs=packs).longest(sum(pack.size for pack in packs), size)
 
 
 def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -232,7 +232,7 @@ class _Export:
 
 def _is_packed(layout: Layout) -> bool:
     packs = layout.packs
-    plain = all(pack.replicas == 1 and not pack.among for pack in packs) and not layout.within
+    plain = all(pack.replicas == 1 and not (pack.among or pack.parts) for pack in packs) and not layout.within
     return len(packs) == 2 and packs[0].size == packs[1].size and plain
 
 

@@ -262,9 +262,9 @@ class _Walk:
         return tuple(p for p, edge in zip(stretches, edges, strict=True) if begin <= edge < end)
 
     def _row(self, name: str, held: Layout, sources: Names) -> None:
-        packs = tuple(p.size for p in held.packs)
+        packs = tuple(p.size for p in held.packs) if len(held.packs) > 1 else ()  # one is heads, and no plan names it
         clash = name in self.found.rows and self.found.row_packs.get(name, ()) != packs
-        if name in self.whole_inputs or clash or any(p.replicas > 1 for p in held.packs):
+        if name in self.whole_inputs or clash or held.has_replicas:
             self.found.mixed.add(name)
         if packs:
             self.found.row_packs[name] = packs

@@ -8,8 +8,8 @@ fails is replaced by a more careful proposal, and what passes is put together ag
 
 Three changes are weighed against that (`weigh`): where rows make more features than they contract, the layers before
 them stay whole; so do columns that weren't proved, as others may be split then; and layers that stay whole are split,
-and their results gathered, where these are small beside the weights, as those that modulate norms. A change is taken if
-the plan weighs less with it.
+and their results gathered, where these are small beside the weights, as those that modulate norms. Memory comes first:
+of the plans whose parameters take at most a twentieth more than the least, the one that weighs least is taken.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import Rules
+from tpplan.cost.program import memory
 from tpplan.plan import CompileError, Diagnostic, Pin, Style
 from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms
@@ -35,6 +36,8 @@ from tpplan.suggest.tables import find_tables
 from tpplan.suggest.weigh import SENT, weigh
 
 _WALKS = 4
+_SLACK = 1.05
+_SIZES = (64, 32, 16, 8, 6, 5, 4, 3, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,11 @@ class _Search:
         """What the accepted groups weigh; as much as can be if there are none."""
         return math.inf if self.verdict.program is None else weigh(self.verdict.program)
 
+    @property
+    def memory(self) -> float:
+        """Bytes of parameters that a rank holds with the accepted groups."""
+        return math.inf if self.verdict.program is None else memory(self.verdict.program.parameters).local
+
     def one_by_one(self, groups: Iterable[Group]) -> list[Group]:
         """Accept what is proved beside what is accepted already; returns the rest, with reasons noted."""
         failed: list[Group] = []
@@ -109,19 +117,11 @@ def search(
     """Find a plan for `model` over `size` ranks.
 
     Raises:
-        CompileError: the model can't be compiled at all, or nothing in it can be sharded.
+        CompileError: the model can't be compiled at all, or nothing in it can be sharded; it says over how many ranks
+            something can.
     """
     subject = make_subject(model, size, arguments, keywords)
-    rules = Rules(size, subject.trace.batch)
-    found = other = _walked(subject, rules, {})
-    whole: dict[str, str] = {}
-    for _ in range(_WALKS):
-        more = _before_wide_rows(subject, other) | _failed(other)
-        if not more.keys() - whole.keys():
-            break
-        whole |= more
-        other = _walked(subject, rules, whole)
-        found = min(found, other, key=lambda held: held.weight)
+    found = _lightest(subject)
     if not found.accepted:
         raise _nothing(subject, found)
     why = _add_norms(subject, found) if sequence_parallel else ""
@@ -130,6 +130,21 @@ def search(
     taken = _merged(found.accepted)
     reasons = {name: reason for name, reason in found.reasons.items() if name not in taken}
     return Suggestion(subject, tuple(found.accepted), found.verdict.program, reasons, why)
+
+
+def _lightest(subject: Subject) -> _Search:
+    """The lightest of what the walks find whose parameters take about the least memory."""
+    rules = Rules(subject.size, subject.trace.batch)
+    walks = [_walked(subject, rules, {})]
+    whole: dict[str, str] = {}
+    for _ in range(_WALKS):
+        more = _before_wide_rows(subject, walks[-1]) | _failed(walks[-1])
+        if not more.keys() - whole.keys():
+            break
+        whole |= more
+        walks.append(_walked(subject, rules, whole))
+    least = min(walk.memory for walk in walks)
+    return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
 
 
 def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str]) -> _Search:
@@ -245,14 +260,23 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     if not subject.weights:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
-    elif heaviest and f"{subject.size} ranks" in found.reasons[heaviest[0]]:
-        way_out = "try fewer ranks, a number that divides the heads"
     else:
-        way_out = (
-            "no number of ranks changes that: what can be split is a linear layer whose result a second one reads, "
-        )
-        way_out += "with nothing between them that needs all features"
+        fewer = next((n for n in _SIZES if n < subject.size and _splits(subject, n)), None)
+        if fewer is not None:
+            way_out = f"try fewer ranks: over {fewer} of them something can be sharded"
+        else:
+            way_out = "no number of ranks changes that: what can be split is a linear layer whose result a second one "
+            way_out += "reads, with nothing between them that needs all features"
     return CompileError([Diagnostic(code="TP123", message=message, notes=notes, help=way_out, subject=kind)])
+
+
+def _splits(subject: Subject, size: int) -> bool:
+    """Whether something could be sharded over so many ranks."""
+    try:
+        other = make_subject(subject.model, size, subject.arguments, subject.keywords)
+    except CompileError:
+        return False
+    return bool(_lightest(other).accepted)
 
 
 def _weight(subject: Subject, name: str) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.compat import named_modules
+from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.layout import Pack as Stretch
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
@@ -60,7 +61,7 @@ class Subject:
         linears: the linear layers that are called, by name.
         products: parameters that a body multiplies by without calling a layer for it, by name.
         addends: parameters that a body adds to a product, and these or buffers that may stand beside features, by name.
-        heads: the numbers of heads into which split features are viewed.
+        heads: the numbers of heads into which split features are viewed, as packs.
         beside: bare parameters and buffers that may stand beside features or heads, with the dim that counts these, by
             the values that are made of them, and of no data.
         weights: the number of entries of each layer's or product's weight, by name.
@@ -77,7 +78,7 @@ class Subject:
     linears: dict[str, LinearForm]
     products: dict[str, Product]
     addends: dict[str, Addend]
-    heads: frozenset[int]
+    heads: Features
     beside: dict[int, dict[str, int]]
     weights: dict[str, int]
     columns: dict[str, tuple[Column, ...]]
@@ -203,7 +204,7 @@ def _is_plain(frame: Frame) -> bool:
 
 def _columns(
     study: Study, taken: Mapping[str, Taken | None], counts: Mapping[str, int], parts: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, tuple[Column, ...]], dict[str, str], frozenset[int]]:
+) -> tuple[dict[str, tuple[Column, ...]], dict[str, str], Features]:
     """Let the compiler say of every layer and product by itself what a column split makes of it.
 
     Args:
@@ -227,7 +228,7 @@ def _columns(
             finer[name] = pack_names(held.finer.stretches)
     columns: dict[str, tuple[Column, ...]] = {}
     reasons: dict[str, str] = {}
-    heads: frozenset[int] = frozenset()
+    heads: Features = frozenset()
     for packs in (plain, parted, finer):
         split, problems, viewed = _split(study, counts, packs)
         reasons |= problems
@@ -239,7 +240,7 @@ def _columns(
 
 def _split(
     study: Study, counts: Mapping[str, int], packs: Mapping[str, tuple[Pack, ...] | None]
-) -> tuple[dict[str, Column], dict[str, str], frozenset[int]]:
+) -> tuple[dict[str, Column], dict[str, str], Features]:
     """The columns that the compiler makes of these modules, each by itself, and what it says of the others."""
     split = study.split_columns(packs)
     columns = {name: Column(packs[name], stretches) for name, stretches in split.packs.items()}

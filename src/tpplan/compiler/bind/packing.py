@@ -5,6 +5,8 @@ out: the binding, its modules with their packs; findings for packs that don't fi
 
     {style: colwise, packed: [q, k, v]}, the result split as 32|16|16   ->  packs 32|16|16
     k_proj: colwise, its result viewed as 2 heads, on 4 ranks           ->  one pack with 2 replicas
+    q_proj: colwise, its result viewed as 6 heads, on 4 ranks           ->  one pack, in parts of 2, 2, 1 and 1 heads
+    o_proj: rowwise, its input made of these                            ->  the same
     k_proj: colwise, its result viewed as 1 head                        ->  replicate, and a note (TP126)
     qkv: colwise, 2 groups of 4 queries, a key and a value, on 4 ranks  ->  packs of each group for 2 of the ranks
     experts.gate_up_proj: colwise, a bare parameter                     ->  the dim that its product makes
@@ -24,6 +26,7 @@ from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
+from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Pack
 from tpplan.compiler.ir.trace import Frame
@@ -37,49 +40,16 @@ class Packed:
     Attributes:
         binding: with the modules' packs.
         findings: packs that don't fit.
-        heads: the numbers of heads into which sharded features are viewed, as far as the axis divides them.
+        heads: the numbers of heads into which sharded features are viewed, as packs, as far as they can be shared out.
         features: the features that are split, as packs: each stretch, and the stretches of a layer together.
-        notes: columns that stay whole, since they make a single head.
+        notes: columns that stay whole, since they make a single head; ranks that have more heads than others.
     """
 
     binding: Binding
     findings: list[Diagnostic]
-    heads: frozenset[int]
+    heads: Features
     features: Features
     notes: list[Diagnostic]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """The number of ranks, and the numbers of heads that they can share out evenly."""
-
-    size: int
-    heads: frozenset[int]
-
-    def shared(self, count: int, heads: int | None) -> Pack:
-        """A stretch of so many heads: key and value heads fewer than the ranks are held by several ranks each."""
-        if heads is None or heads >= self.size or self.size % heads:
-            return Pack(count)
-        queries = any(number % heads == 0 for number in self.heads)
-        return Pack(count, self.size // heads) if queries else Pack(count)
-
-    def grouped(self, groups: int, group: Taken) -> list[Pack]:
-        """The packs of groups that are fewer than the ranks: each is shared out among some; none if it can't be."""
-        ranks, counts = self.size // groups, _heads_of(group)
-        if self.size % groups or not any(n and n % ranks == 0 for n in counts):
-            return []
-        inner = _Axis(ranks, frozenset(n for n in counts if n))
-        held = [inner.shared(n, heads) for n, heads in zip(group.stretches, counts, strict=True)]
-        if not all(n and p.is_even(ranks) for n, p in zip(counts, held, strict=True)):
-            return []
-        return [p._replace(first=first, among=ranks) for first in range(0, self.size, ranks) for p in held]
-
-
-def _heads_of(taken: Taken) -> list[int | None]:
-    """The heads of each stretch; beside one that is viewed as heads, a smaller one that isn't is a single head."""
-    each = list(zip(taken.stretches, taken.heads, strict=True))
-    viewed = max((n for n, heads in each if heads), default=0)
-    return [heads or (1 if n < viewed else None) for n, heads in each]
 
 
 def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: bool = False) -> Packed:
@@ -96,7 +66,7 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     readers = Readers(flow)
     findings: list[Diagnostic] = []
     modules = _with_parameters(binding, readers, frames, findings, partly)
-    uses: dict[str, _Use] = {}
+    uses: dict[str, Use] = {}
     for name, bound in modules.items():
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
             found = _use(bound, bound.form, frames.get(name), readers)
@@ -106,14 +76,19 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     counts = {n for way in taken for n in (*way.heads, len(way.stretches)) if n}
     counts |= {(way.heads[0] or 1) * (n or 1) for way in taken if way.group is not None for n in way.group.heads}
     heads = frozenset(n for n in counts if n % size == 0)
+    uneven = uneven_heads([*uses.values()], Axis(size, heads))
+    notes: dict[Body, Diagnostic | None] = {}
     single: list[Diagnostic] = []
     for name, use in uses.items():
-        held = _refined(modules[name], use, _Axis(size, heads))
+        shared = of_body(use, uneven)
+        held = _refined(modules[name], use, Axis(size, heads, shared))
         if isinstance(held, Diagnostic):
             findings.append(held)
             continue
         if held.style is not modules[name].style:
             single.append(_single_head(held, size))
+        if use.body is not None and use.body not in notes and shared.queries in shared.parts:
+            notes[use.body] = imbalance(held, use.body, shared, size)
         modules[name] = held
     for name, bound in modules.items():
         if bound.wrapper and not bound.is_parameter and name not in frames:
@@ -121,7 +96,10 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
     features = frozenset(packs for b in modules.values() for packs in _made(b))
-    return Packed(binding, once(findings), heads, features, once(single))
+    by_parts = (Pack(n, parts=held) for in_body in uneven.values() for n, held in in_body.parts.items())
+    numbers = frozenset((pack,) for pack in (*map(Pack, heads), *by_parts))
+    told = [note for note in notes.values() if note is not None]
+    return Packed(binding, once(findings), numbers, features, once([*single, *told]))
 
 
 def _like_others(bound: Bound, used: Sequence[Bound]) -> Bound:
@@ -190,36 +168,25 @@ def _no_product(bound: Bound) -> Diagnostic:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """How features are split, and what the trace does with them.
-
-    Attributes:
-        features: how many there are.
-        taken: how they are taken apart further on, of those that are made.
-        joined: what they were concatenated from, of those that are contracted; the parts in which a parameter is used.
-    """
-
-    features: int
-    taken: Taken | None = None
-    joined: tuple[int, ...] = ()
-
-
-def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> _Use | None:
+def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None, readers: Readers) -> Use | None:
     columns = bound.style is Style.COLWISE
     if isinstance(form, Addend):
         outputs = sum(part.outputs for part in form.parts)
-        return _Use(outputs, taken_apart(form.parts, readers), _parts(form)) if columns else None
+        taken = taken_apart(form.parts, readers)
+        return Use(outputs, taken, _parts(form), beside=(None, outputs)) if columns else None
     features = form.outputs if columns else form.inputs
     if isinstance(form, Product):
         if columns:
-            return _Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers), _parts(form))
-        return _Use(features, joined=readers.joined(form.given))
+            return Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers), _parts(form))
+        return Use(features, joined=readers.joined(form.given), beside=readers.made_of_heads(form.given))
     if frame is None:
         return None
     if columns:
-        return _Use(features, readers.taken_apart(frame.exits[0].target) if frame.exits else None)
-    return _Use(features, joined=readers.joined(frame.entries[0].source))
+        taken = readers.taken_apart(frame.exits[0].target) if frame.exits else None
+        beside = readers.beside_heads(frame.exits[0].target) if frame.exits and taken is None else None
+        return Use(features, taken, beside=beside, named=bound.rule.packed is not None)
+    given = frame.entries[0].source
+    return Use(features, joined=readers.joined(given), beside=readers.made_of_heads(given))
 
 
 def _parts(form: Product | Addend) -> tuple[int, ...]:
@@ -242,7 +209,7 @@ def taken_apart(parts: Sequence[Product] | Sequence[Addend], readers: Readers) -
     return replace(first, stretches=tuple(stretches), heads=tuple(heads))
 
 
-def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
+def _refined(bound: Bound, use: Use, axis: Axis) -> Bound | Diagnostic:
     size, whole, taken = axis.size, use.features, use.taken
     sizes: Sequence[int] = (whole,)
     if bound.rule.packed is not None:
@@ -253,21 +220,26 @@ def _refined(bound: Bound, use: _Use, axis: _Axis) -> Bound | Diagnostic:
             return found
         sizes = found
     packs = [Pack(n) for n in sizes]
+    if taken is None and use.beside is not None and use.beside[1] in axis.uneven.parts and len(packs) == 1:
+        packs = [axis.shared(whole, use.beside[1])]
+    if use.outer in axis.uneven.parts:
+        packs = [axis.shared(whole, use.outer)]
     if taken is not None and taken.stretches == tuple(sizes):
         groups = taken.heads[0]
         if taken.group is not None and groups and groups < size:
             grouped = axis.grouped(groups, taken.group)
             return replace(bound, packs=tuple(grouped)) if grouped else _cut_groups(bound, groups, taken.group, size)
-        packs = [axis.shared(n, heads) for n, heads in zip(sizes, _heads_of(taken), strict=True)]
+        packs = [axis.shared(n, heads) for n, heads in zip(sizes, heads_of(taken), strict=True)]
         for index, (held, heads) in enumerate(zip(packs, taken.heads, strict=True)):
-            if heads is not None and not held.is_even(size):
-                return _cut_heads(bound, index, held, heads, size)
+            if heads is not None and not held.is_even(size) and not held.parts:
+                return _cut_heads(bound, index, held, heads, axis)
     few = next((index for index, held in enumerate(packs) if held.replicas == 1 and held.size < size), None)
     if few is not None:
         return _too_few(bound, few, packs[few], size)
     if len(packs) == 1 and packs[0].replicas == size:
         return replace(bound, style=Style.REPLICATE, form=None)
-    return replace(bound, packs=tuple(packs)) if len(packs) > 1 or packs[0].replicas > 1 else bound
+    several = len(packs) > 1 or packs[0].replicas > 1 or packs[0].parts
+    return replace(bound, packs=tuple(packs)) if several else bound
 
 
 def _as_named(bound: Bound, taken: Taken) -> Taken:
@@ -327,14 +299,18 @@ def _way_out(sizes: Sequence[int]) -> str:
     return f"write `{packed_option(sizes)}`"
 
 
-def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, size: int) -> Diagnostic:
+def _cut_heads(bound: Bound, index: int, held: Pack, heads: int, axis: Axis) -> Diagnostic:
     """TP102 for heads that the axis would cut."""
-    return _cut(bound, index, f"its {held.size} features are viewed as {heads} heads", f"{heads} heads", heads, size)
+    views = f"its {held.size} features are viewed as {heads} heads"
+    found = _cut(bound, index, views, f"{heads} heads", heads, axis.size)
+    if not axis.uneven.queries:
+        return found
+    return replace(found, help=f"use an axis of at most {axis.uneven.queries} ranks, or remove the rule")
 
 
 def _cut_groups(bound: Bound, groups: int, group: Taken, size: int) -> Diagnostic:
     """TP102 for groups, fewer than the ranks, whose heads can't be shared out among those that a group gets."""
-    each = " + ".join(str(n or 1) for n in _heads_of(group))
+    each = " + ".join(str(n or 1) for n in heads_of(group))
     features = groups * sum(group.stretches)
     views = f"its {features} features are viewed as {groups} groups of {each} heads"
     return _cut(bound, 0, views, f"{groups} groups", groups, size)

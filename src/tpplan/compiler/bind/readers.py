@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import picks_of
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
@@ -95,6 +96,42 @@ class Readers:
         dim = made.arguments[1] if len(made.arguments) > 1 else 0
         whole = self.trace.values[value].shape
         return tuple(s[-1] for s in shapes) if dim % len(whole) == len(whole) - 1 else ()
+
+    def made_of_heads(self, value: int) -> tuple[Frame, int] | None:
+        """The body that viewed heads as the last dim of `value`, and of how many heads; None if none did.
+
+        What is done with the features afterwards is done entry by entry.
+        """
+        return self._made_of_heads(value, 0)
+
+    def _made_of_heads(self, value: int, depth: int) -> tuple[Frame, int] | None:
+        while value in self._flow.source:
+            value = self._flow.source[value]
+        made, shape = self._flow.made.get(value), self.trace.values[value].shape
+        if made is None or not made.inputs or not shape or depth > _DEEPEST:
+            return None
+        before = self.trace.values[made.inputs[0]].shape
+        if made.name in VIEWS and before[-1:] != shape[-1:]:
+            split = _split_into(shape, before, len(shape) - 1)
+            frame = next(f for f, operation in self._flow.operations[made.inputs[0]] if operation is made)
+            return (frame, before[split[0][0]]) if len(split) == 2 else None
+        if made.name not in VIEWS and not _is_entrywise(made):
+            return None
+        alike = (i for i in made.inputs if made.name in VIEWS or self.trace.values[i].shape == shape)
+        return next((found for i in alike if (found := self._made_of_heads(i, depth + 1)) is not None), None)
+
+    def beside_heads(self, value: int, depth: int = 0) -> tuple[Frame, int] | None:
+        """The same of a value that `value` is combined with entry by entry, as a gate with what it gates."""
+        shape = self.trace.values[value].shape
+        for _, operation, seen in self.of(value) if depth < _DEEPEST else ():
+            made = operation.outputs[0] if len(operation.outputs) == 1 else None
+            if made is None or not _is_entrywise(operation) or self.trace.values[made].shape != shape:
+                continue
+            others = (i for i in operation.inputs if i != seen and self.trace.values[i].shape == shape)
+            found = next(filter(None, map(self.made_of_heads, others)), None) or self.beside_heads(made, depth + 1)
+            if found is not None:
+                return found
+        return None
 
     def taken_apart(self, value: int, dim: int = -1) -> Taken | None:
         """How a dim of `value`, the last if none is named, is taken apart, if that is what is done with it."""
@@ -349,6 +386,11 @@ class Readers:
                 return None
             value = made.inputs[0]
         return None
+
+
+def _is_entrywise(operation: Operation) -> bool:
+    operator = lookup(operation.name)
+    return operator is not None and operator.kind == "entrywise"
 
 
 def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ out: `Passed` if every body does on each rank's shards what the trace did on who
     arange(x.shape[1]) with x: S(1)           ->  Mismatch: expected (16,), got (8,)
 
 Where the axis divides every sharded dim, all ranks see the same shapes, and one run stands for all. Otherwise there is
-a run for each kind of rank: those with a full part, the one with what remains, those with nothing.
+a run for each kind of rank: those with a full part, the one with what remains, those with nothing; or those with as
+many queries of as many keys.
 """
 
 from __future__ import annotations
@@ -89,13 +90,13 @@ def ranks_alike(given: CheckInput) -> list[int]:
     """For each rank the first that has its local shapes."""
     held = {(layout, given.trace.values[value].shape) for value, layout in given.assignment.layouts.items()}
     uneven = [
-        (layout, shape[layout.dim])
+        (layout, shape)
         for layout, shape in held
         if layout.dim is not None and not layout.is_even(shape[layout.dim], given.size)
     ]
-    kinds: dict[tuple[int, ...], int] = {}
+    kinds: dict[tuple[tuple[int, ...], ...], int] = {}
     return [
-        kinds.setdefault(tuple(layout.local_size(count, given.size, rank) for layout, count in uneven), rank)
+        kinds.setdefault(tuple(layout.local_shape(shape, given.size, rank) for layout, shape in uneven), rank)
         for rank in range(given.size)
     ]
 

@@ -20,7 +20,7 @@ from tpplan.compiler.bind.linear import LinearForm
 from tpplan.compiler.emit.class_calls import class_calls, counted_among, statistics
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, reshard_between
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, Layout, reshard_between
 from tpplan.compiler.ir.program import (
     Boundary,
     InputRecord,
@@ -142,7 +142,7 @@ def _parameters(
             ParameterPlacement(
                 names=tuple(names[key]),
                 shape=shape,
-                local_shape=layout.local_shape(shape, size, 0),
+                local_shape=_largest_part(layout, shape, size),
                 dtype=dtype_name(parameter.dtype),
                 itemsize=parameter.dtype.itemsize,
                 layout=layout,
@@ -161,7 +161,7 @@ def _buffers(trace: Trace, model: nn.Module, size: int, binding: Binding) -> tup
         ParameterPlacement(
             names=names,
             shape=(shape := tuple(tensors[names[0]].shape)),
-            local_shape=layout.local_shape(shape, size, 0),
+            local_shape=_largest_part(layout, shape, size),
             dtype=dtype_name(tensors[names[0]].dtype),
             itemsize=tensors[names[0]].dtype.itemsize,
             layout=layout,
@@ -319,6 +319,11 @@ def _split_norm(trace: Trace, decided: FrameAssignment) -> SplitNorm:
         return found
     gate = str(decided.frame.entries[norm.gate.entry].path[0])
     return replace(found, gate=gate, gated_first=norm.gate.first)
+
+
+def _largest_part(layout: Layout, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The shape of what the fullest rank holds."""
+    return layout.local_shape(shape, size, 0 if layout.dim is None else layout.fullest(shape[layout.dim], size))
 
 
 def _inner(trace: Trace, assignment: Assignment, calls: list[FrameAssignment], size: int) -> tuple[Reshard, ...]:

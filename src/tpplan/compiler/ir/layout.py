@@ -52,15 +52,20 @@ class Pack(NamedTuple):
             r // replicas.
         first, among: the ranks that share it, if not all do: so many from this one on. A group of queries that is
             packed with its key and value is shared by some of the ranks where there are fewer groups than ranks.
+        parts: what each rank holds, as start and length, where that doesn't follow from the size: whole heads that
+            the axis doesn't divide (`ir/heads.py`). Parts of neighbours may overlap.
     """
 
     size: int
     replicas: int = 1
     first: int = 0
     among: int = 0
+    parts: tuple[tuple[int, int], ...] = ()
 
     def part(self, size: int, rank: int) -> tuple[int, int]:
         """What `rank` holds on an axis of `size` ranks: (start, length)."""
+        if self.parts:
+            return self.parts[rank]
         ranks, place = self.among or size, rank - self.first
         if not 0 <= place < ranks:
             return 0, 0
@@ -72,14 +77,37 @@ class Pack(NamedTuple):
         """How much of it `rank` holds on an axis of `size` ranks."""
         return self.part(size, rank)[1]
 
+    def owned(self, size: int, rank: int) -> tuple[int, int]:
+        """Of what `rank` holds, that of which it is the first holder: (start, length)."""
+        start, length = self.part(size, rank)
+        if self.parts:
+            first = max((sum(held) for held in self.parts[:rank]), default=0)
+            return max(start, first), start + length - max(start, first)
+        return start, length if (rank - self.first) % self.replicas == 0 else 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks hold the same entries of it, so that their gradients of these are partial."""
+        return self.replicas > 1 or sum(length for _, length in self.parts) > self.size
+
+    def scaled(self, unit: int, other: int) -> Pack | None:
+        """The same stretch of entries of size `unit`, in entries of size `other`; None if it isn't whole in these."""
+        numbers = (self.size, *(n for part in self.parts for n in part))
+        if any(n * unit % other for n in numbers):
+            return None
+        parts = tuple((start * unit // other, length * unit // other) for start, length in self.parts)
+        return self._replace(size=self.size * unit // other, parts=parts)
+
     def is_even(self, size: int) -> bool:
         """Whether all ranks that share it hold as much of it."""
+        if self.parts:
+            return False
         ranks = self.among or size
         return ranks % self.replicas == 0 and self.size % (ranks // self.replicas) == 0
 
     def fits(self, size: int) -> bool:
         """Whether it can be shared out; a part that several ranks hold must be as long as all others."""
-        return self.replicas == 1 or self.is_even(size)
+        return len(self.parts) == size if self.parts else self.replicas == 1 or self.is_even(size)
 
 
 Features = frozenset[tuple[Pack, ...]]
@@ -102,7 +130,8 @@ class Layout:
             for a dim that is one stretch with one holder for each part.
         within: the packs of the dim after `dim`, which the holders of one part share out among themselves: repeated key
             and value heads, (…, heads, repeats, …), of which each holder of a head keeps its own repeats, or groups of
-            queries with their key and value, (…, groups, queries + 2, …). Empty if they all hold the whole of it.
+            queries with their key and value, (…, groups, queries + 2, …). Empty if they all hold the whole of it. A
+            pack with `parts` is that of both dims in one: a rank's part of it is its part of `dim` times the rest.
         tail: of "T", how many entries; otherwise 0.
     """
 
@@ -123,10 +152,10 @@ class Layout:
 
     def _details(self) -> list[str]:
         found = [f"interleave={self.interleave}"] if self.interleave != 1 else []
-        if len(self.packs) == 1 and self.packs[0].among == 1:
-            found.append(f"rank {self.packs[0].first}")
-        elif len(self.packs) == 1:
-            found.append(f"replicas={self.packs[0].replicas}")
+        if len(self.packs) == 1:
+            (pack,) = self.packs
+            shown = f"parts={_parts(pack)}" if pack.parts else f"replicas={pack.replicas}"
+            found.append(f"rank {pack.first}" if pack.among == 1 else shown)
         elif self.packs:
             found.append(f"packs={_shown(self.packs)}")
         return found + ([f"within={_shown(self.within)}"] if self.within else [])
@@ -139,7 +168,12 @@ class Layout:
     @property
     def has_replicas(self) -> bool:
         """Whether several ranks hold the same part, so that their gradients of it are partial."""
-        return any(pack.replicas > 1 for pack in self.packs)
+        return any(pack.is_shared for pack in self.packs)
+
+    @property
+    def joint(self) -> tuple[Pack, ...]:
+        """The packs of the sharded dim and the next in one, where the ranks share out both together."""
+        return self.within if any(pack.parts for pack in self.within) else ()
 
     @property
     def is_sharded(self) -> bool:
@@ -185,7 +219,9 @@ class Layout:
             return shape
         local = [*shape]
         local[self.dim] = self.local_size(shape[self.dim], size, rank)
-        if self.within:
+        if self.joint:
+            local[self.dim + 1] = sum(pack.local(size, rank) for pack in self.joint) // local[self.dim]
+        elif self.within:
             packs, holders, place = self.shares(self.dim + 1, size, rank)
             local[self.dim + 1] = sum(pack.local(holders, place) for pack in packs)
         return tuple(local)
@@ -197,8 +233,18 @@ class Layout:
         return (self.packs if dim == self.dim else ()), size, rank
 
     def local_size(self, count: int, size: int, rank: int) -> int:
-        """How many of the `count` entries of the sharded dim `rank` holds; no rank holds more than the first."""
+        """How many of the `count` entries of the sharded dim `rank` holds."""
         return sum(pack.local(size, rank) for pack in self.stretches(count))
+
+    def longest(self, count: int, size: int) -> int:
+        """How many of the `count` entries of the sharded dim a rank holds at most."""
+        return self.local_size(count, size, self.fullest(count, size))
+
+    def fullest(self, count: int, size: int) -> int:
+        """The first rank that holds as many of the `count` entries of the sharded dim as any."""
+        if not any(pack.parts for pack in self.packs):
+            return 0
+        return max(range(size), key=lambda rank: (self.local_size(count, size, rank), -rank))
 
     def local_start(self, dim: int, start: int, count: int, size: int, rank: int) -> int:
         """Where a stretch of a packed dim, of `count` entries, that begins at `start` begins on `rank`.
@@ -247,19 +293,30 @@ def packed(dim: int, packs: Iterable[Pack], within: Iterable[Pack] = ()) -> Layo
     The dim after it is shared out `within` the holders of a part, unless each of them has the whole of it.
     """
     held = tuple(packs)
-    if len(held) == 1 and held[0].replicas == 1 and not held[0].among:
+    if len(held) == 1 and held[0].replicas == 1 and not (held[0].among or held[0].parts):
         held = ()
     holders = max((pack.replicas for pack in held), default=1)
     inner = tuple(within)
-    return Layout("S", "S", dim, packs=held, within=inner if any(p.replicas != holders for p in inner) else ())
+    shared = any(p.parts or p.replicas != holders for p in inner)
+    return Layout("S", "S", dim, packs=held, within=inner if shared else ())
 
 
 def _shown(packs: Iterable[Pack]) -> str:
-    """Packs in a line: `32|16/2 replicas`, and `32@2` for one that the ranks from 2 on share."""
-    return "|".join(
-        f"{p.size}" + (f"/{p.replicas} replicas" if p.replicas > 1 else "") + (f"@{p.first}" if p.among else "")
-        for p in packs
-    )
+    """Packs in a line: `32|16/2 replicas`, `32@2` for one that the ranks from 2 on share, `14 (6|4|4)` with parts."""
+
+    def shown(pack: Pack) -> str:
+        replicas = f"/{pack.replicas} replicas" if pack.replicas > 1 else ""
+        parts = f" ({_parts(pack)})" if pack.parts else ""
+        return f"{pack.size}{replicas}" + (f"@{pack.first}" if pack.among else "") + parts
+
+    return "|".join(map(shown, packs))
+
+
+def _parts(pack: Pack) -> str:
+    """What the ranks hold, `6|4|4`; by the first and the last entry, `0-4|2-7`, where they share some."""
+    if not pack.is_shared:
+        return "|".join(str(length) for _, length in pack.parts)
+    return "|".join(f"{start}-{start + length - 1}" for start, length in pack.parts)
 
 
 def layout_of(placement: Placement) -> Layout | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from tpplan.compiler.ir.layout import Collective, Layout
+from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import Diagnostic
 
 PROGRAM_VERSION = 3
@@ -52,7 +52,7 @@ class Reshard:
     aliases: tuple[tuple[str | int, ...], ...] = ()
 
     def padded_bytes(self, size: int) -> int:
-        """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the first.
+        """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the longest.
 
         Of a tail, of its entries alone.
         """
@@ -62,7 +62,7 @@ class Reshard:
             return self.bytes * math.prod(shape) // math.prod(self.shape)
         for held in (self.source, self.target):
             if held.dim is not None:
-                shape[held.dim] = held.local_size(self.shape[held.dim], size, 0) * size
+                shape[held.dim] = held.longest(self.shape[held.dim], size) * size
         whole = math.prod(self.shape)
         return self.bytes * math.prod(shape) // whole if whole else 0
 
@@ -73,8 +73,8 @@ class ParameterPlacement:
 
     Attributes:
         names: every name it goes by; the first is canonical.
-        shape, local_shape: of the whole and of what a rank stores: the first, where the axis doesn't divide the sharded
-            dim and later ones store less.
+        shape, local_shape: of the whole and of what a rank stores: the fullest, where the axis doesn't divide the
+            sharded dim and others store less.
         dtype: such as `bfloat16`.
         layout: R or S(dim).
         summed: whether its gradient comes out partial and is summed over the axis once a backward.
@@ -116,7 +116,7 @@ class ParameterPlacement:
         """Of what is summed over the axis: the whole, or the packs of which several ranks hold the same part."""
         if self.layout.dim is None or not self.layout.has_replicas:
             return self.local_bytes
-        shared = sum(pack.size for pack in self.layout.packs if pack.replicas > 1)
+        shared = sum(pack.size for pack in self.layout.packs if pack.is_shared)
         return self.bytes // self.shape[self.layout.dim] * shared
 
 
@@ -506,7 +506,7 @@ class Program:
             for name in ("walked", "class_calls", "counted_apart", "experts"):
                 if not module[name]:
                     del module[name]
-        return _without_defaults(json.loads(json.dumps(plain)))
+        return _without_defaults(json.loads(json.dumps(_plain(plain))))
 
     def to_json(self, indent: int | None = 2) -> str:
         """The program as JSON text with sorted keys."""
@@ -532,6 +532,15 @@ class Program:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def _plain(held: Any) -> Any:
+    """Without the parts of packs that have none."""
+    if isinstance(held, Pack):
+        return [*held] if held.parts else [*held[:4]]
+    if isinstance(held, dict):
+        return {key: _plain(item) for key, item in held.items()}  # pyright: ignore
+    return [_plain(item) for item in held] if isinstance(held, (list, tuple)) else held  # pyright: ignore
 
 
 def _without_defaults(plain: Any) -> Any:

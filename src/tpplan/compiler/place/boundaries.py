@@ -24,7 +24,7 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
 from tpplan.compiler.place.solution import Constraints, Cost
-from tpplan.compiler.rules.propagate import Propagator
+from tpplan.compiler.rules.propagate import Propagator, flat_heads
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
 from tpplan.plan import Pin
 
@@ -102,10 +102,11 @@ class Boundaries:
 
     def _head_layouts(self, value: LocalValue) -> list[Layout]:
         """The splits by heads: of a dim that counts them, or of dim 0 where it was flattened with the batch."""
-        found = [sharded(dim) for dim, count in enumerate(value.shape) if count in self.constraints.heads]
+        heads = sorted(self.constraints.heads)
+        found = [packed(dim, (pack,)) for dim, n in enumerate(value.shape) for (pack,) in heads if pack.size == n]
         batch = self.propagator.batch
-        if batch > 1 and len(value.shape) == 3 and value.shape[0] in {batch * n for n in self.constraints.heads}:
-            found.append(sharded(0, interleave=batch))
+        if batch > 1 and len(value.shape) == 3:
+            found += [flat_heads(pack, batch) for (pack,) in heads if value.shape[0] == batch * pack.size]
         return found if value.dtype.is_floating_point else []
 
     def _pinned_inside(self, region: Region, boundary: Boundary) -> bool:

@@ -131,7 +131,8 @@ class Constraints:
         reduced_biases: biases that must be added after the reduction.
         whole: values that must be replicated there, and their gradient whole, as code in the backward is right for no
             part of it.
-        heads: numbers of heads; a dim of such a size may be split at any boundary. Empty until that is worth a try.
+        heads: numbers of heads, as packs; a dim of such a size may be split at any boundary. Empty until that is worth
+            a try.
         features: ways to split features; a tensor made anew with a dim of so many may be split. Empty until then.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         sequence: whether layouts split along the sequence are tried.
@@ -143,7 +144,7 @@ class Constraints:
     whole_gradients: frozenset[Place] = frozenset()
     reduced_biases: frozenset[Place] = frozenset()
     whole: frozenset[Place] = frozenset()
-    heads: frozenset[int] = frozenset()
+    heads: Features = frozenset()
     features: Features = frozenset()
     slice_constants: bool = False
     sequence: bool = False

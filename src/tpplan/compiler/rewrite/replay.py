@@ -134,7 +134,9 @@ class Replay:
         if layout.dim is not None:
             packs = sum(pack.size for pack in layout.packs)
             shape[layout.dim] = packs or shape[layout.dim] * self._size
-            if layout.within:
+            if layout.joint:
+                shape[layout.dim + 1] = sum(pack.size for pack in layout.joint) // packs
+            elif layout.within:
                 shape[layout.dim + 1] = sum(pack.size for pack in layout.within)
         made = torch.empty_strided(shape, _strides(local, shape), dtype=local.dtype, device="meta")
         return made.requires_grad_(local.requires_grad and torch.is_grad_enabled())

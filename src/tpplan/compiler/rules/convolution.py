@@ -57,7 +57,8 @@ def weight_layout(arguments: Sequence[Any], values: Sequence[LocalValue], held: 
     stretches = held.stretches(values[x.identifier].shape[1])
     if not all(_holds_groups(stretch, each, made, size) for stretch in stretches):
         return "mixes channels of a group that several ranks hold"
-    return packed(0, [Pack(stretch.size // each * made, stretch.replicas) for stretch in stretches])
+    made_of = (s if s.parts else Pack(s.size // each * made, s.replicas) for s in stretches)
+    return packed(0, made_of)
 
 
 def _holds_groups(stretch: Pack, each: int, made: int, size: int) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from tpplan.compiler.ir.heads import head_parts
 from tpplan.compiler.ir.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
@@ -96,7 +97,8 @@ def results(
     if node.name == BATCHED and _multiplies_own_rows(node, layouts):
         return (layouts[node.inputs[0]],)
     if node.name == EXPAND and _repeats(values, number, node, held):
-        return (replace(held, within=(Pack(values[_output(node)].shape[held.dim + 1]),)),)
+        within = _repeats_on(held, values[_output(node)].shape[held.dim + 1], size)
+        return (replace(held, within=(within,)),) if within is not None else "repeats heads in another number"
     return _alike(node, values, dict(split), layouts, ask)
 
 
@@ -182,6 +184,8 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _taken(held: Layout, along: int, stretches: Iterable[tuple[int, int]], size: int, keeps: bool) -> Layouts | str:
     """Stretches of a packed dim: each must be whole packs, and more than a rank's part of them if the dim goes away."""
     assert held.dim is not None
+    if held.joint:
+        return "takes elements that only some ranks hold"
     packs, holders, _ = held.shares(along, size, 0)
     edges = _starts([pack.size for pack in packs])
     found: list[Layout] = []
@@ -220,7 +224,17 @@ def _repeats(values: Sequence[LocalValue], number: int, node: OperationNode, hel
     if dim is None or len(held.packs) != 1 or len(before) != len(after) or dim + 1 >= len(before):
         return False
     grown = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-    return grown == [dim + 1] and after[dim + 1] % held.packs[0].replicas == 0
+    (pack,) = held.packs
+    return grown == [dim + 1] and (pack.is_shared if pack.parts else after[dim + 1] % pack.replicas == 0)
+
+
+def _repeats_on(held: Layout, repeats: int, size: int) -> Pack | None:
+    """The repeats that each rank keeps of the heads that it has; None for heads that are shared out otherwise."""
+    (pack,) = held.packs
+    if not pack.parts:
+        return Pack(repeats)
+    parts = head_parts(pack.size * repeats, pack.size, size)
+    return Pack(pack.size * repeats, parts=parts.queries) if parts is not None and parts.keys == pack.parts else None
 
 
 def _joins(node: OperationNode, layouts: dict[int, Layout]) -> bool:
@@ -283,7 +297,7 @@ def _alike(
             result = packed(result.dim, packs, within)
         elif output is not None and within:
             return "reduces over a dim that the ranks with one part share"
-        elif output is not None and result.forward == "P" and any(pack.replicas > 1 for pack in packs):
+        elif output is not None and result.forward == "P" and any(pack.is_shared for pack in packs):
             return "sums parts that several ranks hold, and would count them more than once"
         found.append(result)
     return tuple(found)
@@ -344,6 +358,7 @@ def _candidates(
     assert held.dim is not None
     inner, outer = math.prod(source[held.dim + 1 :]), math.prod(source[: held.dim])
     beside = source[held.dim + 1] if held.within else 0
+    yield from _by_parts(held, source, target)
     for position, count in enumerate(target):
         if count % size == 0 or math.prod(target[position + 1 :]) == inner:
             yield sharded(position)
@@ -374,10 +389,44 @@ def _candidates(
                         yield packed(position, [holders], within)
 
 
+def _by_parts(held: Layout, source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[Layout]:
+    """Of packs with parts the same ones, which a plain split might equal by chance; as one dim, or as two."""
+    assert held.dim is not None
+    if not any(pack.parts for pack in (*held.packs, *held.within)):
+        return
+    inner = math.prod(source[held.dim + (2 if held.joint else 1) :])
+    outer = math.prod(source[: held.dim])
+
+    def proposals(position: int, dims: int) -> Iterator[list[Pack]]:
+        """Packs of so many dims from `position` on in one: the same, once for each entry before, or one of several."""
+        scaled = _scaled(held.joint or held.packs, inner, math.prod(target[position + dims :]))
+        fewer = scaled[: len(scaled) // math.prod(target[:position])]
+        whole = math.prod(target[position : position + dims])
+        yield from (p for p in (scaled, scaled * outer, fewer) if p and sum(pack.size for pack in p) == whole)
+
+    for position in range(len(target)):
+        yield from (packed(position, proposal) for proposal in proposals(position, 1))
+    for position, group in enumerate(target[1:]):
+        if target[position] > 1 and group:
+            rows = ((proposal, _rows(proposal, group)) for proposal in proposals(position, 2))
+            yield from (packed(position, held, both) for both, held in rows if held)
+
+
+def _rows(both: Sequence[Pack], group: int) -> list[Pack]:
+    """Of packs of two dims in one, as keys and their repeats, those of the first; none if a rank's part is no box."""
+    found: list[Pack] = []
+    for pack in both:
+        rows = tuple((first // group, -(-(first + n) // group) - first // group) for first, n in pack.parts)
+        if not rows or pack.size % group or not all(n and n % rows[r][1] == 0 for r, (_, n) in enumerate(pack.parts)):
+            return []
+        found.append(Pack(pack.size // group, parts=rows))
+    return found
+
+
 def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack], int]:
     """What the holders of a part share out, as packs of the two dims in one, and the size of an entry of these."""
     assert held.dim is not None
-    if not held.within:
+    if not held.within or held.joint:
         return [], 1
     holders = held.packs[0].replicas
     found = [p._replace(first=first, among=holders) for first in range(0, size, holders) for p in held.within]
@@ -386,8 +435,8 @@ def _runs(held: Layout, source: tuple[int, ...], size: int) -> tuple[list[Pack],
 
 def _scaled(packs: Sequence[Pack], unit: int, other: int) -> list[Pack]:
     """Packs of entries of size `unit`, in entries of another size; none if they aren't whole."""
-    exact = all(p.size * unit % other == 0 for p in packs)
-    return [p._replace(size=p.size * unit // other) for p in packs] if exact else []
+    scaled = [p.scaled(unit, other) for p in packs]
+    return [p for p in scaled if p is not None] if None not in scaled else []
 
 
 def _fills(packs: Sequence[Pack], count: int, size: int, entries: bool) -> bool:
@@ -401,6 +450,9 @@ def _elements(shape: tuple[int, ...], held: Layout, size: int, rank: int) -> NDA
     assert held.dim is not None
     whole = numpy.arange(math.prod(shape), dtype=numpy.int64).reshape(shape)
     count = shape[held.dim]
+    if held.joint:
+        both = whole.reshape((*shape[: held.dim], -1, *shape[held.dim + 2 :]))
+        return _elements(both.shape, Layout("S", "S", held.dim, packs=held.joint), size, rank)
     if held.interleave != 1:
         blocks = numpy.arange(count).reshape(held.interleave, size, -1)[:, rank].reshape(-1)
         return numpy.take(whole, blocks, held.dim).reshape(-1)

@@ -97,9 +97,7 @@ class Refusal:
 class Propagator:
     """Answers for one axis size; remembers what it asked."""
 
-    def __init__(
-        self, size: int, batch: int, heads: frozenset[int] = frozenset(), features: Features = frozenset()
-    ) -> None:
+    def __init__(self, size: int, batch: int, heads: Features = frozenset(), features: Features = frozenset()) -> None:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`.
 
         A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or for
@@ -111,7 +109,7 @@ class Propagator:
         self.features = features
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
-    def splitting(self, heads: frozenset[int], features: Features = frozenset()) -> Propagator:
+    def splitting(self, heads: Features, features: Features = frozenset()) -> Propagator:
         """The same rules for these numbers of heads and features; what either asks, both remember."""
         other = Propagator(self.size, self.batch, heads, features)
         other._rules = self._rules
@@ -191,7 +189,7 @@ class Propagator:
         """Heads that are flattened with their batch: at the front a strided shard, as of sequences; elsewhere packs."""
         if held.dim == 0 and len(held.packs) == self.batch and len(shape) > 2 and not held.within:
             first, *rest = held.packs
-            alike = all(pack == first for pack in rest) and first.replicas == 1 and not first.among
+            alike = all(pack == first for pack in rest) and first.replicas == 1 and not (first.among or first.parts)
             return sharded(0, interleave=self.batch) if alike and first.is_even(self.size) else held
         return _in_packs(held, shape) if held.dim else held
 
@@ -231,7 +229,7 @@ class Propagator:
         """The ways in which each rank makes what belongs to its heads or features, from replicated values or none."""
         if node.name not in FILLS and node.name != packed.EXPAND:
             return []
-        ways: Features = frozenset((Pack(n),) for n in self.heads)
+        ways = self.heads
         if node.name in FILLS:
             ways |= self.features
         if not ways:
@@ -250,8 +248,7 @@ class Propagator:
             if sum(pack.size for pack in packs) == count and (not before or before[dim] == 1)
         ]
         rows = after.shape[0] if after.shape and self.batch > 1 and (not before or before[0] == 1) else 0
-        if rows in {self.batch * n for n in self.heads}:
-            grown.append(sharded(0, interleave=self.batch))
+        grown += [flat_heads(pack, self.batch) for (pack,) in sorted(self.heads) if self.batch * pack.size == rows]
         return [Outcome((held,), partial_parameters=parameter) for held in grown]
 
     def _forward(
@@ -366,6 +363,11 @@ def _of_fourier(node: OperationNode, layouts: dict[int, Layout]) -> tuple[Layout
     if held.dim in node.arguments[1] or held.within:
         return Refusal("communication", "transforms along a split dim", tuple(layouts.items()))
     return (held,)
+
+
+def flat_heads(pack: Pack, batch: int) -> Layout:
+    """The split by heads of a dim in which they are flattened with the batch before them."""
+    return split_in_packs(0, [pack] * batch) if pack.parts else sharded(0, interleave=batch)
 
 
 def _takes_partial(
@@ -516,4 +518,4 @@ def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> t
     return (kept or tensors, *rest)
 
 
-__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "tail_of"]
+__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "flat_heads", "tail_of"]

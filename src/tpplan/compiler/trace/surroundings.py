@@ -247,13 +247,14 @@ def _caches_in(model: nn.Module) -> Iterator[Cache]:
                 continue
             yield from _caches(held)
             own: Any = held if type(held) is dict else getattr(held, "__dict__", None)  # pyright: ignore
-            for inner in list(own.values()) if type(own) is dict else ():
+            kept: list[Any] = list(own.values()) if type(own) is dict else []  # pyright: ignore
+            for inner in kept:
                 yield from _caches(inner)
 
 
 def _caches(held: Any) -> Iterator[Cache]:
     """A cache itself, as a method, or as what a function closes over."""
-    held = getattr(held, "func" if type(held) is functools.partial else "__func__", held)
+    held = getattr(held, "func" if type(held) is functools.partial else "__func__", held)  # pyright: ignore
     if isinstance(held, FunctionType) and held.__closure__:
         yield from (cell for cell in _cells(held) if isinstance(cell, _CACHE) and _may_clear(cell))
     elif isinstance(held, _CACHE) and _may_clear(held):

@@ -35,25 +35,26 @@ modules:
         summary="Heads or features can't be divided evenly over the ranks.",
         explanation="""
 Features and vocabularies need not be divisible by the size of the axis: the last ranks then hold fewer, or none, as
-with `torch.chunk`. Heads can't be cut, so features that the model views as heads have to be divisible, and there have
-to be as many features as ranks. Use a number of ranks that divides the heads, or leave the module `replicate`.
+with `torch.chunk`. Heads needn't be divisible either (TP132), but they can't be cut: there have to be as many query
+heads as ranks, as many features, and as many queries for each key head. Use fewer ranks, or leave the module
+`replicate`.
 """,
-        bad="$ tpplan validate llama --model hf:llama --tp 3",
-        good="$ tpplan validate llama --model hf:llama --tp 4",
+        bad="$ tpplan validate gpt2 --model hf:gpt2 --tp 16",
+        good="$ tpplan validate gpt2 --model hf:gpt2 --tp 8",
     ),
     Entry(
         code="TP103",
         name="heads-not-divisible",
         severity=Severity.ERROR,
-        summary="The attention heads can't be split evenly over the axis.",
+        summary="The attention heads can't be split over the axis.",
         explanation="""
-A query head lives on one rank, so the number of query heads has to be divisible by the size of the axis, even if the
-number of features is. Key and value heads that are fewer than the ranks are replicated, which works if the
-size of the axis is divisible by their number; rank r then holds head r * heads // ranks, the one that its query heads
-use.
+A query head lives on one rank, so there have to be as many query heads as ranks, even if the features could be split
+further. Key and value heads that are fewer than the ranks are on several ranks each, next to the queries that use them.
+That needs a body which repeats keys for their queries, or leaves that to torch; one that views the queries as groups,
+(…, key heads, queries of each, …), is split by key heads, of which there have to be as many as ranks.
 """,
-        bad="$ tpplan validate gpt2 --model hf:gpt2 --tp 8",
-        good="$ tpplan validate gpt2 --model hf:gpt2 --tp 4",
+        bad="$ tpplan validate gpt2 --model hf:gpt2 --tp 16",
+        good="$ tpplan validate gpt2 --model hf:gpt2 --tp 8",
     ),
     Entry(
         code="TP104",

@@ -375,6 +375,18 @@ def forward(self, x):
 """,
     ),
     Entry(
+        code="TP132",
+        name="uneven-heads",
+        severity=Severity.NOTE,
+        summary="Some ranks have more attention heads than others.",
+        explanation="""
+Heads that the axis doesn't divide are split all the same: each rank has whole query heads, and the key and value heads
+that these use, as many queries of each; a key head whose queries are on several ranks is stored on each of these. No
+rank has more queries than need be, but the fullest has more than the mean, and the others wait for it in each
+attention. The note tells by how much, and which numbers of ranks share the heads out evenly.
+""",
+    ),
+    Entry(
         code="TP136",
         name="cannot-run",
         severity=Severity.ERROR,
