@@ -30,3 +30,12 @@ def test_hundreds_of_layers_stay_within_the_limits_of_a_pattern() -> None:
     many = [f"h.{i}.q" for i in range(400)]
     texts = [text for text, _ in patterns_for(dict.fromkeys(many[::2], 1), many)]
     assert [n for n in many if any(Pattern.parse(t).matches(n) for t in texts)] == many[::2]
+
+
+def test_a_number_within_a_layer_is_kept_where_it_sets_modules_apart() -> None:
+    every = [f"h.{i}.mlp.{j}" for i in range(12) for j in range(3)]
+    first = [name for name in every if name.endswith(".0")]
+    assert patterns_for(dict.fromkeys(first, 1), every) == [("h.*.mlp.0", 1)]
+    some = ["h.0.mlp.0", "h.0.mlp.2", "h.3.mlp.2", "h.5.mlp.1"]
+    found = [Pattern.parse(text) for text, _ in patterns_for(dict.fromkeys(some, 1), every)]
+    assert [n for n in every if any(p.matches(n) for p in found)] == some

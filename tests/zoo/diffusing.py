@@ -103,11 +103,14 @@ DIFFUSING: dict[str, Subject] = {
         {"hidden_states": numbers(2, 4, 1, 8, 8), **_TEXT, "timestep": torch.tensor([3, 7]),
          "encoder_attention_mask": torch.ones(2, 6, dtype=torch.long), "pooled_projections": numbers(2, 16),
          "guidance": torch.tensor([3.0, 3.0])},
-        in_channels=4, out_channels=4, **_HEADS, num_single_layers=1, num_refiner_layers=1, patch_size=2, patch_size_t=1,
+        in_channels=4, out_channels=4, **_HEADS, num_single_layers=1, num_refiner_layers=1, patch_size=2,
+        patch_size_t=1,
         text_embed_dim=32, pooled_projection_dim=16, rope_axes_dim=(4, 2, 2),
     ),
+
     "lumina2": _diffusers(
-        "Lumina2Transformer2DModel", {**_noisy(), **_TEXT, "encoder_attention_mask": torch.ones(2, 6, dtype=torch.bool)},
+        "Lumina2Transformer2DModel", {**_noisy(), **_TEXT, "encoder_attention_mask": torch.ones(2, 6,
+        dtype=torch.bool)},
         sample_size=8, patch_size=2, in_channels=4, hidden_size=32, num_layers=2, num_refiner_layers=1,
         num_attention_heads=4, num_kv_heads=2, multiple_of=16, cap_feat_dim=32, axes_dim_rope=(4, 2, 2),
         axes_lens=(32, 32, 32),
@@ -131,9 +134,11 @@ DIFFUSING: dict[str, Subject] = {
         **_HEADS, cross_attention_dim=32,
     ),
     "prior": _diffusers(
+
         "PriorTransformer",
         {"hidden_states": numbers(2, 16), "timestep": torch.tensor([3, 7]), "proj_embedding": numbers(2, 16, seed=2),
-         "encoder_hidden_states": numbers(2, 6, 16)}, **_HEADS, embedding_dim=16, num_embeddings=6, additional_embeddings=4,
+         "encoder_hidden_states": numbers(2, 6, 16)}, **_HEADS, embedding_dim=16, num_embeddings=6,
+         additional_embeddings=4,
     ),
     "uvit": _diffusers(
         "UVit2DModel",

@@ -78,7 +78,7 @@ def page(found: dict[str, list[Outcome]]) -> str:
     """The whole page."""
     lines = [_INTRODUCTION]
     for family, names in _PARTS.items():
-        outcomes = [found[name] for name in names]
+        outcomes = [found[name] for name in names if name in found]
         lines += [f"## {family[0].upper()}{family[1:]}", "", _counted(outcomes), ""]
         lines += [f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}", *map(row, outcomes), ""]
     lines += ["## What is refused or left whole, and why", ""]

@@ -1,4 +1,4 @@
-"""transformers' models of text together with pictures or sounds, tiny, whose captures need no numbers of their inputs."""
+"""transformers' models of text together with pictures or sounds, tiny."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ PICTURING: dict[str, Subject] = {
         image_token_index=PICTURE, spatial_merge_size=2, vision_feature_layer=-1,
     ),
     "idefics2": of_transformers(
-        "idefics2", "Idefics2ForConditionalGeneration", steady(_ids(24, 4) | {"pixel_values": numbers(3, 1, 3, 32, 32)}),
+        "idefics2", "Idefics2ForConditionalGeneration", steady(_ids(24, 4) | {"pixel_values": numbers(3, 1, 3, 32,
+        32)}),
         vision_config=_VISION, text_config={"model_type": "mistral", **_TEXT, "num_key_value_heads": 2, "head_dim": 8},
         perceiver_config={"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
                           "resampler_head_dim": 8, "num_key_value_heads": 2, "hidden_size": 32}, image_token_id=PICTURE,

@@ -85,7 +85,8 @@ SEEING: dict[str, Subject] = {
     "segformer": of_transformers(
         "segformer", "SegformerForSemanticSegmentation", _pictures(), **_PYRAMID, decoder_hidden_size=32
     ),
-    "pvt": of_transformers("pvt", "PvtModel", _pictures(), **_PYRAMID | {"patch_sizes": [4, 2]}, sequence_reduction_ratios=[2, 1], image_size=32),
+    "pvt": of_transformers("pvt", "PvtModel", _pictures(), **_PYRAMID | {"patch_sizes": [4, 2]},
+    sequence_reduction_ratios=[2, 1], image_size=32),
     "pvt_v2": of_transformers("pvt_v2", "PvtV2Model", _pictures(), **_PYRAMID, num_hidden_layers=2),
     "glpn": of_transformers("glpn", "GLPNModel", _pictures(), **_PYRAMID),
     "cvt": of_transformers(

@@ -88,7 +88,7 @@ def run(name: str, size: int, sequence: bool) -> Outcome:
         found = search(model, size, arguments, inputs, sequence)
     except CompileError as error:
         first = error.diagnostics[0]
-        return Outcome(name, size, sequence, refused=(f"{first.code}: {first.message}",))
+        return Outcome(name, size, sequence, refused=("; ".join((f"{first.code}: {first.message}", *first.notes[:1])),))
     program = found.program
     text = write_plan(found, name)
     problems: list[str] = []

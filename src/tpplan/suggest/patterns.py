@@ -8,7 +8,7 @@ out: (pattern, setting) pairs that match these modules and no others
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from tpplan.plan.pattern import MAX_ALTERNATIVES, MAX_PATTERN_LENGTH, Pattern
@@ -44,12 +44,14 @@ def patterns_for(settings: Mapping[str, _Setting], names: Collection[str]) -> li
     return [(text, setting) for (parent, setting), leaves in siblings.items() for text in _joined(parent, leaves)]
 
 
-def _exact(shape: str, members: list[str], names: Iterable[str]) -> list[str]:
+def _exact(shape: str, members: list[str], names: Collection[str]) -> list[str]:
     """Texts that match the members alone: the shape, if all that it matches is meant."""
     wide = Pattern.parse(shape)
     if {name for name in names if wide.matches(name)} <= set(members):
         return [shape]
-    if shape.count("*") != 1:
+    if shape.count("*") > 1:
+        return min((_by_number(shape, place, members, names) for place in _numbered(shape)), key=len)
+    if "*" not in shape:
         return members
     before, _, after = shape.partition("*")
     indices = [name[len(before) : len(name) - len(after)] for name in members]
@@ -58,6 +60,21 @@ def _exact(shape: str, members: list[str], names: Iterable[str]) -> list[str]:
     return [
         f"{before}{{{','.join(chunk)}}}{after}" if len(chunk) > 1 else f"{before}{chunk[0]}{after}" for chunk in chunks
     ]
+
+
+def _numbered(shape: str) -> list[int]:
+    """The parts of a shape that stand for numbers, the last first: often it is what sets modules apart."""
+    return [place for place, part in reversed(list(enumerate(shape.split(".")))) if part == "*"]
+
+
+def _by_number(shape: str, place: int, members: list[str], names: Collection[str]) -> list[str]:
+    """Texts for the members with each number at one place: `blocks.*.mlp.0`, `blocks.*.mlp.2`."""
+    groups: dict[str, list[str]] = {}
+    for name in members:
+        groups.setdefault(name.split(".")[place], []).append(name)
+    parts = shape.split(".")
+    kept = {number: ".".join((*parts[:place], number, *parts[place + 1 :])) for number in groups}
+    return [text for number, held in groups.items() for text in _exact(kept[number], held, names)]
 
 
 def _joined(parent: str, leaves: list[str]) -> list[str]:
