@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,48 @@ class OfName(Pair):
         return LONGEST[: x.shape[1]]
 
 
-KINDS = (Pair, OfMethod, OfInstance, OfClosure, OfDict, OfOwnDict, OfName)
+class Closed(MutableMapping[int, Tensor]):
+    """A mapping that nobody may look through, as pools of connections are."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Tensor] = {}
+
+    def __getitem__(self, key: int) -> Tensor:
+        return self.held[key]
+
+    def __setitem__(self, key: int, value: Tensor) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: int) -> None:
+        del self.held[key]
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __iter__(self) -> Iterator[int]:
+        raise NotImplementedError
+
+
+CLOSED = Closed()
+
+
+class OfClosedMapping(Pair):
+    def table(self, x: Tensor) -> Tensor:
+        if x.shape[1] not in CLOSED.held:
+            CLOSED[x.shape[1]] = made(x.shape[1], x.device)
+        return CLOSED[x.shape[1]]
+
+
+class BesideNothing(OfDict):
+    """With constants of no entries, and of no number."""
+
+    def table(self, x: Tensor) -> Tensor:
+        empty = torch.cat([torch.tensor([]), torch.tensor(float("nan")).reshape(1)])[1:]
+        beside = 1.0 if torch.tensor([x.shape[1]]).item() > 0 else empty.sum()
+        return super().table(x) + beside
+
+
+KINDS = (BesideNothing, OfClosedMapping, Pair, OfMethod, OfInstance, OfClosure, OfDict, OfOwnDict, OfName)
 
 
 def x_of(length: int) -> Tensor:
@@ -114,6 +155,7 @@ def forget() -> Iterator[None]:
     global LONGEST
     LONGEST = None
     TABLES.clear()
+    CLOSED.held.clear()
     cached.cache_clear()
 
 

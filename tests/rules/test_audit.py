@@ -43,7 +43,8 @@ QUICK = (
 _NUMBERS = frozenset(
     ("k", "size", "split_size", "split_sizes", "shifts", "repeats", "start", "end", "step", "index", "pad", "offset",
      "diagonal", "decimals", "ignore_index", "reduction", "normalized_shape", "stride", "padding", "dilation",
-     "output_padding", "groups", "padding_idx", "shape", "low", "high", "out_dtype", "dtype", "layout", "memory_format")
+     "output_padding", "groups", "padding_idx", "mode", "normalization", "last_dim_size", "shape", "low", "high",
+     "out_dtype", "dtype", "layout", "memory_format")
 )  # fmt: skip
 
 

@@ -36,7 +36,10 @@ def members(held: object) -> Iterator[tuple[str, Any]]:
     if isinstance(held, dict):  # as it is stored, whatever its class makes of it
         yield from ((repr(key), item) for key, item in dict.items(held))  # pyright: ignore
         return
-    items = children(held)
+    try:
+        items = children(held)
+    except Exception:  # a class of somebody's that doesn't show its items
+        items = None
     if items is not None:
         yield from ((str(key), item) for key, item in items)
     elif isinstance(held, (set, frozenset)):

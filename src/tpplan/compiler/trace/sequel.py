@@ -145,7 +145,7 @@ def _shown(
 
 
 def _numbers(held: Tensor | None) -> object:
-    return None if held is None or held.numel() > 1 else held.item()
+    return None if held is None or held.numel() != 1 else repr(held.item())  # of which one is like another, also if NaN
 
 
 __all__ = ["sequel", "state_of"]
