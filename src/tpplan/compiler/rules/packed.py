@@ -247,6 +247,8 @@ def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int
     held = [layouts[r.identifier] for r in tensors]
     rank = len(values[tensors[0].identifier].shape)
     dim: int = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
+    if len(set(held)) == 1 and held[0].dim != dim:
+        return (held[0],)
     if any(h.interleave != 1 or h.within for h in held):
         return "concatenates values that are interleaved"
     if all(h.dim == dim for h in held):
@@ -255,9 +257,7 @@ def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int
             return "concatenates values along the sharded dim"
         sizes = [values[r.identifier].shape[dim] for r in tensors]
         return (packed(dim, [p for h, n in zip(held, sizes, strict=True) for p in h.packs or (Pack(n),)]),)
-    return (
-        (held[0],) if len(set(held)) == 1 and held[0].dim != dim else "concatenates values that are sharded differently"
-    )
+    return "concatenates values that are sharded differently"
 
 
 def _alike(
