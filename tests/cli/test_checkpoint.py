@@ -86,9 +86,9 @@ def test_check_reports_all_misfits_of_plan_and_checkpoint_at_once(
     state |= {"lm_head.weight": state["lm_head.weight"].to(torch.int8), "model.norm.weight": torch.ones(3)}
     save_file(state, tmp_path / SINGLE)
     command = ["checkpoint", "check", str(tmp_path), "llama", "--model", str(folder), "--format", "concise"]
-    assert main([*command, "--tp", "3"]) == 1
+    assert main([*command, "--tp", "12"]) == 1  # more ranks than heads
     text = capsys.readouterr().out
-    assert "TP102" in text or "TP103" in text or "TP114" in text, text
+    assert "TP102" in text, text
     assert "2 of the model's 21 tensors can't be loaded" in text and "1 of the checkpoint's tensors hold" in text
 
 

@@ -32,7 +32,7 @@ def _other_plan(member: Member) -> tuple[str, str, bool]:
 
 
 def _one_cannot_compile(member: Member) -> tuple[str, str, bool]:
-    return refusal(member, PLANS / "torch_transformer.yaml", heads=8 if member.rank == 0 else 3)
+    return refusal(member, PLANS / "torch_transformer.yaml", heads=8 if member.rank == 0 else 1)
 
 
 def _one_has_no_plan(member: Member) -> tuple[str, str, bool]:
