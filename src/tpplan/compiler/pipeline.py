@@ -33,6 +33,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
+from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem
 from tpplan.compiler.request import Request
@@ -204,7 +205,7 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
         if flow.trace.takes_gradients
         else substitute(modules, request.plan, flow, binding, placed.assignment, placed.instance)
     )
-    findings += [*notes, *_recorded_findings(binding, learned.recorded)]
+    findings += [*notes, *_recorded_findings(binding, learned.recorded, placed.assignment)]
     return emit(
         request.model, request.plan, request.size, flow, binding, placed.assignment, learned.attributes,
         tuple(findings), kernels, learned.recorded,
@@ -226,14 +227,18 @@ def _warnings(problem: Problem, placed: Placed) -> list[Diagnostic]:
     return warnings_for(problem.flow, problem.binding, placed.assignment, request.size, around)
 
 
-def _recorded_findings(binding: Binding, recorded: frozenset[str]) -> list[Diagnostic]:
+def _recorded_findings(binding: Binding, recorded: frozenset[str], assignment: Assignment) -> list[Diagnostic]:
     findings: list[Diagnostic] = []
     for name in sorted(recorded):
         bound = binding.first_inside(name)
+        slicing = [f" at {node.location.short}" if node.location else "" for node in assignment.sliced.get(name, ())]
+        why = "as its own code can't work on shards"
+        if slicing:
+            why = f"so that values that are whole can be sliced beside split ones{', and'.join(dict.fromkeys(slicing))}"
         findings.append(
             Diagnostic(
                 code="TP124",
-                message=f"`{name}` runs operation by operation from its record, as its own code can't work on shards",
+                message=f"`{name}` runs operation by operation from its record, {why}",
                 span=bound.rule.style_span if bound is not None else None,
                 help="nothing is wrong; it takes a little longer than the module's own code would",
                 subject=name,

@@ -6,7 +6,7 @@ out: `Problem`, which doesn't change; `Learned`, of which each round may make an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,12 @@ class Learned:
         """With other fields of `constraints`, for this reason."""
         reasons = self.reasons if reason is None else (*self.reasons, reason)
         return replace(self, constraints=replace(self.constraints, **changes), reasons=reasons)
+
+    def recording(self, modules: Iterable[str]) -> Learned:
+        """With more modules whose bodies run from their records; no attribute of theirs is local."""
+        recorded = self.recorded | {*modules}
+        attributes = {name: counts for name, counts in self.attributes.items() if name not in recorded}
+        return replace(self, recorded=recorded, attributes=attributes)
 
     def reporting(self, *findings: Diagnostic) -> Learned:
         """With more findings."""

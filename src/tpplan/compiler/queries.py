@@ -25,7 +25,7 @@ from tpplan.compiler.ir.region import Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
 from tpplan.compiler.rules.convolution import CONVOLUTION, weight_layout
-from tpplan.compiler.rules.packed import VIEWS
+from tpplan.compiler.rules.packed import SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
 from tpplan.compiler.trace.branches import record_model
@@ -35,6 +35,7 @@ from tpplan.plan.pattern import Pattern
 from tpplan.plan.rules import Pack as NamedPack
 
 VIEW_OPERATORS = VIEWS
+SPLIT_OPERATORS = SPLITS
 ELEMENTWISE_OPERATORS = ENTRYWISE_OF_TWO
 CREATION_OPERATORS = NEW
 
@@ -160,7 +161,7 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 
 
 __all__ = [
-    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "VIEW_OPERATORS", "Addend", "ColumnSplits", "LinearForm", "Outcome",
-    "Product", "Refusal", "Rules", "Study", "Taken", "convolution_weight", "is_convolution", "is_norm", "linear_form",
-    "stored_names",
+    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "ColumnSplits",
+    "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "convolution_weight", "is_convolution",
+    "is_norm", "linear_form", "stored_names",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.check.localise import (
     equal_modules,
+    find_instance,
     propose_attributes,
     read_sizes,
     split_size,
@@ -37,6 +38,8 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     Raises:
         CompileError: nothing helps, and nothing can be set aside to look for the next mistake.
     """
+    if mismatch.frame.module in subject.assignment.sliced:
+        return _unsliced(subject, learned, mismatch.frame)
     if mismatch.backward is not None:
         return _make_whole(problem, subject, learned, mismatch, mismatch.backward)
     if mismatch.cut is not None:
@@ -56,6 +59,14 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     if mismatch.frame.module == "" or mismatch.frame.module in learned.excused:
         raise CompileError(learned.findings)
     return replace(learned, excused=learned.excused | equal_modules(subject.instance, mismatch.frame))
+
+
+def _unsliced(subject: CheckInput, learned: Learned, frame: Frame) -> Learned:
+    """Let a body's own code run, whose record doesn't, so that it slices nothing."""
+    instance = find_instance(subject.instance, frame.module, frame.call)
+    assert instance is not None
+    learned = replace(learned, recorded=learned.recorded - equal_modules(subject.instance, frame))
+    return learned.constrained(unsliced=learned.constraints.unsliced | {instance.region.example})
 
 
 def _make_whole(
@@ -161,9 +172,7 @@ def _recorded(subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Lear
     if name in subject.trace.reducing:
         return None  # a record doesn't know these functions
     equal = {n for n in equal_modules(subject.instance, mismatch.frame) if type(modules[n]) is type(modules[name])}
-    recorded = learned.recorded | equal
-    attributes = {name: counts for name, counts in learned.attributes.items() if name not in recorded}
-    learned = replace(learned, recorded=recorded, attributes=attributes)
+    learned = learned.recording(equal)
     after = _mismatch(subject, learned)
     return None if after is not None and _same_place(after, mismatch) else learned
 

@@ -92,6 +92,7 @@ def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
         if again is not None:
             learned = again
             continue
+        placed = replace(placed, learned=_recorded(problem, placed))
         learned = placed.learned.reporting(*_conflict_findings(problem, placed))
         subject = placed.to_check(problem)
         checked = local_run.check(subject, learned.attributes, learned.excused, learned.recorded)
@@ -123,7 +124,8 @@ class _Solver:
             if not isinstance(solutions, Failure):
                 if learned.constraints.forgiven:
                     break
-                assignment = assign(instance, root_solution(solutions), trace.parameters, inputs)
+                best = root_solution(solutions)
+                assignment = assign(instance, best, trace.parameters, inputs, constraints.heads)
                 return Placed(instance, assignment, learned)
             learned = self._after(learned, instance, solutions)
         raise UnplacedError(learned)
@@ -159,12 +161,22 @@ class _Solver:
 
 
 def _widened(problem: Problem, learned: Learned) -> Learned | None:
-    """From now on, let new tensors be split by features; then, let values be split by heads at every boundary."""
+    """From now on, let new tensors be split by features; then, let values be split by heads at every boundary.
+
+    At last, let operations take parts of whole values.
+    """
     if problem.features and not learned.constraints.features:
         return learned.constrained(features=problem.features)
     if problem.heads and not learned.constraints.heads:
         return learned.constrained(heads=problem.heads)
+    if not learned.constraints.slices:
+        return learned.constrained(slices=True)
     return None
+
+
+def _recorded(problem: Problem, placed: Placed) -> Learned:
+    """Bodies in which whole values are sliced run from their records: their own code wouldn't."""
+    return placed.learned.recording(placed.assignment.sliced.keys())
 
 
 def _constrained(problem: Problem, placed: Placed) -> Learned | None:

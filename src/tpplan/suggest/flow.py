@@ -296,8 +296,10 @@ class _Walk:
             self._of_reduced(node, inputs, outputs)
             return
         answer = self._ask(instance, node, {})
-        if isinstance(answer, Refusal) and self.lenient:
-            answer = self._beside_slices(instance, node) or self._beside_branch(instance, node, sources) or answer
+        if isinstance(answer, Refusal):
+            slid = self._beside_slices(instance, node) if self.lenient else None
+            branch = self._beside_branch(instance, node, sources) if self.lenient and slid is None else None
+            answer = slid or branch or self._beside_parts(instance, node) or answer
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
             reason = answer.reason if isinstance(answer, Refusal) else "sums over the split features"
             if not unsure:
@@ -338,13 +340,16 @@ class _Walk:
         self.poisoned.update(outputs)
         self.sources.update(dict.fromkeys(outputs, sources))
 
-    def _ask(self, instance: Instance, node: OperationNode, instead: dict[int, Layout]) -> Outcome | Refusal:
+    def _ask(
+        self, instance: Instance, node: OperationNode, instead: dict[int, Layout], slices: bool = False
+    ) -> Outcome | Refusal:
         values = instance.region.values
 
         def layout(i: int) -> Layout:
             return instead.get(i) or self.layouts.get(instance.values[i]) or self._assumed(instance, i)
 
-        answer = self.rules.outcomes(node, values, layout)
+        rules = self.rules.splitting(frozenset(), slices=True) if slices else self.rules
+        answer = rules.outcomes(node, values, layout)
         return answer if isinstance(answer, Refusal) else answer[0]
 
     def _beside_slices(self, instance: Instance, node: OperationNode) -> Outcome | None:
@@ -398,6 +403,11 @@ class _Walk:
         for column in branch & self.found.columns:
             self.found.refused.setdefault(column, "it is part of a smaller branch beside a layer that is split")
         return answer
+
+    def _beside_parts(self, instance: Instance, node: OperationNode) -> Outcome | None:
+        """The outcome if the body, running from its record, takes parts of whole values beside split heads."""
+        answer = self._ask(instance, node, {}, slices=True) if instance.frame.module else None
+        return None if isinstance(answer, Refusal) else answer
 
     def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:
         """The layouts of the weight and the bias of a convolution if they are split like its channels."""

@@ -23,6 +23,7 @@ from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.queries import (
     CREATION_OPERATORS,
     ELEMENTWISE_OPERATORS,
+    SPLIT_OPERATORS,
     VIEW_OPERATORS,
     Addend,
     LinearForm,
@@ -32,6 +33,8 @@ from tpplan.compiler.queries import (
     linear_form,
 )
 from tpplan.plan.rules import Pack
+
+_JOIN = "aten.cat.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,11 @@ def _beside(study: Study, addends: Mapping[str, Addend]) -> dict[int, dict[str, 
 
 
 def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
-    """Note where such values go on in what elementwise operations make of them and of other tensors without data."""
+    """Note where such values go on: in what elementwise operations make of them and of other tensors without data.
+
+    And where those that were joined are taken apart again.
+    """
+    joined: dict[int, list[int]] = {}
     dynamic = set(trace.inputs)
     dynamic.update(c.target for frame in trace.root.walk() for c in (*frame.entries, *frame.exits))
     for frame in trace.root.walk():
@@ -171,6 +178,13 @@ def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
             if not isinstance(node, Operation) or node.name in CREATION_OPERATORS:
                 continue
             made = [o for o in node.outputs if o is not None]
+            if node.name == _JOIN and all(len(trace.values[value].shape) == 1 for value in node.inputs):
+                joined[made[0]] = [*node.inputs]
+            elif node.name in SPLIT_OPERATORS and node.inputs[0] in joined:
+                before = joined[node.inputs[0]]
+                if [trace.values[o].shape for o in made] == [trace.values[value].shape for value in before]:
+                    for value, part in zip(before, made, strict=True):
+                        beside.setdefault(part, {}).update(beside.get(value, {}))
             if not dynamic.isdisjoint(node.inputs):
                 dynamic.update(made)
             elif node.name in ELEMENTWISE_OPERATORS and len(made) == 1:

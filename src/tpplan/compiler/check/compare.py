@@ -33,6 +33,7 @@ REARRANGING = frozenset(
         "contiguous.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.default",
         "squeeze.dim", "squeeze.dims", "t.default", "alias.default", "detach.default", "_reshape_alias.default",
         "lift_fresh.default", "as_strided.default", "mT.default", "unflatten.int",
+        "slice_copy.Tensor",  # by which a body that runs from its record takes a part of a whole value
     )
 )  # fmt: skip
 _PERMUTING = frozenset(("aten.transpose.int", "aten.permute.default"))

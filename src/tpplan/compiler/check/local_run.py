@@ -305,7 +305,14 @@ def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: froze
     for name in recorded:
         prefix = f"{name}." if name else ""
         own = {n.removeprefix(prefix): layout for n, layout in held.items() if n.startswith(prefix)}
-        replay = Replay(stock[name], recorded_body(frames[name], layouts), own, given.size, given.rank, lambda: batch)
+        replay = Replay(
+            stock[name],
+            recorded_body(frames[name], layouts, given.assignment.heads),
+            own,
+            given.size,
+            given.rank,
+            lambda: batch,
+        )
         modules[name].__dict__["forward"] = _bound(replay, modules[name])
 
 

@@ -218,7 +218,9 @@ def _modules(
                 random=random,
                 local_attributes=attributes.get(name, ()),
                 inner=_inner(trace, assignment, calls, size),
-                recorded=recorded_body(calls[0].frame, assignment.layouts) if name in recorded else None,
+                recorded=recorded_body(calls[0].frame, assignment.layouts, assignment.heads)
+                if name in recorded
+                else None,
                 split_norm=None if normed is None else _split_norm(trace, normed),
                 walked=bound is not None and bound.walked,
                 class_calls=classes,

@@ -222,11 +222,13 @@ class RecordedBody:
         inputs: how its arguments lie on the inside, by path.
         calls: for each call inside the module's name there, the number of its calls before, and how its results lie.
         results: how its results lie on the inside, by path.
+        heads: the numbers of heads, as packs, by which what it makes anew or repeats may be split.
     """
 
     inputs: PathLayouts
     calls: tuple[tuple[str, int, PathLayouts], ...]
     results: PathLayouts
+    heads: tuple[tuple[Pack, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

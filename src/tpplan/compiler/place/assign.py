@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
-from tpplan.compiler.ir.region import Boundary, CallNode, Instance, Region
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
+from tpplan.compiler.ir.region import Boundary, CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Frame, Path
 from tpplan.compiler.place.solution import Called, Choice, Entered, Normed, Ran, Solution
 from tpplan.compiler.rewrite.recognise import Norm
@@ -70,6 +70,8 @@ class Assignment:
         partial: names of replicated parameters that get a partial gradient, with the modules whose bodies cause it.
         whole: names of replicated parameters that get a whole gradient, likewise.
         once: names of biases that one rank alone adds to a partial result, with the modules that they are added in.
+        heads: the numbers of heads, as packs, by which values could be split.
+        sliced: modules whose bodies take parts of whole values, with the operations that read these.
     """
 
     layouts: dict[int, Layout] = field(default_factory=dict[int, Layout])
@@ -77,10 +79,16 @@ class Assignment:
     partial: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     whole: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     once: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    heads: Features = frozenset()
+    sliced: dict[str, list[OperationNode]] = field(default_factory=lambda: defaultdict(list))
 
 
 def assign(
-    root: Instance, solution: Solution, parameters: dict[int, tuple[str, ...]], inputs: tuple[Layout, ...]
+    root: Instance,
+    solution: Solution,
+    parameters: dict[int, tuple[str, ...]],
+    inputs: tuple[Layout, ...],
+    heads: Features = frozenset(),
 ) -> Assignment:
     """Read `solution` of the root region back onto the trace.
 
@@ -89,8 +97,10 @@ def assign(
         solution: of `root.region`, for these `inputs`.
         parameters: names by value, from the trace.
         inputs: the layouts of the region's inputs.
+        heads: the numbers of heads that it was solved for.
     """
     reader = _Reader(parameters)
+    reader.assignment.heads = heads
     reader.read(root, solution, inputs)
     return reader.assignment
 
@@ -120,6 +130,10 @@ class _Reader:
                 for output, layout in zip(region.nodes[choice.node].outputs, choice.outcome.outputs, strict=True):
                     if output is not None:
                         held[values[output]] = layout
+                if choice.outcome.slices:
+                    node = region.nodes[choice.node]
+                    assert isinstance(node, OperationNode)
+                    self.assignment.sliced[instance.frame.module].append(node)
                 self._note(choice.outcome.partial_parameters, self.assignment.partial, instance)
                 self._note(choice.outcome.replicated_parameters, self.assignment.whole, instance)
             elif isinstance(choice, Called):

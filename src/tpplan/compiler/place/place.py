@@ -71,6 +71,7 @@ class Placer:
     def _obey(self, propagator: Propagator, constraints: Constraints) -> None:
         self.constraints = constraints
         self.propagator = propagator.splitting(constraints.heads, constraints.features)
+        self._slicing = propagator.splitting(constraints.heads, constraints.features, constraints.slices)
         self.boundaries = Boundaries(self.propagator, self._topology, constraints)
 
     def _forget(self, constraints: Constraints) -> None:
@@ -164,7 +165,9 @@ class Placer:
     def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:
         numbers = (*node.inputs, *node.overwritten)
         known = dict(zip(numbers, self._numbering.layouts(operands), strict=True))
-        outcomes = self.propagator.outcomes(node, region.values, known.__getitem__)
+        sliced = region.example[0] and region.example not in self.constraints.unsliced
+        rules = self._slicing if sliced else self.propagator
+        outcomes = rules.outcomes(node, region.values, known.__getitem__)
         if isinstance(outcomes, Refusal):
             if (region.example, position) not in self.constraints.forgiven:
                 return Failure((), position, outcomes, (position,))
@@ -178,7 +181,7 @@ class Placer:
                 continue
             extra = sum(self.boundaries.gradient_sum(region.values[i]) for i in outcome.partial_parameters)
             codes = tuple(self._numbering.code(held) for _, held in made)
-            found.append((codes, (extra, 0), Ran(position, outcome)))
+            found.append((codes, (extra, len(outcome.slices)), Ran(position, outcome)))
         return found
 
     def _called(self, region: Region, position: int, node: CallNode, operands: Codes) -> list[_Step] | Failure:

@@ -135,6 +135,8 @@ class Constraints:
             a try.
         features: ways to split features; a tensor made anew with a dim of so many may be split. Empty until then.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
+        slices: whether operations may take parts of whole values that their bodies make.
+        unsliced: regions whose bodies can't: their own code has to run.
         sequence: whether layouts split along the sequence are tried.
         tails: results of which so many entries from the end of the sequence are read, and no others.
     """
@@ -147,18 +149,20 @@ class Constraints:
     heads: Features = frozenset()
     features: Features = frozenset()
     slice_constants: bool = False
+    slices: bool = False
+    unsliced: frozenset[Name] = frozenset()
     sequence: bool = False
     tails: Mapping[Place, int] = field(default_factory=dict[Place, int])
 
     @property
     def everywhere(self) -> tuple[object, ...]:
         """Those that hold in every region."""
-        return (self.heads, self.features, self.slice_constants, self.sequence)
+        return (self.heads, self.features, self.slice_constants, self.slices, self.sequence)
 
     def differing(self, other: Constraints) -> frozenset[Name]:
         """The examples of the regions on which the two differ."""
         pairs = ((getattr(self, kind), getattr(other, kind)) for kind in _PLACES)
-        return frozenset(name for ours, theirs in pairs for name, _ in ours ^ theirs)
+        return frozenset(name for ours, theirs in pairs for name, _ in ours ^ theirs) | (self.unsliced ^ other.unsliced)
 
 
 _PLACES = ("unsharded", "forgiven", "whole_gradients", "reduced_biases", "whole")

@@ -14,25 +14,27 @@ placed the program (`propagate`), so that the check, which replays the body as w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.compat import takes_device, without_dispatch_modes
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
-from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.layout import REPLICATED, Features, Layout
 from tpplan.compiler.ir.program import RecordedBody
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode
 from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
+from tpplan.compiler.rewrite.attention import Attention, attentions, references
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
-from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal
+from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal, in_packs
 from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.recorder import Recorder
@@ -117,9 +119,9 @@ class Replay:
         parameters = {name: self._parameters.get(name, REPLICATED) for names in held_by for name in names}
         root = build_regions(trace, Binding({}, parameters, {}))
         number = batch if batch is not None else (given[0].shape[0] if given and isinstance(given[0], Tensor) else 1)
-        settled = _Settler(root, trace, self._body, Propagator(self._size, number)).settle()
+        settled = _Settler(root, trace, self._body, self._size, number).settle()
         held = {value: parameters[names[0]] for value, names in trace.stored.items()}
-        return self._script(trace, state, skeleton.model, held | settled)
+        return self._script(trace, state, skeleton.model, {**held, **settled.layouts}, settled.slices)
 
     def _wanted(self, trace: Trace, effects: Collection[int]) -> Trace:
         """The record without results that the caller drops, and without what only these are made by."""
@@ -141,7 +143,14 @@ class Replay:
         made = torch.empty_strided(shape, _strides(local, shape), dtype=local.dtype, device="meta")
         return made.requires_grad_(local.requires_grad and torch.is_grad_enabled())
 
-    def _script(self, trace: Trace, state: Capture, model: nn.Module, layouts: Mapping[int, Layout]) -> Script:
+    def _script(
+        self,
+        trace: Trace,
+        state: Capture,
+        model: nn.Module,
+        layouts: Mapping[int, Layout],
+        slices: Mapping[int, Mapping[int, Layout]],
+    ) -> Script:
         recorder = state.recorder
         if trace.chosen or trace.assumptions:
             raise ReplayError("what the body runs depends on its tensors' values")
@@ -163,13 +172,23 @@ class Replay:
             else:
                 constants.append((value, numbers))
         steps: list[Run | Call] = []
-        for node in trace.root.body:
-            if isinstance(node, Operation):
-                steps.append(_localised(node, trace, layouts, self._size, self._rank))
+        for node in _with_attentions(trace, layouts, slices):
+            if isinstance(node, Frame):
+                args, kwargs = (state.arguments or {})[node.module, node.call]
+                results = tuple((c.path, c.target) for c in node.exits)
+                steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
                 continue
-            args, kwargs = (state.arguments or {})[node.module, node.call]
-            results = tuple((c.path, c.target) for c in node.exits)
-            steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
+            taken = _sliced(node, slices)
+            parts = {value: -1 - len(steps) - i for i, value in enumerate(taken)}
+            steps += [_slice(v, parts[v], trace, lies, self._size, self._rank) for v, lies in taken.items()]
+            if isinstance(node, Attention):
+                shape = layouts.get(node.made, REPLICATED).local_shape(
+                    trace.values[node.made].shape, self._size, self._rank
+                )
+                run = Run(scaled_dot_product_attention, (), references(node), (node.made,), (shape,), False)
+            else:
+                run = _localised(node, trace, {**layouts, **taken}, self._size, self._rank)
+            steps.append(_reading(run, parts) if parts else run)
         entries = tuple((path, c.target) for c in trace.root.entries for path in (c.path, *c.aliases))
         sources: dict[int, int | None] = {c.target: c.source for c in trace.root.exits}
         result = state.results["", 0]
@@ -208,31 +227,52 @@ def _readable(model: nn.Module, name: str, tensor: Tensor) -> str:
     return name
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """How a body's values lie, and of what it takes parts.
+
+    Attributes:
+        layouts: by value of the record.
+        slices: by the first result of an operation, the whole operands of which it takes parts, and how these lie.
+    """
+
+    layouts: Mapping[int, Layout]
+    slices: Mapping[int, Mapping[int, Layout]]
+
+    def also(self, layouts: Mapping[int, Layout], slices: Mapping[int, Mapping[int, Layout]]) -> _Settled:
+        """With more of both."""
+        return _Settled({**self.layouts, **layouts}, {**self.slices, **slices})
+
+
 class _Settler:
     """Finds the layouts of a body's values from those of its arguments and of what its calls return."""
 
-    def __init__(self, root: Instance, trace: Trace, body: RecordedBody, propagator: Propagator) -> None:
-        self.root, self.trace, self.propagator = root, trace, propagator
+    def __init__(self, root: Instance, trace: Trace, body: RecordedBody, size: int, batch: int) -> None:
+        self.root, self.trace = root, trace
+        self.propagator = Propagator(size, batch, frozenset(body.heads))
         self.inputs, self.results = dict(body.inputs), dict(body.results)
         self.calls = {(module, call): dict(results) for module, call, results in body.calls}
         self.refused: Refusal | None = None
 
-    def settle(self) -> dict[int, Layout]:
+    def settle(self) -> _Settled:
         """The layouts by value of the record.
 
         Raises:
             ReplayError: an operation can't run on shards that lie so.
         """
         known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
-        found = self._from(0, known)
+        found = self._from(0, _Settled(known, {}))
+        if found is None:  # as in the placement, whole values are sliced where nothing else works
+            self.propagator = self.propagator.splitting(self.propagator.heads, slices=True)
+            found = self._from(0, _Settled(known, {}))
         if found is None:
             raise ReplayError(
                 self.refused.reason if self.refused is not None else "its results would have other layouts"
             )
         return found
 
-    def _from(self, position: int, known: dict[int, Layout]) -> dict[int, Layout] | None:
-        region, values = self.root.region, self.root.values
+    def _from(self, position: int, settled: _Settled) -> _Settled | None:
+        region = self.root.region
         children = self.root.children
         calls = sum(1 for node in region.nodes[:position] if isinstance(node, CallNode))
         while position < len(region.nodes):
@@ -242,16 +282,23 @@ class _Settler:
                 frame = children[calls].frame
                 calls += 1
                 promised = self.calls.get((frame.module, frame.call), {})
-                known |= {c.target: promised.get(c.path, REPLICATED) for c in frame.exits}
+                settled = settled.also({c.target: promised.get(c.path, REPLICATED) for c in frame.exits}, {})
                 continue
-            outcomes = self._outcomes(node, known)
+            outcomes = self._outcomes(node, settled.layouts)
             if len(outcomes) > 1:
-                branches = (self._from(position, known | _made_by(node, values, o)) for o in outcomes)
+                branches = (self._from(position, self._made(settled, node, o)) for o in outcomes)
                 return next((found for found in branches if found is not None), None)
             if not outcomes:
                 return None
-            known |= _made_by(node, values, outcomes[0])
-        return known if self._leaves(known) else None
+            settled = self._made(settled, node, outcomes[0])
+        return settled if self._leaves(settled.layouts) else None
+
+    def _made(self, settled: _Settled, node: OperationNode, outcome: Outcome) -> _Settled:
+        values = self.root.values
+        made = {values[o]: held for o, held in zip(node.outputs, outcome.outputs, strict=True) if o is not None}
+        slices = {values[i]: held for i, held in outcome.slices}
+        first = next(o for o in node.outputs if o is not None)
+        return settled.also(made, {values[first]: slices} if slices else {})
 
     def _outcomes(self, node: OperationNode, known: Mapping[int, Layout]) -> list[Outcome]:
         region, values = self.root.region, self.root.values
@@ -264,7 +311,7 @@ class _Settler:
         if isinstance(found, Refusal):
             self.refused = found
             return []
-        return found
+        return sorted(found, key=lambda o: not o.outputs[0].is_sharded) if self.propagator.slices else found
 
     def _leaves(self, known: Mapping[int, Layout]) -> bool:
         return all(
@@ -284,10 +331,6 @@ def _strides(local: Tensor, shape: Sequence[int]) -> list[int]:
 
 def _kind(layout: Layout) -> tuple[str, str, int | None]:
     return layout.forward, layout.gradient, layout.dim
-
-
-def _made_by(node: OperationNode, values: Sequence[int], outcome: Outcome) -> dict[int, Layout]:
-    return {values[o]: held for o, held in zip(node.outputs, outcome.outputs, strict=True) if o is not None}
 
 
 def _read(trace: Trace) -> Iterator[int]:
@@ -376,8 +419,64 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
     return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
 
 
-def recorded_body(frame: Frame, layouts: Mapping[int, Layout]) -> RecordedBody:
-    """How the values at the boundaries of a frame's body lie, in an assignment."""
+def _with_attentions(
+    trace: Trace, layouts: Mapping[int, Layout], slices: Mapping[int, Mapping[int, Layout]]
+) -> Iterator[Operation | Frame | Attention]:
+    """A record's body, in which attention is one call instead of its pieces."""
+    found = {held.made: held for held in attentions(trace, layouts)}
+    found = {made: held for made, held in found.items() if _sliced(held, slices).keys() <= {held.mask}}
+    pieces = frozenset[int]().union(*(held.pieces for held in found.values()))
+    for node in trace.root.body:
+        made = next((o for o in node.outputs if o is not None), None) if isinstance(node, Operation) else None
+        if made in found:
+            yield found[made]
+        elif made not in pieces:
+            yield node
+
+
+def _sliced(node: Operation | Attention, slices: Mapping[int, Mapping[int, Layout]]) -> dict[int, Layout]:
+    """The whole operands of which a step takes parts."""
+    made = node.pieces if isinstance(node, Attention) else [o for o in node.outputs if o is not None][:1]
+    return {value: lies for o in made for value, lies in slices.get(o, {}).items()}
+
+
+def _slice(value: int, part: int, trace: Trace, held: Layout, size: int, rank: int) -> Run:
+    """The part of a whole value that a rank takes, as another value."""
+    shape = trace.values[value].shape
+    held = in_packs(held, shape)
+    assert held.dim is not None
+    packs = held.stretches(shape[held.dim])
+    arguments = (Reference(value), held.dim, len(packs), *packs[0].part(size, rank))
+    return Run(_part, arguments, {}, (part,), (held.local_shape(shape, size, rank),), False)
+
+
+def _part(tensor: Tensor, dim: int, times: int, start: int, length: int) -> Tensor:
+    """So many entries of a dim from `start` on, of each of `times` equal stretches of it.
+
+    The operator is one that models don't call, by which the check knows it.
+    """
+    if times == 1:
+        return torch.ops.aten.slice_copy.Tensor(tensor, dim, start, start + length)
+    shape = (*tensor.shape[:dim], times, -1, *tensor.shape[dim + 1 :])
+    apart = tensor.reshape(shape)
+    return torch.ops.aten.slice_copy.Tensor(apart, dim + 1, start, start + length).flatten(dim, dim + 1)
+
+
+def _reading(run: Run, parts: Mapping[int, int]) -> Run:
+    """An operation that reads the parts of values in place of these."""
+
+    def instead(held: Any) -> Any:
+        if isinstance(held, Reference):
+            return Reference(parts.get(held.identifier, held.identifier))
+        if isinstance(held, tuple):
+            return tuple(map(instead, held))  # pyright: ignore[reportUnknownArgumentType]
+        return held
+
+    return replace(run, arguments=instead(run.arguments), keywords={k: instead(v) for k, v in run.keywords.items()})
+
+
+def recorded_body(frame: Frame, layouts: Mapping[int, Layout], heads: Features) -> RecordedBody:
+    """How the values at the boundaries of a frame's body lie, in an assignment for these numbers of heads."""
 
     def at(crossings: Sequence[Crossing], inside: bool) -> tuple[tuple[Path, Layout], ...]:
         return tuple(
@@ -394,7 +493,8 @@ def recorded_body(frame: Frame, layouts: Mapping[int, Layout]) -> RecordedBody:
             name = node.module.removeprefix(prefix)
             calls.append((name, counts.get(name, 0), at(node.exits, inside=True)))
             counts[name] = counts.get(name, 0) + 1
-    return RecordedBody(at(frame.entries, inside=True), tuple(calls), at(frame.exits, inside=False))
+    results = at(frame.exits, inside=False)
+    return RecordedBody(at(frame.entries, inside=True), tuple(calls), results, tuple(sorted(heads)))
 
 
 __all__ = ["Replay", "ReplayError", "recorded_body"]

@@ -41,6 +41,7 @@ from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts
 from tpplan.compiler.rules.gradient import gradient_layouts
+from tpplan.compiler.rules.slices import ways_to_slice
 
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
@@ -71,11 +72,13 @@ class Outcome:
         outputs: a layout for each result (also for those that aren't tensors, where it means nothing).
         partial_parameters: replicated parameters (local numbers) whose gradient comes out partial here.
         replicated_parameters: replicated parameters whose gradient comes out whole here.
+        slices: whole operands (local numbers) of which the operation takes a part, with the layouts of these.
     """
 
     outputs: tuple[Layout, ...]
     partial_parameters: frozenset[int] = frozenset()
     replicated_parameters: frozenset[int] = frozenset()
+    slices: tuple[tuple[int, Layout], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +100,30 @@ class Refusal:
 class Propagator:
     """Answers for one axis size; remembers what it asked."""
 
-    def __init__(self, size: int, batch: int, heads: Features = frozenset(), features: Features = frozenset()) -> None:
+    def __init__(
+        self,
+        size: int,
+        batch: int,
+        heads: Features = frozenset(),
+        features: Features = frozenset(),
+        slices: bool = False,
+    ) -> None:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`.
 
         A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or for
-        one of `features`, may be split.
+        one of `features`, may be split. With `slices`, an operation that can't run otherwise may take parts of whole
+        operands.
         """
         self.size = size
         self.batch = batch
         self.heads = heads
         self.features = features
+        self.slices = slices
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
-    def splitting(self, heads: Features, features: Features = frozenset()) -> Propagator:
+    def splitting(self, heads: Features, features: Features = frozenset(), slices: bool = False) -> Propagator:
         """The same rules for these numbers of heads and features; what either asks, both remember."""
-        other = Propagator(self.size, self.batch, heads, features)
+        other = Propagator(self.size, self.batch, heads, features, slices)
         other._rules = self._rules
         return other
 
@@ -119,6 +131,23 @@ class Propagator:
         self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]
     ) -> list[Outcome] | Refusal:
         """The ways in which `node` can run, given its operands' layouts by local number."""
+        found = self._unsliced(node, values, layout)
+        if not self.slices or not isinstance(found, Refusal) or node.overwritten:
+            return found
+        for slices in ways_to_slice(_meaningful_inputs(node, values), values, layout):
+            sliced = self._unsliced(node, values, lambda i: slices.get(i) or layout(i))  # noqa: B023 -- asked at once
+            if isinstance(sliced, Refusal):
+                continue
+            parameters = {i for i in slices if values[i].parameter is not None and values[i].differentiable}
+            return [
+                replace(way, slices=(*slices.items(),), partial_parameters=way.partial_parameters | parameters)
+                for way in sliced
+            ]
+        return found
+
+    def _unsliced(
+        self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]
+    ) -> list[Outcome] | Refusal:
         node_inputs = _meaningful_inputs(node, values)
         operands = tuple((i, layout(i)) for i in dict.fromkeys((*node_inputs, *node.overwritten)))
         if any(held.tail for _, held in operands):
@@ -191,7 +220,7 @@ class Propagator:
             first, *rest = held.packs
             alike = all(pack == first for pack in rest) and first.replicas == 1 and not (first.among or first.parts)
             return sharded(0, interleave=self.batch) if alike and first.is_even(self.size) else held
-        return _in_packs(held, shape) if held.dim else held
+        return in_packs(held, shape) if held.dim else held
 
     def _new(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
@@ -267,7 +296,7 @@ class Propagator:
         if node.name in _FOURIER:
             return _of_fourier(node, layouts)
         if node.name in _TRANSPOSES:
-            layouts = {i: _in_packs(held, values[i].shape) for i, held in layouts.items()}
+            layouts = {i: in_packs(held, values[i].shape) for i, held in layouts.items()}
         if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
             return self._packed(node, values, layouts)
         arguments = _drop_empty_operands(node, values)
@@ -450,7 +479,7 @@ def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] 
     return rows, OperatorMeta(matrices.shape[1:], matrices.stride[1:], matrices.dtype, split)
 
 
-def _in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
+def in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
     """A strided shard as packs."""
     if held.dim is None or held.interleave == 1:
         return held
@@ -518,4 +547,4 @@ def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> t
     return (kept or tensors, *rest)
 
 
-__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "flat_heads", "tail_of"]
+__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "flat_heads", "in_packs", "tail_of"]

@@ -1,0 +1,226 @@
+"""Attention: the pieces of torch's `scaled_dot_product_attention` in a record, as the one call that they were.
+
+in:  a record's operations, and how its values lie
+out: `Attention` for each that is found: the call's operands and numbers, and the operations that it stands for
+
+    q·√s, kᵀ·√s, their product, + mask, safe softmax, its product with v   ->   attention(q, k, v, mask, scale=s)
+
+On `meta`, torch takes attention apart before a record sees it. Played one by one on a device, the pieces need memory
+for all scores; the call has kernels that do not. Only pieces in torch's own form are put together, where queries, keys
+and values are split before their last two dims at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+
+_SAME = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "expand", "clone", "reshape"))
+_SCALE, _PRODUCT, _TURN = "aten.mul.Scalar", "aten.bmm.default", "aten.transpose.int"
+_SOFTMAX, _ADD, _WHERE = "aten._safe_softmax.default", "aten.add.Tensor", "aten.where.self"
+_TRIANGLE, _ONES, _NUMBER = "aten.tril.default", "aten.ones.default", "aten.scalar_tensor.default"
+_DETACH = "aten.detach.default"
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One call.
+
+    Attributes:
+        query, key, value: operands, by value of the record.
+        mask: what is added to the scores; None if nothing is, or if the call is causal.
+        causal: whether it is.
+        scale: of the scores.
+        made: the result.
+        pieces: the results of all operations that it stands for.
+    """
+
+    query: int
+    key: int
+    value: int
+    mask: int | None
+    causal: bool
+    scale: float
+    made: int
+    pieces: frozenset[int]
+
+
+def attentions(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Attention]:
+    """The calls that a record's body consists of."""
+    reader = _Reader(trace)
+    for node in trace.root.body:
+        if isinstance(node, Operation) and node.name == _SOFTMAX:
+            found = reader.read(node)
+            if found is not None and all(_lies_well(held, trace, layouts) for held in _operands(found)):
+                yield found
+
+
+def _operands(found: Attention) -> list[int]:
+    return [value for value in (found.query, found.key, found.value, found.mask) if value is not None]
+
+
+def _lies_well(value: int, trace: Trace, layouts: Mapping[int, Layout]) -> bool:
+    held, dims = layouts.get(value, REPLICATED), len(trace.values[value].shape)
+    return held.is_replicated or (held.dim is not None and held.dim < dims - 2 - bool(held.within))
+
+
+class _Reader:
+    """Follows values through the pieces."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._values = trace.values
+        self._makers: dict[int, Operation] = {}
+        self._readers: dict[int, list[Operation | None]] = {}
+        for node in trace.root.body:
+            read: Sequence[int] = [c.source for c in node.entries] if isinstance(node, Frame) else node.inputs
+            for value in read:
+                self._readers.setdefault(value, []).append(None if isinstance(node, Frame) else node)
+            if isinstance(node, Operation):
+                self._makers |= {o: node for o in node.outputs if o is not None}
+                self._readers |= {v: [*self._readers.get(v, []), None] for v in node.overwritten}
+        for crossing in trace.root.exits:
+            self._readers.setdefault(crossing.source, []).append(None)
+        self._pieces: set[int] = set()
+
+    def read(self, softmax: Operation) -> Attention | None:
+        """The call around a softmax; None if these aren't its pieces."""
+        self._pieces = set()
+        if softmax.arguments[1:] != (-1,):
+            return None
+        scores = self._before(softmax.inputs[0])
+        mask, causal = None, False
+        if scores is not None and scores.name == _ADD and len(scores.arguments) == 2 and len(scores.inputs) == 2:
+            self._take(scores)
+            mask = scores.inputs[1]
+            causal = self._is_causal(mask)
+            scores = self._before(scores.inputs[0])
+        weights = self._take(softmax)
+        given = None if scores is None or scores.name != _PRODUCT else self._scores(scores)
+        made = self._result(weights)
+        if given is None or made is None or not self._is_closed(made[1]):
+            return None
+        (query, key, scale), (value, result) = given, made
+        shapes = [self._values[v].shape for v in (query, key, value, result)]
+        if len({shape[:-2] for shape in shapes}) > 1 or len(shapes[0]) < 3:
+            return None
+        return Attention(
+            query, key, value, None if causal else mask, causal, scale, result, frozenset(self._pieces)
+        )  # fmt: skip
+
+    def _take(self, node: Operation) -> int:
+        """Note a piece; its result."""
+        made = next(o for o in node.outputs if o is not None)
+        self._pieces.add(made)
+        return made
+
+    def _before(self, value: int) -> Operation | None:
+        """What makes a value, before views of it."""
+        node = self._makers.get(value)
+        while node is not None and node.name in _SAME:
+            self._take(node)
+            node = self._makers.get(node.inputs[0])
+        return node
+
+    def _scores(self, product: Operation) -> tuple[int, int, float] | None:
+        """The queries, the keys and the scale of a product."""
+        self._take(product)
+        left, right = (self._before(value) for value in product.inputs)
+        if left is None or right is None or (left.name, right.name) != (_SCALE, _SCALE):
+            return None
+        root: Any = left.arguments[1]
+        scale = _whose_root_is(root) if right.arguments[1] == root else None
+        turned = self._makers.get(right.inputs[0])
+        if scale is None or turned is None or turned.name != _TURN:
+            return None
+        dims = len(self._values[turned.inputs[0]].shape)
+        if {dim % dims for dim in turned.arguments[1:]} != {dims - 2, dims - 1}:
+            return None
+        for node in (left, right, turned):
+            self._take(node)
+        return left.inputs[0], turned.inputs[0], scale
+
+    def _result(self, weights: int) -> tuple[int, int] | None:
+        """The values, and the result, of a product with these weights."""
+        product = self._after(weights)
+        if product is None or product.name != _PRODUCT:
+            return None
+        made = self._take(product)
+        value = product.inputs[1]
+        node = self._makers.get(value)
+        while node is not None and node.name in _SAME and self._alone(value):
+            self._take(node)
+            value = node.inputs[0]
+            node = self._makers.get(value)
+            if len(self._values[value].shape) == len(self._values[weights].shape):
+                break
+        shaped = self._after(made, once=True)
+        return None if shaped is None else (value, self._take(shaped))
+
+    def _after(self, value: int, once: bool = False) -> Operation | None:
+        """What reads a value, after views of it; the first of these with `once`."""
+        while True:
+            readers = [
+                node for node in self._readers.get(value, []) if node is None or node.name != "aten.detach.default"
+            ]
+            node = readers[0] if len(readers) == 1 else None
+            if node is None or node.name not in _SAME or once:
+                return node if node is None or not once or node.name in _SAME else None
+            value = self._take(node)
+
+    def _alone(self, value: int) -> bool:
+        return len(self._readers.get(value, [])) == 1
+
+    def _is_closed(self, made: int) -> bool:
+        """Whether nothing else reads what lies between."""
+        for value in self._pieces - {made}:
+            for node in self._readers.get(value, []):
+                if node is None or self._pieces.isdisjoint(o for o in node.outputs if o is not None):
+                    if (
+                        node is not None and node.name == "aten.detach.default"
+                    ):  # for a backward that the record has not
+                        self._pieces.update(o for o in node.outputs if o is not None)
+                        continue
+                    return False
+        return True
+
+    def _is_causal(self, mask: int) -> bool:
+        """Whether a mask is the lower triangle that torch makes for a causal call."""
+        where = self._makers.get(mask)
+        if where is None or where.name != _WHERE or len(where.inputs) != 3:
+            return False
+        triangle, *numbers = (self._makers.get(value) for value in where.inputs)
+        ones = None if triangle is None else self._makers.get(triangle.inputs[0])
+        if triangle is None or triangle.name != _TRIANGLE or len(triangle.arguments) > 1:
+            return False
+        if ones is None or ones.name != _ONES:
+            return False
+        held = [None if node is None or node.name != _NUMBER else node.arguments[0] for node in numbers]
+        if held != [0.0, float("-inf")]:
+            return False
+        for node in (where, triangle, ones, *numbers):
+            if node is not None:
+                self._take(node)
+        return True
+
+
+def _whose_root_is(root: float) -> float | None:
+    """The scale of which torch takes this square root, to the last digit."""
+    square = root * root
+    near = (square, math.nextafter(square, 0.0), math.nextafter(square, math.inf))
+    return next((scale for scale in near if math.sqrt(scale) == root), None) if root > 0 else None
+
+
+def references(found: Attention) -> dict[str, Any]:
+    """The operands, by the names that torch has for them."""
+    named = {"query": found.query, "key": found.key, "value": found.value}
+    named |= {} if found.mask is None else {"attn_mask": found.mask}
+    held: dict[str, Any] = {name: Reference(value) for name, value in named.items()}
+    return held | {"scale": found.scale} | ({"is_causal": True} if found.causal else {})
+
+
+__all__ = ["Attention", "attentions", "references"]
