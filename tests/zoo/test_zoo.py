@@ -24,9 +24,10 @@ QUICK_SUBJECTS = (
 )  # fmt: skip
 # Of each kind some.
 SLOW_SUBJECTS = (
-    "swinv2", "segformer", "detr", "sam", "hiera", "wavlm", "speecht5", "clipseg", "blip2", "mllama", "idefics3", "dit", "pixart", "unet_2d_condition",
-    "timm_swin", "sd3", "x_decoder", "torch_transformer", "torchvision_swin", "open_clip", "torchtune_llama3_lora",
-    "litgpt_moe", "x_decoder_rotary", "plain_modulated", "plain_crossing", "plain_one_hot_experts",
+    "swinv2", "segformer", "detr", "sam", "hiera", "wavlm", "speecht5", "clipseg", "blip2", "mllama", "idefics3",
+    "dit", "pixart", "unet_2d_condition", "timm_swin", "sd3", "x_decoder", "torch_transformer", "torchvision_swin",
+    "open_clip", "torchtune_llama3_lora", "litgpt_moe", "x_decoder_rotary", "plain_modulated", "plain_crossing",
+    "plain_one_hot_experts",
 )  # fmt: skip
 _SHARE = re.compile(
     r"^\| (?P<name>[\w-]+) \| (?:(?P<on_2>[\d.]+)%[^|]*|refused) \| (?:(?P<on_4>[\d.]+)%|refused)", re.MULTILINE
