@@ -918,6 +918,36 @@ def without_packing() -> Generator[None]:
         hooks._saved_tensors_hooks_set_tracing(before)
 
 
+_blocks = [0]
+_blocks_lock = threading.Lock()
+
+
+@contextmanager
+def without_inference_kernels() -> Generator[None]:
+    """A block in which torch's encoder layers and attention compute in evaluation by what they compute in training.
+
+    Their kernels for inference take whole weights, and `nn.TransformerEncoder` packs padded sequences for them. The
+    setting is the process's: several threads may be in such blocks.
+    """
+    with _blocks_lock:
+        _blocks[0] += 1
+        if _blocks[0] == 1:
+            _blocks.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _blocks_lock:
+            _blocks[0] -= 1
+            if not _blocks[0]:
+                torch.backends.mha.set_fastpath_enabled(bool(_blocks.pop()))
+
+
+def has_inference_kernels(module: nn.Module) -> bool:
+    """Whether it is a module to which `without_inference_kernels` applies."""
+    return isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention))
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleHooks:
     """A module's hooks before and after its backward; `legacy` for those that see the last operation alone."""

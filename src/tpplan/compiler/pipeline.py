@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, without_inference_kernels
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
 from tpplan.compiler.bind.experts import share_out
 from tpplan.compiler.bind.named_attributes import named_attributes
@@ -89,7 +89,7 @@ def compile_call(request: Request) -> Compiled:
     unfit = unfit_findings(request.model)
     if unfit:
         raise CompileError(unfit)
-    with without_collection():
+    with without_collection(), without_inference_kernels():
         compiled = _compile_with_later(request)
         if compiled.later:
             return compiled

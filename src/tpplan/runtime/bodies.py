@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from tpplan.compat import has_inference_kernels
 from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.trace import quoted
@@ -129,6 +130,7 @@ def prepare(
             bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),
             fused=fused.get(spec.name),
+            infers=is_root and any(map(has_inference_kernels, modules.values())),
         )
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
         found.append(Prepared(module, spec.style, runtime, local))

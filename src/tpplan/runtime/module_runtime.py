@@ -86,6 +86,7 @@ class ModuleRuntime:
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
         split_classes: of results that are split along their last dim, its size as a whole.
         alone: what happens at its boundary as well if it is called by itself; None if nothing does.
+        infers: for the root: whether torch has kernels for inference for modules in it, which take whole weights.
         fused: of a norm, one operation that computes it where no gradient is recorded.
         moving: the entries that do anything where no gradient is recorded.
     """
@@ -115,6 +116,7 @@ class ModuleRuntime:
     bias: Reader | None = None
     table: tuple[int, int] = (0, 0)
     fused: Fused | None = None
+    infers: bool = False
     moving: tuple[EntryStep, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from tpplan.compat import (
     runs_backward,
     skip_frame,
     without_function_modes,
+    without_inference_kernels,
 )
 from tpplan.plan import InternalError
 from tpplan.runtime.communicator import ProcessGroupCommunicator
@@ -170,6 +171,12 @@ class ShardedRoot(ShardedModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
+        if runtime.infers:
+            with without_inference_kernels():
+                return self._run_body(runtime, args, kwargs, compiler)
+        return self._run_body(runtime, args, kwargs, compiler)
+
+    def _run_body(self, runtime: ModuleRuntime, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]

@@ -10,6 +10,7 @@ import traceback
 
 from tpplan.compiler.ir.trace import Location, quoted
 from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
+from tpplan.compiler.trace.noted import PackedSequencesError
 from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError
 from tpplan.compiler.trace.state import StateError
 from tpplan.plan import Diagnostic
@@ -30,6 +31,15 @@ def of_capture(error: BaseException) -> Diagnostic:
             message=f"the model replaces the module `{cause}` while it runs on these inputs",
             help="if it keeps the new module, call it once on such inputs first; or pass other `inputs=`",
             subject=str(cause),
+        )
+    if isinstance(cause, PackedSequencesError):
+        return Diagnostic(
+            code="TP110",
+            message=f"in evaluation, {quoted(str(cause))} packs padded sequences into nested tensors, which "
+            "can't be sharded",
+            help="make it with `nn.TransformerEncoder(..., enable_nested_tensor=False)`, or set `use_nested_tensor` "
+            "to False before `parallelize`; what it computes of padding is then as in training, and not 0",
+            subject=str(cause) or None,
         )
     if isinstance(cause, StateError):
         return Diagnostic(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.compat import without_inference_kernels
 from tpplan.compiler.ir.trace import Location, Operation, Trace
 from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.device import device_of
@@ -57,7 +58,8 @@ def record_model(
     around, stale = Surroundings(model), list[Any]()
     try:
         try:
-            return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
+            with without_inference_kernels():
+                return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
         finally:
             stale = around.stale()
             around.restore()

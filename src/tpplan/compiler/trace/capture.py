@@ -45,7 +45,7 @@ from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients
 from tpplan.compiler.trace.hooks import note_module_hooks
-from tpplan.compiler.trace.noted import UnfollowedError
+from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
 from tpplan.compiler.trace.sequel import Sequel
 from tpplan.compiler.trace.skeleton import Skeleton
@@ -415,11 +415,21 @@ def _wrap(module: nn.Module, name: str, state: Capture) -> None:
         if state.recorder.beside is not None:
             state.recorder.beside.calls += 1
             return forward(*args, **kwargs)
+        if isinstance(module, nn.TransformerEncoder):
+            _refuse_packing(module, name, args, kwargs)
         result = _record_call(name, names, forward, args, kwargs, state)
         note_module_hooks(state.recorder, module, name, args, result)
         return result
 
     module.__dict__["forward"] = recorded
+
+
+def _refuse_packing(module: nn.TransformerEncoder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an encoder of torch that packs padded sequences, of which padding then comes out as 0."""
+    padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+    packs = module.use_nested_tensor and not module.layers[0].training
+    if packs and padding is not None:
+        raise PackedSequencesError(name)
 
 
 def _record_call(

@@ -69,8 +69,20 @@ class UnfollowedError(Exception):
     """A body does what shows neither in its operations nor in their backward; the argument says what."""
 
 
+class PackedSequencesError(UnfollowedError):
+    """An encoder of torch packs padded sequences; the argument is its name."""
+
+
 class UnrecordedError(Exception):
     """Why there is no record of a backward."""
 
 
-__all__ = ["Aside", "NotedFunction", "NotedHook", "OpenFrame", "UnfollowedError", "UnrecordedError"]
+__all__ = [
+    "Aside",
+    "NotedFunction",
+    "NotedHook",
+    "OpenFrame",
+    "PackedSequencesError",
+    "UnfollowedError",
+    "UnrecordedError",
+]
