@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -37,7 +37,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointFunction
 
 # torch renamed them after 2.12, and warns of the old names.
@@ -53,6 +53,7 @@ __all__ = [
     "FunctionNode",
     "ModuleHooks",
     "OpOverload",
+    "OpOverloadPacket",
     "OperatorMeta",
     "OwnPlacement",
     "OwnReducer",
@@ -128,6 +129,8 @@ __all__ = [
     "register_sharding",
     "replicas_without_mesh",
     "replicates_implicitly",
+    "run_as_written",
+    "runs_as_written",
     "runs_backward",
     "schema_argument_names",
     "schema_defaults",
@@ -139,6 +142,7 @@ __all__ = [
     "skip_frame",
     "state_tensor",
     "storage_key",
+    "takes_apart",
     "takes_device",
     "traced_all_gather",
     "traced_all_reduce",
@@ -1480,6 +1484,42 @@ def read_anew(compiled: Any) -> None:
     compiled._initialize()
 
 
-def made_wrapper(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of a class of ours without numbers of its own."""
-    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)  # pyright: ignore
+def made_wrapper(
+    kind: type[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    stride: Sequence[int] | None = None,
+) -> Tensor:
+    """A tensor of a class of its own without numbers of its own, made without the class's constructor."""
+    strides = None if stride is None else tuple(stride)
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), strides=strides, dtype=dtype, device=device)  # pyright: ignore
+
+
+def takes_apart(tensor: Tensor) -> bool:
+    """Whether torch can take a tensor apart into others, as it can one of quantised numbers; DTensors don't count."""
+    return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def runs_as_written(func: OpOverload, inside: bool = False) -> bool:
+    """Whether an operator of another library has a kernel for any device, and no derivative: it is what that calls.
+
+    `inside` of such a kernel torch doesn't take its own operators apart, so that these count as well.
+    """
+    name = func.name()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if inside and has(name, "CompositeImplicitAutograd"):
+        return True
+    others = ("Meta", "Autograd", "AutogradCPU", "AutogradCUDA")
+    return (
+        func.namespace not in ("aten", "prims")
+        and has(name, "CompositeExplicitAutograd")
+        and not any(has(name, key) for key in others)
+    )
+
+
+def run_as_written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the kernel of an operator of which `runs_as_written` holds, so that modes see what it calls."""
+    implicit = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    keys = torch._C.DispatchKey
+    return func._op_dk(keys.CompositeImplicitAutograd if implicit else keys.CompositeExplicitAutograd, *args, **kwargs)

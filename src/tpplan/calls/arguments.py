@@ -17,6 +17,7 @@ from tpplan.compiler.ir.layout import Layout, sharded
 from tpplan.compiler.ir.objects import PLAIN, is_object, is_opaque, note_alike
 from tpplan.compiler.ir.program import LeftTensor, Program
 from tpplan.compiler.ir.pytree import children, has_own_state, tensors_in, with_items
+from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.parity.tree import Path
 
 _FEW = 1 << 16
@@ -25,6 +26,8 @@ _FEW = 1 << 16
 def on_meta(_: Path, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """A tensor without numbers; it wants a gradient if `tensor` does and one would be recorded."""
     wanted = tensor.requires_grad and torch.is_grad_enabled()
+    if is_wrapper(tensor):
+        return wrapper_on_meta(tensor, shape).requires_grad_(wanted)
     if shape is None:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     else:
@@ -129,6 +132,8 @@ class _Place:
         """Whether a tensor is whole where calls leave parts; one that wants a gradient stays whole."""
         if self.dim is None or self.known.layout.within or tensor.requires_grad or tensor.dim() != self.dims:
             return False
+        if is_wrapper(tensor):
+            return False  # nobody knows how to take a part of it
         return tensor.shape[self.dim] == self.known.shape[self.dim] and not self.has_part(tensor)
 
 
@@ -191,7 +196,7 @@ class Left:
             elif isinstance(item, Tensor):
                 if further.has_part(item):
                     found.append(further.number)
-                elif own and further.has_whole(item):
+                elif own and further.has_whole(item) and not any(map(is_wrapper, state.values())):
                     item = state[step] = self._cut(further.known, item)
                     self._follow(item, further, found)
 
@@ -220,7 +225,11 @@ class Left:
             if path not in self._known and tensor.dim() > 2 and tensor.is_floating_point()
         }
         for dim in (1, 2):
-            found = {path: sharded(dim) for path, tensor in whole.items() if tensor.shape[dim] >= self._size}
+            found = {
+                path: sharded(dim)
+                for path, tensor in whole.items()
+                if tensor.shape[dim] >= self._size and not is_wrapper(tensor)
+            }
             if found and len(found) == len(whole):
                 yield found
 

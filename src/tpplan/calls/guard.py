@@ -59,6 +59,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_in, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Asked, Location, Sides
+from tpplan.compiler.ir.wrappers import WrapperError, is_wrapper
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError
@@ -88,7 +89,8 @@ _PROMPT = "the ranks' comparison of a prompt for `generate`"
 _OF_CALLS = "pass `inputs=` like this call to `parallelize`, so that the program is compiled for it"
 _OF_CACHES = (
     "pass a cache that no other model or plan has filled, and that makes its buffers from the keys and values that it "
-    "is given, by operations that treat all heads alike; each rank has those of its own heads"
+    "is given, by operations that treat all heads alike; each rank has those of its own heads. Of transformers' "
+    "quantised caches, that is `quanto` with a `q_group_size` that divides the size of a head"
 )
 _INSIDE_TRANSFORM = (
     "TP117 unproved-call: a sharded model was called inside of a transform of torch.func (`grad`, `vmap`, `jvp`), "
@@ -408,7 +410,7 @@ class CallGuard:
         """What bodies are told that ask for more than the rest of a key has."""
         for method in sorted(self._asked.memory):
             called = tensors_of(call.arguments, call.keywords, self._names)
-            yield tuple(getattr(tensor, method)() for _, tensor in called)
+            yield tuple(_answer(tensor, method) for _, tensor in called)
         for name in sorted(self._asked.flags):
             owner, _, leaf = name.rpartition(".")
             stock = own_parameters(self._stock.get_submodule(owner))[leaf]
@@ -460,7 +462,10 @@ class CallGuard:
             shape = self._left.whole_shape(path, tensor, parts)
             return on_meta(path, tensor, shape) if shape is not None else with_numbers(path, tensor)
 
-        example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
+        try:
+            example = with_tensors(*without_opaque(call.arguments, call.keywords), self._names, whole)
+        except WrapperError as error:
+            raise UnprovedCallError(f"{self._headline(call)}: {error}\n  help: {_OF_CACHES}") from error
         size, training = self.main.program.size, call.training
         request = Request(
             self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
@@ -469,14 +474,15 @@ class CallGuard:
         try:
             compiled = self._compiled(lambda: compile_call(request))
         except CompileError as error:
-            raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}") from error
+            advice = f"\n  help: if this is about the cache: {_OF_CACHES}" if _passes_objects(call) else ""
+            raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}{advice}") from error
         program = compiled.program
         self._writes |= compiled.keeps_writing
         self._wrote |= compiled.writes
         self._asked |= compiled.asked
         there = (*(() if first is None else (first,)), base, *self._proofs)
         known = next((p for p in there if p.plan is base.plan and covers(p.program, program)), None)
-        self._refuse_difference(program if known is None else known.program, base.plan, call)
+        self._refuse_difference(program if known is None else known.program, base.plan, call, compiled.wraps)
         if known is None:
             known = Proof(base.plan, program)
             self._proofs.add(known)
@@ -500,15 +506,16 @@ class CallGuard:
         others = (proof.program for proof in self._proofs if proof.plan is plan)
         return next(filter(None, (cache_difference(other, program) for other in others)), "")
 
-    def _refuse_difference(self, program: Program, plan: Plan, call: Call) -> None:
+    def _refuse_difference(self, program: Program, plan: Plan, call: Call, wraps: bool) -> None:
         """Raise if one model can't be run by the programs that are there and by this one."""
         difference = placement_difference(self.main.program, program) or left_difference(self._left.layouts, program)
-        if not difference and any(self._left.guesses(call.arguments, call.keywords, self._names)):
+        if not difference and (wraps or any(self._left.guesses(call.arguments, call.keywords, self._names))):
             difference = self._foreign(program, plan)
         if difference:
-            advice = _OF_CACHES if _passes_caches(call) else _OF_CALLS
+            advice = _OF_CACHES if wraps or _passes_caches(call) else _OF_CALLS
             raise UnprovedCallError(
-                f"{self._headline(call)}: it needs different reshards, and {difference}\n  help: {advice}"
+                f"{self._headline(call)}: it needs different reshards, and {difference}{_reason(program)}"
+                f"\n  help: {advice}"
             )
 
     def _headline(self, call: Call) -> str:
@@ -604,6 +611,21 @@ def _passes_caches(call: Call) -> bool:
     """Whether an object that it passes holds tensors, or hides what it holds."""
     objects = [held for held in (*call.arguments, *call.keywords.values()) if is_object(held)]
     return any(is_opaque(held) or any(tensors_in(held, objects=True)) for held in objects)
+
+
+def _reason(program: Program) -> str:
+    """Why features that others leave split are gathered in a program."""
+    notes = [note for found in program.diagnostics if found.code == "TP104" for note in found.notes]
+    return "".join(f"\n  note: {note}" for note in dict.fromkeys(notes))
+
+
+def _answer(tensor: Tensor, method: str) -> object:
+    """What a tensor says of how it lies in memory; nothing if its sizes say that, which count by themselves."""
+    if is_wrapper(tensor):
+        return None  # it lies nowhere itself
+    found = getattr(tensor, method)()
+    like = torch.empty(tensor.shape, device="meta")
+    return None if found == getattr(like, method)() else found
 
 
 def _splits_rows(program: Program) -> bool:

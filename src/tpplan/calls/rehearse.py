@@ -27,6 +27,7 @@ from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
 from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes, tell_inputs
 from tpplan.compiler.trace.recorder import AlignmentError
@@ -190,6 +191,8 @@ def _finding(error: Exception, rank: int) -> Diagnostic:
 
 
 def _like(_: Path, tensor: Tensor) -> Tensor:
+    if is_wrapper(tensor):
+        return wrapper_on_meta(tensor)
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_().clone() if tensor.requires_grad else made  # no leaf: bodies may write to it
 

@@ -61,6 +61,7 @@ class Compiled:
         asked: what the call's bodies ask for beside sizes, dtypes and numbers.
         members: what became of rules on modules that wrap layers.
         facts: what the call's bodies read of numbers; None if they were kept from them.
+        wraps: whether the call is passed, or leaves, tensors of classes of their own.
     """
 
     program: Program
@@ -73,6 +74,7 @@ class Compiled:
     asked: Asked = field(default_factory=Asked)
     members: Members = field(default_factory=dict[str, Style])
     facts: Facts | None = None
+    wraps: bool = False
 
     @property
     def digest(self) -> str:
@@ -183,6 +185,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
+        wraps=trace.wraps,
     )  # fmt: skip
     return compiled, trace, state
 

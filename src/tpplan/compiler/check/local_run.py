@@ -33,6 +33,7 @@ from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
+from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
 from tpplan.compiler.rules.propagate import Propagator
@@ -336,6 +337,8 @@ def _local_call(given: CheckInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if path not in given.parts:
             return tensor
         shape = given.parts[path].local_shape(tuple(tensor.shape), given.size, given.rank)
+        if is_wrapper(tensor):
+            return wrapper_on_meta(tensor, shape)
         return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
     names = argument_names(type(given.model).forward)

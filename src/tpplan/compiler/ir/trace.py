@@ -303,6 +303,7 @@ class Trace:
         facts: what the bodies read of the example's numbers; None if these were kept from them.
         reads: the same by call, as (module, call).
         known: values whose numbers follow from the example's.
+        wraps: whether the run is passed, or leaves, tensors of classes of their own.
     """
 
     root: Frame
@@ -334,6 +335,7 @@ class Trace:
     facts: Facts | None = None
     reads: Mapping[tuple[str, int], Sequence[object]] = field(default_factory=dict[tuple[str, int], "Sequence[object]"])
     known: frozenset[int] = frozenset()
+    wraps: bool = False
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

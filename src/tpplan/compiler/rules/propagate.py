@@ -332,6 +332,7 @@ class Propagator:
                 return self._packed(node, values, layouts)
             outputs.append(held)
         flat = node.name in packed.VIEWS and len(values[node.outputs[0] or 0].shape) == 2
+        flat = flat and len(values[node.inputs[0]].shape) < 4  # of four dims, the second are heads
         if self.batch == 1 and flat and _flattens(operands, outputs[0]):
             reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
             return Refusal("communication", reason, operands)

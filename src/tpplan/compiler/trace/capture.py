@@ -40,6 +40,7 @@ from tpplan.compiler.ir.trace import (
     operator_name,
     quoted,
 )
+from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
@@ -51,6 +52,7 @@ from tpplan.compiler.trace.sequel import Sequel
 from tpplan.compiler.trace.skeleton import Skeleton
 from tpplan.compiler.trace.state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
+from tpplan.compiler.trace.wrapped import Wrapped
 
 _OF_TABLES = frozenset(
     f"aten.{name}"
@@ -225,6 +227,8 @@ def _record(
     tell_inputs(recorder, (arguments, keywords), example, called)
     for _, tensor in tensors_of(*example, called):
         recorder.outlives(tensor)
+    wrapped = Wrapped(recorder)
+    wrapped.take(tensor for _, tensor in tensors_of(*example, called))
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
     try:
@@ -234,7 +238,8 @@ def _record(
         ):  # fmt: skip
             warnings.simplefilter("ignore")
             if state.boundary is None:
-                recorder.familiar = before | set(map(id, _read_from(skeleton, example, called, around)))
+                read = [*_read_from(skeleton, example, called, around), *wrapped.inner()]
+                recorder.familiar = before | set(map(id, read))
             skeleton.model(*example[0], **example[1])
             recorder.familiar = None
             backwards = record_backwards(recorder, outer.body)
@@ -261,7 +266,7 @@ def _record(
     kept = {
         value: name
         for name, tensor in _tensors_of(skeleton.model, standing)
-        if id(tensor) not in before and (value := recorder.held_value(tensor)) is not None
+        if id(tensor) not in before and (value := wrapped.held_value(tensor)) is not None
     }
     outside = frozenset(value for value, name in kept.items() if name in standing and standing[name].outside)
     for cache in around.touched():
@@ -272,10 +277,10 @@ def _record(
     left = {
         path: value
         for path, tensor in tensors_of(*example, called)
-        if (value := recorder.held_value(tensor)) is not None and value != inputs.get(path)
+        if (value := wrapped.held_value(tensor)) is not None and value != inputs.get(path)
     }
     in_objects = _in_objects(example, called) | dict(_returned(state, _passed_on(skeleton.model, called)))
-    left |= {path: value for path, tensor in in_objects.items() if (value := recorder.held_value(tensor)) is not None}
+    left |= {path: value for path, tensor in in_objects.items() if (value := wrapped.held_value(tensor)) is not None}
     left = {path: value for path, value in left.items() if value != inputs.get(path)}
     foreign = {
         value
@@ -284,9 +289,13 @@ def _record(
         for value in (*backward.inputs, *backward.outputs, *backward.saved)
         if value is not None
     }
-    hidden = dict(_hidden(state, _passed_on(skeleton.model, called)))
+    hidden = dict(_hidden(state, wrapped, _passed_on(skeleton.model, called)))
+    kept_values = recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)
+    root = wrapped.settled(root)
+    live = without_dead_operations(root, kept_values)
+    root = wrapped.stripped(root, live, kept_values)
     return Trace(
-        without_dead_operations(root, recorder.effects.union(kept, left.values(), hidden, foreign, recorder.tested)),
+        live,
         root,
         complete_gradients(root, recorder.values, recorder.surprising),
         parameters,
@@ -318,6 +327,7 @@ def _record(
         None if recorder.known is None else recorder.known.facts(),
         {call: tuple(told) for call, told in recorder.reads.items()},
         frozenset() if recorder.known is None else recorder.known.values,
+        wrapped.has_any,
     )
 
 
@@ -388,13 +398,13 @@ def _returned(state: Capture, names: Collection[str]) -> Iterator[tuple[Path, Te
             yield from tensors_in(held, path, objects=True)
 
 
-def _hidden(state: Capture, names: Collection[str]) -> Iterator[tuple[int, str]]:
+def _hidden(state: Capture, wrapped: Wrapped, names: Collection[str]) -> Iterator[tuple[int, str]]:
     """Values in objects among the results; one that goes by an argument's name, a cache, is for a later call."""
     for path, held in leaves(state.results["", 0]):
         if isinstance(held, Tensor) or is_plain(held) or path[:1] in {(name,) for name in names}:
             continue
         for _, tensor in hidden_tensors(held):
-            value = state.recorder.held_value(tensor)
+            value = wrapped.held_value(tensor)
             if value is not None:
                 yield value, type(held).__name__
 
@@ -545,6 +555,8 @@ def _with_backwards(frame: Frame, found: Mapping[tuple[str, int], Sequence[Forei
 
 
 def _to_meta(_: Path, tensor: Tensor) -> Tensor:
+    if is_wrapper(tensor):
+        return wrapper_on_meta(tensor)
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return note_alike(meta.requires_grad_(tensor.requires_grad), tensor)
 

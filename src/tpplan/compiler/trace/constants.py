@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tpplan.compat import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
-from tpplan.compiler.ir.steps import side_of, step_of
+from tpplan.compiler.ir.steps import form_of, side_of, step_of
 from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
@@ -132,7 +132,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
-                self._note_step(func, found)
+                self._note_step(func, found, args, keywords)
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
@@ -167,15 +167,17 @@ class ConstantWatcher(TorchFunctionMode):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
             )
-        self._note_step(func, result)
+        self._note_step(func, result, args, keywords)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
             numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
             self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
 
-    def _note_step(self, func: Callable[..., Any], result: Any) -> None:
+    def _note_step(
+        self, func: Callable[..., Any], result: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result), depth=1)
+            step = step_of(func, side_of(func, result), depth=1, form=form_of(func, args, keywords, result))
             if step is not None and self._recorder.frames:
                 self._recorder.frames[-1].steps.append(step)
 

@@ -27,12 +27,27 @@ from tpplan.compat import (
     Unwatched,
     packs_saved_tensors,
     random_state,
+    run_as_written,
+    runs_as_written,
     schema_mutates,
     schema_returns_view,
     sizes_by_numbers,
 )
 from tpplan.compiler.ir.objects import note_alike
-from tpplan.compiler.ir.trace import Assumption, Crossing, Geometry, Location, Operation, Reference, Sides, Trace, Value
+from tpplan.compiler.ir.operators import lookup
+from tpplan.compiler.ir.trace import (
+    Assumption,
+    Crossing,
+    Geometry,
+    Location,
+    Operation,
+    Reference,
+    Sides,
+    Trace,
+    Value,
+    operator_name,
+)
+from tpplan.compiler.ir.wrappers import is_wrapper
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.known import Known
@@ -117,6 +132,7 @@ class Recorder(RecordingMode):
         self._storage: list[int] = []
         self._members: dict[int, list[int]] = {}
         self._memo: dict[object, tuple[object, list[Geometry]]] = {}
+        self._inside_kernel = False
         self._meta_copies: dict[int, Tensor] = {}
 
     @classmethod
@@ -201,6 +217,8 @@ class Recorder(RecordingMode):
 
     def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
+        if type(tensor) is not Tensor and is_wrapper(tensor):
+            raise UnfollowedError(f"a module is passed, or returns, a `{type(tensor).__name__}` that keeps its tensors")
         with Unwatched():
             outside = self.value_of(tensor)
             alias = torch.ops.aten.alias.default(tensor)
@@ -211,6 +229,10 @@ class Recorder(RecordingMode):
                 self.known.alias(inside, outside)
             return alias, outside, inside
 
+    def is_one_storage(self, value: int, other: int) -> bool:
+        """Whether two values lie in the same memory."""
+        return self._storage[value] == self._storage[other]
+
     # -- operations -----------------------------------------------------------------------------------------------
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -218,7 +240,11 @@ class Recorder(RecordingMode):
         keywords = kwargs or {}
         if not self.frames:
             return func(*args, **keywords)
+        if _is_written_out(func, self._inside_kernel):
+            return self._written_out(func, args, keywords)
         operands = _tensors((*args, *keywords.values()))
+        if any([type(operand) is not Tensor and is_wrapper(operand) for operand in operands]):
+            return NotImplemented  # its class says what it does, in operations on what it keeps
         on_meta = [operand.is_meta for operand in operands]
         if not any(on_meta):
             if not operands and is_draw(func, args, keywords):
@@ -250,6 +276,15 @@ class Recorder(RecordingMode):
             with self:
                 return func(*with_numbered_rows(args), **keywords)
         return self._record(func, args, keywords, operands)
+
+    def _written_out(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Record what the kernel of an operator calls."""
+        outermost, self._inside_kernel = not self._inside_kernel, True
+        try:
+            with self:
+                return run_as_written(func, args, keywords)
+        finally:
+            self._inside_kernel = not outermost
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]) -> Any:
         packing = packs_saved_tensors()
@@ -588,6 +623,18 @@ def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool]:
 
 
 _known_traits: dict[int, tuple[tuple[int, ...], bool, bool]] = {}
+
+
+def _is_written_out(func: OpOverload, inside: bool) -> bool:
+    """Whether an operator that no rule is for is recorded as what it calls."""
+    found = _written_out.get((id(func), inside))
+    if found is None:
+        found = lookup(operator_name(func)) is None and runs_as_written(func, inside)
+        _written_out[id(func), inside] = found
+    return found
+
+
+_written_out: dict[tuple[int, bool], bool] = {}
 
 
 def _results(result: Any) -> list[Any]:
