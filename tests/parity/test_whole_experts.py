@@ -131,7 +131,20 @@ def of_loop(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> T
     return out
 
 
-BODIES = (of_grouped, of_added, of_picked, of_weighed_first, of_loop)
+def of_hits(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor, least: int = 0) -> Tensor:
+    """Experts that more than `least` tokens chose, looked up by number."""
+    out = torch.zeros_like(tokens)
+    mask = functional.one_hot(chosen, self.count).permute(2, 1, 0)
+    number: Any
+    for (number,) in torch.greater(mask.sum(dim=(-1, -2)), least).nonzero():
+        place, rows = torch.where(mask[number])
+        made = gated(tokens[rows] @ self.up[number] + self.up_bias[number])
+        made = made @ self.down[number] + self.down_bias[number]
+        out.index_add_(0, rows, made * weights[rows, place, None])
+    return out
+
+
+BODIES = (of_grouped, of_added, of_picked, of_weighed_first, of_loop, of_hits)
 
 
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
@@ -345,7 +358,36 @@ def twice(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Ten
     return out
 
 
+def of_many_hits(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_hits(self, tokens, chosen, weights, 3)
+
+
+def by_hits(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Divided by how many experts are hit."""
+    mask = functional.one_hot(chosen, self.count).permute(2, 1, 0)
+    hits = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    return of_hits(self, tokens / len(hits), chosen, weights)
+
+
+def when_all_are_hit(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    mask = functional.one_hot(chosen, self.count).permute(2, 1, 0)
+    hits = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    return of_hits(self, tokens / 2 if len(hits) == self.count else tokens, chosen, weights)
+
+
+def of_the_first_ones(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """As many experts as are hit, but not those."""
+    out = torch.zeros_like(tokens)
+    mask = functional.one_hot(chosen, self.count).permute(2, 1, 0)
+    for number in range(len(mask.sum(dim=(-1, -2)).greater(0).nonzero())):
+        place, rows = torch.where(mask[number])
+        made = gated(tokens[rows] @ self.up[number]) @ self.down[number]
+        out.index_add_(0, rows, made * weights[rows, place, None])
+    return out
+
+
 REFUSED = (
+    of_many_hits, by_hits, when_all_are_hit, of_the_first_ones,
     with_a_neighbour, without_the_last, scaled_by_number, centred_by_expert, twice, squashed, by_number, centred,
     averaged, normalized, softened, of_the_first, limited, largest, with_all_matrices, dropped, overwritten,
     from_behind, counted_and_scaled, unsorted, neighbouring,

@@ -19,7 +19,7 @@ from tests.parity.test_expert_lists import Block as ListBlock
 from tests.parity.test_whole_experts import PLAN, SEQUENCE, Block, of_grouped
 from tests.runtime.test_decode import BATCH, LENGTH, generating, made, simulated
 from tests.runtime.world import Member, world
-from tests.zoo.architectures import VOCABULARY
+from tests.zoo.architectures import VOCABULARY, build
 
 WIDTH = 16
 MAKERS: dict[str, Callable[[], nn.Module]] = {"stack": lambda: Block(of_grouped), "list": ListBlock}
@@ -75,6 +75,29 @@ def test_training_and_checkpoints_are_those_of_the_unsharded_model(kind: str, pl
     assert saved.keys() == stock.state_dict().keys()
     for name, tensor in stock.state_dict().items():
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_other_bodies_of_the_experts_generate_the_same(implementation: str) -> None:
+    """In the loop over the experts that are hit, each rank calls its own."""
+    stock = made("mixtral")
+    stock.config._experts_implementation = implementation
+    ids = torch.randint(4, VOCABULARY, (BATCH, LENGTH + 2), generator=torch.Generator().manual_seed(1))
+    expected = generating(stock, ids)
+    for steps in simulated(stock, "mixtral-experts", ids):
+        for step, logits in zip(steps, expected, strict=True):
+            assert float((step.logits - logits).abs().max()) < 1e-5 * float(logits.abs().max())
+        assert [step.counts for step in steps] == [step.predicted for step in steps]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_other_bodies_of_the_experts_train_the_same(implementation: str, size: int) -> None:
+    stock, call = build("mixtral")
+    config: Any = stock.config
+    config._experts_implementation = implementation
+    report = tpplan.verify(stock, "mixtral-experts-sequence", size, call)
+    assert report.ok, report.problems
 
 
 @pytest.mark.parametrize("form", ["", "-sequence"])

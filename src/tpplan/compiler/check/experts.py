@@ -55,6 +55,7 @@ _ROWS = (
     67,
 )  # of the tokens of a record: primes, so that no other size is one of these by chance
 _BY_COUNT = "what it computes depends on the number of tokens"
+_BY_HITS = "what it computes depends on how many experts are chosen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,10 @@ class _Prover:
         again = _run(module, experts, given, (other, chosen), (), 1, *around)
         if _read(again, again.root, "", experts, terms) != whole:
             raise NotRoutedError(_BY_COUNT)
+        for missed in {1, experts.count - 1} if again.chosen else ():
+            fewer = _run(module, experts, given, (other, chosen), (), 1, *around, missed)
+            if _read(fewer, fewer.root, "", experts, terms) != whole:
+                raise NotRoutedError(_BY_HITS)
         reason: NotRoutedError | None = None
         for attributes in _counts(module, experts.count, self.size):
             try:
@@ -276,8 +281,12 @@ def _run(
     size: int,
     training: bool,
     device: torch.device,
+    missed: int = 0,
 ) -> Trace:
-    """The record of the module with so many experts chosen for so many tokens, on one of `size` ranks."""
+    """The record of the module with so many experts chosen for so many tokens, on one of `size` ranks.
+
+    In it the first `missed` of the experts were chosen for no token.
+    """
     shapes = {
         leaf: (experts.count // size, *parameter.shape[1:])
         for leaf, parameter in module.named_parameters(recurse=False)
@@ -291,7 +300,9 @@ def _run(
         _like(given[name], (chosen[0], *given[name].shape[1:]) if name == experts.tokens else chosen) for name in names
     ]
     try:
-        return record(skeleton, call, {}, training, Capture(Recorder(device=device), leaves=False))
+        recorder = Recorder(device=device)
+        recorder.missed = missed
+        return record(skeleton, call, {}, training, Capture(recorder, leaves=False))
     except BodyError as error:
         cause = error.__cause__ or error
         raise NotRoutedError(f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}") from error

@@ -31,11 +31,14 @@ from tpplan.compiler.rewrite.terms import (
     Blank,
     Counts,
     Found,
+    Hits,
     Kind,
     Numbers,
+    OneHot,
     Order,
     Own,
     Part,
+    Range,
     Rows,
     Shape,
     Space,
@@ -103,6 +106,7 @@ class _Reader:
         self.pair_count = self.token_count * self.choice_count
         self.sorts = 0
         self.found: dict[str, int] = {}  # how many pairs of one expert the record finds
+        self.hit = frozenset(range(call.count))  # the experts that are chosen at all in the record
         self.known: dict[int, Kind] = {}
         self.given = frozenset[int]()
         for value, name in call.stacks.items():
@@ -134,7 +138,7 @@ class _Reader:
         (leaving,) = frame.exits
         made = self.known.get(leaving.source)
         alone = self.choice_count == 1 and isinstance(made, Rows) and made.space == "pairs"
-        if isinstance(made, Part) and made.experts == frozenset(range(self.call.count)):
+        if isinstance(made, Part) and made.experts >= self.hit:
             made = Total(made.term)
         if not (isinstance(made, Total) or alone) or self.shape(leaving.source)[0] != self.token_count:
             raise NotRoutedError("its result isn't known to be a sum over the chosen experts")
@@ -197,8 +201,8 @@ class _Reader:
     def made(self, node: Operation) -> list[Kind | None]:
         kinds = [self.at(value, node) for value in node.inputs]
         rules = (
-            self.arranged, self.ordered, self.counted, self.looked_for, self.of_one, self.multiplied, self.picked,
-            self.summed, self.each,
+            self.arranged, self.ordered, self.counted, self.looked_for, self.one_hot, self.of_one, self.multiplied,
+            self.picked, self.summed, self.each,
         )  # fmt: skip
         for rule in rules:
             found = rule(node, kinds)
@@ -267,10 +271,10 @@ class _Reader:
             if kind.kind != "sorted":
                 return None
             return [kind if self.choice_count == 1 else Order("tokens", kind.sort)]
-        if node.name == "aten.arange.default" and node.arguments == (self.pair_count,):
-            return [Order("all")]
-        if node.name == "aten.arange.start" and node.arguments == (0, self.pair_count):
-            return [Order("all")]
+        if node.name == "aten.arange.default" and type(node.arguments[0]) is int:
+            return [Range(node.arguments[0])]
+        if node.name == "aten.arange.start" and node.arguments[0] == 0 and type(node.arguments[1]) is int:
+            return [Range(node.arguments[1])]
         if node.name in _BLANKS:
             return [Blank(node.name in _ZEROS)]
         if node.name.startswith("aten.index_put") and len(kinds) == 3:
@@ -279,7 +283,7 @@ class _Reader:
             if not plain or not isinstance(place, Order) or place.kind != "sorted":
                 return None
             whole = self.shape(node.inputs[0]) == self.shape(node.inputs[2])  # each row is written, once
-            if whole and held == Order("all"):
+            if whole and held in (Order("all"), Range(self.pair_count)):
                 return [Order("inverse", place.sort)]
             if whole and isinstance(held, Rows) and held.space == f"sorted {place.sort}":
                 return [Rows("pairs", held.term)]
@@ -319,9 +323,10 @@ class _Reader:
             return [Found(arguments[1], "mask")] if whole else None
         if node.name == "aten.nonzero.default" and isinstance(kind, Found) and kind.what == "mask":
             self.found[f"of {kind.expert}"] = self.shape(self.output(node))[0]
-            return [Found(kind.expert, "places")]
+            return [Found(kind.expert, "places", kind.dims)]
         if node.name == "aten.unbind.int" and isinstance(kind, Found) and arguments[1:] == (1,):
-            return [Found(kind.expert, "tokens"), Found(kind.expert, "choices")] if kind.what == "places" else None
+            parts: dict[str, Kind] = {"tokens": Found(kind.expert, "tokens"), "choices": Found(kind.expert, "choices")}
+            return [parts[dim] for dim in kind.dims] if kind.what == "places" else None
         places = [other for other in kinds[1:] if isinstance(other, Found)]
         if node.name != "aten.index.Tensor" or not isinstance(kind, Rows) or not places or len(places) < len(kinds) - 1:
             return None
@@ -333,6 +338,32 @@ class _Reader:
             return None
         after = self.shape(self.output(node))
         return [Rows(f"of {places[0].expert}", self.terms.reshaped(kind.term, after[1:]))]
+
+    def one_hot(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
+        """Which numbers were chosen where, and which anywhere: those that weren't have no pairs."""
+        kind, arguments = kinds[0] if kinds else None, tuple[Any, ...](node.arguments)
+        if node.name == "aten.eq.Tensor" and isinstance(kind, Numbers) and isinstance(kinds[1], Range):
+            whole = self.shape(node.inputs[0]) == (self.token_count, self.choice_count, 1)
+            return [OneHot(("tokens", "choices", "numbers"))] if whole and kinds[1].count >= self.call.count else None
+        if isinstance(kind, OneHot) and len(kinds) == 1:
+            if node.name == "aten._to_copy.default":
+                return [kind] if self.values[self.output(node)].dtype is torch.int64 else None
+            if node.name == "aten.permute.default":
+                order: tuple[int, ...] = arguments[1]
+                return [OneHot(tuple(kind.dims[dim] for dim in order))]
+            if node.name == "aten.select.int" and kind.dims[arguments[1]] == "numbers":
+                number, others = arguments[2], tuple(dim for dim in kind.dims if dim != "numbers")
+                return [Found(number, "mask", others)] if 0 <= number < self.call.count else None
+            dims: tuple[int, ...] = arguments[1] if node.name == "aten.sum.dim_IntList" else ()
+            summed = {kind.dims[dim] for dim in dims} == {"tokens", "choices"} and len(arguments) == 2
+            return [Hits("counts")] if summed else None
+        if kind == Hits("counts") and node.name == "aten.gt.Scalar" and arguments[1] == 0:
+            return [Hits("whether")]
+        if kind == Hits("whether") and node.name == "aten.nonzero.default":
+            numbers, found = self.shape(node.inputs[0])[0], self.shape(self.output(node))[0]
+            self.hit &= frozenset(range(numbers - found, numbers))  # as the recorder answers
+            return [Hits("which")]
+        return None
 
     def of_one(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         """One expert's matrices, their products with its rows, and the sums over its pairs."""

@@ -74,6 +74,28 @@ class Found:
 
     expert: int
     what: Literal["mask", "places", "tokens", "choices"]
+    dims: tuple[str, ...] = ("tokens", "choices")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from 0 on."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class OneHot:
+    """For each choice and each number whether it is the expert's; its dims in order."""
+
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """How often each number was chosen; or whether; or which were."""
+
+    what: Literal["counts", "whether", "which"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +114,7 @@ class Part:
     experts: frozenset[int]
 
 
-Kind = Rows | Numbers | Order | Counts | Stack | Blank | Total | Found | Own | Part
+Kind = Rows | Numbers | Order | Counts | Stack | Blank | Total | Found | Own | Part | Range | OneHot | Hits
 
 
 @dataclass(slots=True)
@@ -119,6 +141,6 @@ class Terms:
 
 
 __all__ = [
-    "Blank", "Counts", "Found", "Kind", "Numbers", "Order", "Own", "Part", "Rows", "Shape", "Space", "Stack", "Terms",
-    "Total",
+    "Blank", "Counts", "Found", "Hits", "Kind", "Numbers", "OneHot", "Order", "Own", "Part", "Range", "Rows", "Shape",
+    "Space", "Stack", "Terms", "Total",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import Unwatched, named_modules, without_packing
+from tpplan.compat import Unwatched, local_of, named_modules, own_parameters, without_packing
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
@@ -170,6 +170,7 @@ def on_shapes(
     recorder = kind(taken, device, values=values)
     recorder.frames.append(OpenFrame("", 0, []))
     recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
+    recorder.containers |= {n for _, module in named_modules(model) for n in _stacked(module)}
     with recorder, ConstantWatcher(recorder):
         yield recorder
 
@@ -214,6 +215,7 @@ def _record(
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     modules = dict(named_modules(skeleton.model))
     recorder.containers = frozenset(_alike(modules.values()))
+    recorder.stacks = {name: sizes for name, module in modules.items() if (sizes := frozenset(_stacked(module)))}
     for name, module in modules.items():
         _wrap(module, name, state)
     for _, tensor in held_tensors(skeleton.model):
@@ -414,6 +416,14 @@ def _alike(modules: Iterable[nn.Module]) -> Iterator[int]:
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             yield from Counter(map(type, module.children())).values()
+
+
+def _stacked(module: nn.Module) -> Iterator[int]:
+    """How many matrices a module's own tensors stack, of which it may pick; with one number for none of them."""
+    for held in own_parameters(module).values():
+        if held is not None and held.dim() >= 3 and not type(module).__module__.startswith("torch.nn."):
+            for count in {held.shape[0], local_of(held).shape[0]} - {0}:
+                yield from (count, count + 1)
 
 
 def _wrap(module: nn.Module, name: str, state: Capture) -> None:

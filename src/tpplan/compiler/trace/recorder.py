@@ -99,6 +99,8 @@ class Recorder(RecordingMode):
         self.steering: list[Location | None] = []  # where their values are read
         self.unreadable: list[tuple[DataDependentError, OpenFrame]] = []  # values that bodies wanted to read
         self.containers: frozenset[int] = frozenset()  # how many alike the lists of modules hold
+        self.stacks: dict[str, frozenset[int]] = {}  # how many matrices each module's own tensors stack
+        self.missed = 0  # of what may be picked by number, how many of the first aren't found
         self.chosen: set[tuple[str, int]] = set()  # frames that look for entries that aren't zero
         self.functions: dict[int, NotedFunction] = {}  # whose backward is written in Python
         self.hooks: list[NotedHook] = []
@@ -546,14 +548,15 @@ class Recorder(RecordingMode):
     def _find(self, func: OpOverload, args: tuple[Any, ...], operands: list[Tensor]) -> Tensor:
         """Where a tensor isn't zero: all of it, in numbers, if that may pick modules; else so many places."""
         (tensor,) = operands
-        picks = tensor.dim() == 1 and len(tensor) in self.containers
-        count = len(tensor) if picks else found_count(tensor.numel())
+        counts = self.containers | self.stacks.get(self.frames[-1].module, frozenset())
+        picks = tensor.dim() == 1 and len(tensor) in counts
+        count = max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel())
         found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=_META)
         self._record_found(func, args, {}, (self.value_of(tensor),), (self.new_value(found, False),))
         self.chosen.add((self.frames[-1].module, self.frames[-1].call))
         if not picks:
             return found
-        places = torch.arange(count)[:, None]
+        places = torch.arange(len(tensor) - count, len(tensor))[:, None]
         self._meta_copies[id(places)] = found
         self._alive.append(places)
         return places
