@@ -36,6 +36,8 @@ from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruc
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointFunction
@@ -150,6 +152,7 @@ __all__ = [
     "traced_reduce_scatter",
     "transient_buffers",
     "uncompiled",
+    "weight_norm_parts",
     "without_dispatch_modes",
     "without_function_modes",
     "without_packing",
@@ -260,6 +263,19 @@ def computed_weights(module: nn.Module) -> dict[str, str]:
         if isinstance(getattr(hook, "name", None), str)
     }
     return {n: kind for n, kind in names.items() if n not in module._parameters and hasattr(module, n)}
+
+
+def weight_norm_parts(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of which a weight norm computes a module's weight, row by row or column by column.
+
+    None where more than that computes anything.
+    """
+    computed: Any = getattr(module, "parametrizations", {}) if is_parametrized(module) else {}
+    if [*computed] != ["weight"] or [type(step) for step in computed["weight"]] != [_WeightNorm]:
+        return ()
+    if computed["weight"][0].dim not in (0, 1):
+        return ()
+    return tuple(f"parametrizations.weight.{name}" for name, _ in computed["weight"].named_parameters(recurse=False))
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def refusal(model: nn.Module, rules: dict[str, object], inputs: tuple[Tensor, ..
 
 FOLDED = '`torch.nn.utils.parametrize.remove_parametrizations({0}, "weight")`'
 COMPUTED = [
-    (parametrizations.weight_norm, "parametrization `_WeightNorm`", FOLDED),
+    (partial(parametrizations.weight_norm, dim=None), "parametrization `_WeightNorm`", FOLDED),  # pyright: ignore
     (parametrizations.spectral_norm, "parametrization `_SpectralNorm`", FOLDED),
     (parametrizations.orthogonal, "parametrization `_Orthogonal`", FOLDED),
     (weight_norm, "hook `WeightNorm`", "`torch.nn.utils.remove_weight_norm({0})`"),
@@ -177,7 +178,7 @@ def test_other_ranks_are_advised_where_they_help():
     assert no_plan(nn.Sequential(nn.Linear(16, 7), nn.ReLU(), nn.Linear(7, 16)), 32).startswith("try fewer ranks")
     assert no_plan(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), 2).startswith("no number of ranks changes that")
     image = (torch.randn(2, 3, 8, 8),)
-    assert "use data parallelism" in no_plan(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 2, image)
+    assert "use data parallelism" in no_plan(nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.ReLU()), 2, image)
 
 
 class Gated(nn.Module):

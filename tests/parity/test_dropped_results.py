@@ -25,7 +25,7 @@ def x_of(batch: int, length: int, width: int = WIDTH) -> Tensor:
 class Drops(nn.Module):
     """Attention whose weights nobody reads; `options` are those of the call."""
 
-    def __init__(self, sizes: dict[str, int] | None = None, **options: Any) -> None:
+    def __init__(self, sizes: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__()
         self.mix = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **(sizes or {}))
         self.options = options

@@ -166,10 +166,14 @@ def test_what_stands_beside_split_features_must_be_split(left_out: str) -> None:
         tpplan.compile_plan(Mixer(GatedFirst, GROUPS), plan, 2, STREAM)
 
 
-def test_a_convolution_of_all_channels_is_no_column() -> None:
-    model = nn.Sequential(nn.Conv1d(8, 8, 3))
-    with pytest.raises(CompileError, match="splits a linear layer, but `0` is a `Conv1d`"):
-        tpplan.compile_plan(model, {"version": 1, "modules": {"0": "colwise"}}, 2, (torch.randn(2, 8, 5),))
+def test_a_convolution_is_a_column_and_in_groups_no_row() -> None:
+    call = (torch.randn(2, 8, 5),)
+    report = tpplan.verify(nn.Sequential(nn.Conv1d(8, 8, 3)), {"version": 1, "modules": {"0": "colwise"}}, 2, call)
+    assert report.ok, report.problems
+    with pytest.raises(CompileError, match="`rowwise` splits a linear layer, but `0` is a `Conv1d`"):
+        tpplan.compile_plan(
+            nn.Sequential(nn.Conv1d(8, 8, 3, groups=2)), {"version": 1, "modules": {"0": "rowwise"}}, 2, call
+        )
 
 
 @pytest.mark.parametrize("groups", [1, GROUPS])

@@ -182,7 +182,7 @@ def test_a_layer_of_more_than_its_weight_is_refused(make: Callable[[], nn.Module
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("style", ["colwise", "rowwise"])
 @pytest.mark.parametrize("make", [
-    nn.utils.parametrizations.weight_norm,
+    lambda layer: nn.utils.parametrizations.weight_norm(layer, dim=None),  # pyright: ignore[reportArgumentType]
     nn.utils.weight_norm,
     nn.utils.spectral_norm,
     lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),

@@ -31,7 +31,9 @@ QUICK = (
     "index_select",
     "kthvalue", "linalg.vector_norm", "log_softmax", "logcumsumexp", "logsumexp", "masked_fill",
     "max.reduction_with_dim",
-    "mean", "mm", "mode", "mul", "mv", "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.embedding",
+    "mean", "mm", "mode", "mul", "mv", "nn.functional.adaptive_avg_pool2d", "nn.functional.avg_pool2d",
+    "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose1d", "nn.functional.max_pool2d",
+    "nn.functional.prelu", "nn.functional.embedding",
     "nn.functional.glu", "nn.functional.kl_div", "nn.functional.layer_norm", "nn.functional.linear",
     "nn.functional.mse_loss", "nn.functional.scaled_dot_product_attention", "permute", "prod", "repeat", "reshape",
     "roll",
@@ -44,7 +46,8 @@ _NUMBERS = frozenset(
     ("k", "size", "split_size", "split_sizes", "shifts", "repeats", "start", "end", "step", "index", "pad", "offset",
      "diagonal", "decimals", "ignore_index", "reduction", "normalized_shape", "stride", "padding", "dilation",
      "output_padding", "groups", "padding_idx", "mode", "normalization", "last_dim_size", "shape", "low", "high",
-     "out_dtype", "dtype", "layout", "memory_format")
+     "out_dtype", "dtype", "layout", "memory_format", "N", "C", "HxW", "group", "kernel_size", "divisor_override",
+     "output_size")
 )  # fmt: skip
 
 

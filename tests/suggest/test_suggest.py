@@ -174,7 +174,7 @@ def test_a_layer_that_reads_what_stays_whole_names_that_alone() -> None:
     class Headed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.stem = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Linear(WIDTH, WIDTH)
+            self.conv, self.stem = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2), nn.Linear(WIDTH, WIDTH)
             self.blocks = nn.Sequential(nn.LayerNorm(WIDTH), Attention(), Gated(), Attention(), Gated())
             self.end, self.score = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
 
@@ -184,7 +184,7 @@ def test_a_layer_that_reads_what_stays_whole_names_that_alone() -> None:
 
     text = suggest_text(Headed(), 2, inputs=STREAM).partition("version:")[0]
     words = " ".join(text.replace("#", " ").split())
-    assert "conv (" in words and "each of its results is made of all channels" in words
+    assert "conv (" in words and "its channels stay whole" in words
     assert "score (" in words and "`stem`, which stays whole" in words
     assert "blocks." not in words.partition("score (")[2]
 

@@ -24,10 +24,13 @@ from tpplan.compiler.ir.layout import Features, Layout, Pack
 from tpplan.compiler.ir.region import Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
+from tpplan.compiler.rules.batch_norm import BATCH_NORM
 from tpplan.compiler.rules.convolution import CONVOLUTION, weight_layout
+from tpplan.compiler.rules.group_norm import GROUP_NORM
 from tpplan.compiler.rules.packed import SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
+from tpplan.compiler.rules.weight_norm import WEIGHT_NORM
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
@@ -82,6 +85,10 @@ class Study:
         self._flow = DataFlow(self.trace)
         self._readers = Readers(self._flow)
 
+    def is_normed(self, value: int) -> bool:
+        """Whether a weight norm computes a weight of a parameter."""
+        return any(operation.name == WEIGHT_NORM for _, operation, _ in self._readers.of(value))
+
     def use_of(self, value: int) -> Product | Addend | None:
         """The product that a parameter is a factor of, or what a parameter or a buffer is added to or combined with."""
         find = find_buffer_use if value in self.trace.buffers else find_use
@@ -135,6 +142,11 @@ def is_convolution(node: OperationNode) -> bool:
     return node.name == CONVOLUTION
 
 
+def channel_norm_weight(node: OperationNode, channels: Layout) -> Layout | None:
+    """The layout of what norms each channel or group of them, for channels that lie so; None for other operations."""
+    return replace(channels, dim=0) if node.name in (GROUP_NORM, BATCH_NORM) and channels.dim == 1 else None
+
+
 def convolution_weight(node: OperationNode, region: Region, channels: Layout, size: int) -> Layout | None:
     """The layout of a convolution's weight that goes with that of its channels; None if there is none."""
     layout = weight_layout(node.arguments, region.values, channels, size)
@@ -162,6 +174,6 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 
 __all__ = [
     "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "ColumnSplits",
-    "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "convolution_weight", "is_convolution",
-    "is_norm", "linear_form", "stored_names",
+    "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
+    "convolution_weight", "is_convolution", "is_norm", "linear_form", "stored_names",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ Nothing is changed here: `lower` puts it into the model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,6 +103,7 @@ def prepare(
         use = uses.get(spec.name)
         left = spec.name in {u.parts[0] for u in uses.values() if u.kind == "bias_gelu"}
         body = without_bias(spec.transposed, module) if left else None
+        kept = tuple(_kept(spec, modules, placements, steps))
         runtime = ModuleRuntime(
             label=_label(spec, placements, use),
             axis=axis,
@@ -111,7 +112,8 @@ def prepare(
             alone=_alone(spec.name, module, program.boundaries.get(spec.name, ()), handed_out, context, is_root),
             split_classes=_split_classes(program.boundaries.get(spec.name, ())),
             reads=tuple((*_owner(modules, n), r) for n, r in reads if n not in buffers),
-            parts=tuple((*_owner(modules, n), r) for n, r in reads if n in buffers),
+            parts=tuple((*_owner(modules, n), _apart(r) if kept else r) for n, r in reads if n in buffers),
+            kept=kept,
             borrowed=tuple(held for held in owners if readers_of[id(held[0]), held[1]] > 1),
             classes=ClassBody(class_bodies, spec.class_calls, axis, quoted(spec.name))
             if spec.class_calls or spec.counted_apart
@@ -135,6 +137,22 @@ def prepare(
         local = tuple((a.name, a.on(axis.rank)) for a in spec.local_attributes)
         found.append(Prepared(module, spec.style, runtime, local))
     return tuple(found)
+
+
+def _kept(
+    spec: ModuleProgram, modules: dict[str, nn.Module], placements: dict[str, ParameterPlacement], steps: _Steps
+) -> Iterator[tuple[nn.Module, str, Move]]:
+    """The buffers of which the body writes a part, with the steps that make them whole."""
+    for reshard in spec.inner:
+        held = placements.get(str(reshard.path[0]))
+        read = [name for name in spec.reads if held is not None and name in held.names]
+        if read:
+            yield (*_owner(modules, read[0]), steps(reshard, place=f"`{read[0]}`"))
+
+
+def _apart(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """As `read`, in memory of its own: a backward may have saved it when the whole is written to."""
+    return lambda buffer: read(buffer).clone()
 
 
 def _reads(

@@ -68,6 +68,7 @@ class ModuleRuntime:
         entries, exits: reshards at the boundary.
         reads: for each parameter read in the body: the module that owns it, its name there, and how to read it.
         parts: the same of split buffers.
+        kept: those of these that the body writes to: the module, the name, and what makes the part whole again.
         borrowed: those of both that a body around this one reads as well.
         axis: the ranks.
         classes: a context for a body that calls functions over split classes, or is called by such a body.
@@ -98,6 +99,7 @@ class ModuleRuntime:
     exits: tuple[ExitStep, ...] = ()
     reads: tuple[tuple[nn.Module, str, Reader], ...] = ()
     parts: tuple[tuple[nn.Module, str, Reader], ...] = ()
+    kept: tuple[tuple[nn.Module, str, Move], ...] = ()
     borrowed: tuple[tuple[nn.Module, str], ...] = ()
     classes: ClassBody | None = None
     random: Randomness | None = None
@@ -138,6 +140,12 @@ class ModuleRuntime:
                     kwargs, copied = dict(kwargs), True
                 kwargs[entry.name] = replaced_at(kwargs[entry.name], entry.inner, entry.step)
         return (args if moved is None else tuple(moved)), kwargs
+
+    def keep(self) -> None:
+        """Put what the body wrote to parts of buffers into the whole ones."""
+        for owner, name, gather in self.kept:
+            whole: Tensor = owner._buffers[name]  # pyright: ignore
+            whole.copy_(gather(owner.__dict__[name]))
 
     def leave(self, result: Any) -> Any:
         """Reshard the results of a call."""

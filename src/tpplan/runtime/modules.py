@@ -73,6 +73,8 @@ class ShardedModule(Watched):
             else:
                 with runtime.random:
                     result = self._body(runtime, args, kwargs)
+            if runtime.kept:
+                runtime.keep()
         finally:
             for owner, name, _ in (*runtime.reads, *runtime.parts) if runtime.parts else runtime.reads:
                 owner.__dict__.pop(name, None)
@@ -89,6 +91,8 @@ class ShardedModule(Watched):
             result = super().forward(*args, **kwargs)
         else:
             result = runtime.body(super().forward, args, kwargs)
+        if runtime.kept:
+            runtime.keep()
         return runtime.leave(result) if runtime.exits else result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

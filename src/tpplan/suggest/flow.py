@@ -27,6 +27,7 @@ from tpplan.compiler.queries import (
     Product,
     Refusal,
     Rules,
+    channel_norm_weight,
     convolution_weight,
     is_convolution,
     is_norm,
@@ -198,6 +199,8 @@ class _Walk:
 
     def _factor_dim(self, product: Product) -> int:
         """The dim of the other factor that is contracted: the last, or the one before where that one stands right."""
+        if product.given_dim is not None:
+            return product.given_dim
         last = len(self.subject.trace.values[product.given].shape) - 1
         made_last = len(self.subject.trace.values[product.made].shape) - 1
         return last if product.made_dim == made_last else last - 1
@@ -343,7 +346,10 @@ class _Walk:
     def _ask(
         self, instance: Instance, node: OperationNode, instead: dict[int, Layout], slices: bool = False
     ) -> Outcome | Refusal:
-        values = instance.region.values
+        values = [*instance.region.values]
+        for i, held in instead.items():
+            if instance.values[i] in self.subject.trace.buffers:  # as where a rule splits it
+                values[i] = replace(values[i], parameter=held)
 
         def layout(i: int) -> Layout:
             return instead.get(i) or self.layouts.get(instance.values[i]) or self._assumed(instance, i)
@@ -410,10 +416,11 @@ class _Walk:
         return None if isinstance(answer, Refusal) else answer
 
     def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:
-        """The layouts of the weight and the bias of a convolution if they are split like its channels."""
+        """The layouts of the weight and the bias of a convolution or of a norm of channels, if split like these."""
+        held = self.layouts.get(instance.values[node.inputs[0]]) if node.inputs else None
         if not is_convolution(node):
-            return {}
-        held = self.layouts.get(instance.values[node.inputs[0]])
+            beside = None if held is None else channel_norm_weight(node, held)
+            return {} if beside is None else dict.fromkeys(node.inputs[1:], beside)
         weights = [i for i in node.inputs[1:] if instance.values[i] in self.subject.beside]
         split = None if held is None else convolution_weight(node, instance.region, held, self.rules.size)
         return {} if split is None else dict.fromkeys(weights, split)

@@ -204,7 +204,7 @@ def _bare_parameters(study: Study, called: Collection[str]) -> tuple[dict[str, P
     for value, names in study.trace.stored.items():
         if value in study.trace.parameters and any(n.rpartition(".")[0] in called for n in names):
             continue
-        use = study.use_of(value)
+        use = None if study.is_normed(value) else study.use_of(value)
         if isinstance(use, Product):
             products[names[0]] = use
         elif isinstance(use, Addend):

@@ -73,6 +73,8 @@ def _left_whole(suggestion: Suggestion, total: int) -> Iterator[str]:
 def reason_for(suggestion: Suggestion, whole: Whole) -> str:
     """Why these modules stay whole."""
     reasons = suggestion.reasons
+    if isinstance(dict(named_modules(suggestion.subject.model)).get(whole.example), nn.RNNBase):
+        return "each step multiplies all of the state that the step before has made"
     setting = suggestion.settings.get(whole.example)
     if setting is not None and setting.style is Style.COLWISE:
         return "it makes a single head, which every rank needs"
@@ -88,7 +90,7 @@ def _kind(suggestion: Suggestion, whole: Whole) -> str:
     """Why modules stay whole that nothing was asked of."""
     module = dict(named_modules(suggestion.subject.model)).get(whole.example)
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return "each of its results is made of all channels" if module.groups == 1 else "its channels stay whole"
+        return "its channels stay whole"
     if isinstance(module, nn.Embedding):
         return "the model doesn't call this table, or not with inputs of its own"
     return _NO_LINEAR if module is None or _is_reached(suggestion, whole.example) else "the call doesn't reach it"

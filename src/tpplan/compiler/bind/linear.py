@@ -78,7 +78,7 @@ class Product:
         outputs, inputs: the number of features that it makes and contracts.
         output_dim, input_dim: the parameter's dims that count these.
         made: the product's value; `made_dim` is its dim that counts the outputs.
-        given: the other factor.
+        given: the other factor; `given_dim` is its dim that is contracted, where it isn't one of the last two.
         following: where the body takes the parameter apart first, the products of the further parts of its outputs.
     """
 
@@ -90,6 +90,7 @@ class Product:
     made_dim: int
     given: int
     following: tuple[Product, ...] = ()
+    given_dim: int | None = None
 
     @property
     def parts(self) -> tuple[Product, ...]:
@@ -138,6 +139,12 @@ def linear_form(module: nn.Module) -> LinearForm | None:
         if (bias is None or tuple(bias.shape) == (form.outputs,)) and _is_product(module, form):
             return form
     return None
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether `module` is a convolution that makes each channel of all of its input's."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    return isinstance(module, kinds) and module.groups == 1
 
 
 def is_grouped_convolution(module: nn.Module) -> bool:
@@ -191,4 +198,4 @@ def _is_product(module: nn.Module, form: LinearForm) -> bool:
     return right and not mode.other and mode.sides == [form.transposed]
 
 
-__all__ = ["Addend", "LinearForm", "Product", "is_grouped_convolution", "linear_form"]
+__all__ = ["Addend", "LinearForm", "Product", "is_convolution", "is_grouped_convolution", "linear_form"]

@@ -12,8 +12,8 @@ from typing import cast
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tpplan.compat import computed_weights, named_modules, own_parameters
-from tpplan.compiler.bind.linear import is_grouped_convolution, linear_form
+from tpplan.compat import computed_weights, named_modules, own_parameters, weight_norm_parts
+from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
 from tpplan.compiler.bind.tables import is_table
 from tpplan.plan import Diagnostic, Pin, Rule, Style
 from tpplan.plan.wording import with_article
@@ -24,6 +24,8 @@ _REMOVED_BY = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spect
 
 def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     """What keeps a rule from being carried out on this module, seen from the module alone."""
+    if rule.style in (Style.COLWISE, Style.ROWWISE) and weight_norm_parts(module):
+        return None  # these are split
     if rule.style in (Style.COLWISE, Style.ROWWISE, Style.VOCAB):
         computed = _computed_weight(module, name, rule)
         if computed is not None:
@@ -31,8 +33,11 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     if rule.style in (Style.COLWISE, Style.ROWWISE):
         if rule.style is Style.COLWISE and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return _whole_table(module, name, rule)
+        if isinstance(module, nn.RNNBase):
+            return _recurrent(module, name, rule)
         form = linear_form(module)
-        if form is None and not (rule.style is Style.COLWISE and is_grouped_convolution(module)):
+        grouped = rule.style is Style.COLWISE and is_grouped_convolution(module)
+        if form is None and not grouped and not is_convolution(module):
             return _mismatch(module, name, rule, f"`{rule.style}` splits a linear layer")
         # Whether the features can be shared out depends on what the model does with them, see `packing`.
         return None if form is None else _input_of_other_features(name, rule)
@@ -91,6 +96,18 @@ def _whole_table(table: nn.Embedding | nn.EmbeddingBag, name: str, rule: Rule) -
     )
 
 
+def _recurrent(module: nn.RNNBase, name: str, rule: Rule) -> Diagnostic:
+    """TP101 for a state that is split by features, of which each step needs all."""
+    return Diagnostic(
+        code="TP101",
+        message=f"`{rule.style}` can't split `{name}`, {with_article(type(module).__name__)}: each step multiplies all "
+        "of the state that the step before has made, which the ranks would have to exchange in every step",
+        span=rule.style_span,
+        help=f"remove the rule, so that `{name}` stays whole; the layers around it can be split",
+        subject=name,
+    )
+
+
 def _input_of_other_features(name: str, rule: Rule) -> Diagnostic | None:
     """TP114 for an input pin that leaves a rank without the features that its shard of the weight multiplies."""
     if rule.style is Style.ROWWISE and rule.input in (Pin.REPLICATE, Pin.SEQUENCE):
@@ -144,6 +161,8 @@ def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic
 def _suggest_style(module: nn.Module) -> str:
     if linear_form(module) is not None:
         return "a linear layer can be `colwise` or `rowwise`"
+    if is_convolution(module):
+        return "a convolution can be `colwise` or `rowwise`"
     if is_grouped_convolution(module):
         return "a convolution in groups can be `colwise`"
     if isinstance(module, nn.Embedding):

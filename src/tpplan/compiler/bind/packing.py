@@ -17,13 +17,14 @@ one on a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from tpplan.compat import named_modules, weight_norm_parts
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
-from tpplan.compiler.bind.linear import Addend, LinearForm, Product
+from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_convolution
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
@@ -65,7 +66,9 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
         frames.setdefault(frame.module, frame)
     readers = Readers(flow)
     findings: list[Diagnostic] = []
-    modules = _with_parameters(binding, readers, frames, findings, partly)
+    grouped = {name for name, module in named_modules(model) if is_grouped_convolution(module)}
+    normed = {name: weight_norm_parts(module) for name, module in named_modules(model)}
+    modules = _with_parameters(binding, readers, frames, findings, partly, grouped, normed)
     uses: dict[str, Use] = {}
     for name, bound in modules.items():
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
@@ -121,21 +124,30 @@ def _made(bound: Bound) -> list[tuple[Pack, ...]]:
 
 
 def _with_parameters(
-    binding: Binding, readers: Readers, frames: Mapping[str, Frame], findings: list[Diagnostic], partly: bool
+    binding: Binding,
+    readers: Readers,
+    frames: Mapping[str, Frame],
+    findings: list[Diagnostic],
+    partly: bool,
+    grouped: Collection[str],
+    normed: Mapping[str, Sequence[str]],
 ) -> dict[str, Bound]:
     """The binding's modules, and bare parameters with what is done with them."""
     values = {name: value for value, names in readers.trace.stored.items() for name in names}
     modules: dict[str, Bound] = {}
     for name, bound in binding.modules.items():
-        read = [f"{name}.{leaf}" for leaf in ("weight", "bias") if f"{name}.{leaf}" in values]
-        convolves = bound.form is None and bound.style is Style.COLWISE and not bound.is_parameter
+        leaves = ("weight", "bias", *normed.get(name, ()))
+        read = [f"{name}.{leaf}" for leaf in leaves if f"{name}.{leaf}" in values]
+        convolves = bound.form is None and bound.style in (Style.COLWISE, Style.ROWWISE) and not bound.is_parameter
         unread = bound.form is not None and name not in frames and not bound.wrapper
         if read and (convolves or unread):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
-            if convolves and (bound.input is not None or bound.output is not None):
+            pins = bound.input is not None or bound.output is not None
+            if convolves and pins and bound.style is Style.COLWISE and name not in grouped:
                 modules[name] = replace(bound, style=Style.REPLICATE)  # what it says of the module's own boundary
         else:
             modules[name] = bound
+    parts = {f"{name}.{leaf}" for name, leaves in normed.items() for leaf in leaves}
     if partly:
         unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, values.get(n))}
         modules = {name: bound for name, bound in modules.items() if name not in unread}
@@ -143,10 +155,33 @@ def _with_parameters(
         if bound.is_parameter and bound.style is not Style.REPLICATE:
             form = _find_use(readers, values[name]) if name in values else None
             lone = isinstance(form, Addend) and not form.is_added
+            if lone and name in parts:
+                bound = replace(bound, style=Style.COLWISE)  # lengths lie as the rows that they are of
             if form is None or (lone and bound.style is Style.ROWWISE):
                 findings.append(_no_product(bound))
             modules[name] = replace(bound, form=form)
+    for name, leaves in normed.items():
+        bound = binding.modules.get(name)
+        held = [modules[f"{name}.{leaf}"].form for leaf in leaves if f"{name}.{leaf}" in modules]
+        lengths = next((form.output_dim for form in held if isinstance(form, Addend)), None)
+        product = next((form for form in held if isinstance(form, Product)), None)
+        if bound is not None and product is not None:
+            split = product.output_dim if bound.style is Style.COLWISE else product.input_dim
+            if lengths != split:
+                findings.append(_cuts_norm(bound))
     return modules
+
+
+def _cuts_norm(bound: Bound) -> Diagnostic:
+    return Diagnostic(
+        code="TP112",
+        message=f"`{bound.style}` would give each rank a part of every vector of `{bound.name}.weight` that its weight "
+        "norm normalizes",
+        span=bound.rule.style_span,
+        help=f"remove the rule, so that `{bound.name}` stays whole"
+        + ("; or make it `colwise`, with `output: replicate`" if bound.style is Style.ROWWISE else ""),
+        subject=bound.name,
+    )
 
 
 def _find_use(readers: Readers, value: int) -> Product | Addend | None:

@@ -5,6 +5,7 @@ out: `Product`: which of the parameter's dims the product contracts and which it
 
     grouped_mm(x, gate_up.transpose(1, 2))   ->  gate_up (experts, outputs, inputs): makes dim 1, contracts dim 2
     addmm(in_proj_bias, x, in_proj.t())      ->  in_proj (outputs, inputs): makes dim 0; in_proj_bias is an addend
+    convolution(x, weight)                   ->  weight (outputs, inputs, width): makes dim 0, contracts dim 1
     convolution(x, weight, groups=channels)  ->  weight (channels, 1, width): goes with the channels by dim 0
     exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
     embedding(table, ids)                    ->  table (rows, features): goes with the features by dim 1
@@ -19,8 +20,10 @@ from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
-from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
+from tpplan.compiler.rules.batch_norm import kept_statistics
+from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
 from tpplan.compiler.rules.packed import SPLITS, VIEWS, picked_dim
+from tpplan.compiler.rules.weight_norm import WEIGHT_NORM
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 _FACTORS = {
@@ -56,10 +59,14 @@ def find_use(readers: Readers, value: int) -> Product | Addend | None:
 def find_buffer_use(readers: Readers, value: int) -> Addend | None:
     """How the buffer `value` can be split: as the features or heads that it stands beside; None if it can't.
 
-    One that the model writes to stays whole, as the whole is read again after the call.
+    One that the model writes to stays whole, as the whole is read again after the call; except for the statistics of
+    batch norms, which are made whole again.
     """
     replaced = not {*readers.trace.buffers[value]}.isdisjoint(readers.trace.kept.values())
-    return None if replaced or readers.is_written(value) else _beside(readers, value)
+    read = [(operation, seen) for _, operation, seen in readers.of(value)]
+    kept = [seen == value and seen in kept_statistics(operation.name, operation.arguments) for operation, seen in read]
+    unlike = any(kept) and not all(kept)
+    return None if replaced or unlike or readers.is_written(value) else _beside(readers, value)
 
 
 def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
@@ -87,9 +94,10 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
     for value, dims in derived(readers, parameter):
         for _, operation, seen in readers.of(value):
             others = [i for i in operation.inputs if i != seen]
-            if operation.name not in ENTRYWISE_OF_TWO or len(others) != 1 or seen != value:
+            made = operation.outputs[0]
+            beside = operation.name in ENTRYWISE_OF_TWO or operation.name == WEIGHT_NORM
+            if not beside or len(others) != 1 or seen != value or made is None:
                 continue
-            (made,) = (o for o in operation.outputs if o is not None)
             rank = len(values[made].shape)
             its = values[others[0]].shape
             for back, dim in enumerate(reversed(dims), 1):
@@ -164,9 +172,15 @@ def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int,
         yield Addend(shape[dims[-1]], dims[-1], made, last)
 
 
-def _convolved(operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
-    """The weight or the bias of a convolution in groups, whose first dim goes with the channels."""
+def _convolved(operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]) -> Iterator[Product | Addend]:
+    """The weight or the bias of a convolution; in groups, their first dim goes with the channels."""
     (made,) = (o for o in operation.outputs if o is not None)
+    x, weight, bias = operation.arguments[:3]
+    if operation.arguments[GROUPS] == 1 and weight == Reference(value) != x:
+        one, other = (dims[1], dims[0]) if operation.arguments[TRANSPOSED] else (dims[0], dims[1])
+        yield from (replace(found, given_dim=1) for found in _made(shape, one, other, made, 1, x))
+    if operation.arguments[GROUPS] == 1 and bias == Reference(value) and dims[0] is not None:
+        yield Addend(shape[dims[0]], dims[0], made, 1)
     if operation.arguments[GROUPS] > 1 and Reference(value) in operation.arguments[1:3] and dims[0] is not None:
         yield Addend(shape[dims[0]], dims[0], made, 1, is_added=False)
 
@@ -200,6 +214,10 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
     name = operation.name
     if name in _KEEPS:
         return dims
+    if (
+        name == WEIGHT_NORM
+    ):  # of the directions; with lengths along another dim, neither outputs nor inputs can be split
+        return dims if len(arguments) < 3 or arguments[2] < 2 else None
     if name == "aten.t.default":
         return dims[::-1]
     if name == "aten.transpose.int":

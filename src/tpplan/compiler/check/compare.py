@@ -24,6 +24,8 @@ from tpplan.compiler.ir.region import Instance, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, Value
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
+from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
+from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
 
 REARRANGING = frozenset(
@@ -304,6 +306,11 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
     if ours.name == CONVOLUTION:
         mine, its = ours.arguments, theirs.arguments
         return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
+    if ours.name == GROUP_NORM:
+        layout = given.assignment.layouts.get(ours.inputs[0], REPLICATED)
+        own = local_sizes(ours.arguments, layout, given.size, given.rank)
+        mine, its = ours.arguments, theirs.arguments
+        return (mine[3], *own, mine[5], mine[7]) == (its[3], its[CHANNELS], its[GROUPS_OF_NORM], its[5], its[7])
     mine, its = scalars(ours), scalars(theirs)
     return len(mine) == len(its) and all(a is b or _equal(a, b) for a, b in zip(mine, its, strict=True))
 

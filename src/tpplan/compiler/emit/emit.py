@@ -37,6 +37,7 @@ from tpplan.compiler.ir.program import (
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
 from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedReshard
 from tpplan.compiler.rewrite.replay import recorded_body
+from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.trace.choices import called_with_found
 from tpplan.compiler.trace.draws import random_draws
 from tpplan.plan import Diagnostic, Plan, Style
@@ -333,7 +334,23 @@ def _inner(trace: Trace, assignment: Assignment, calls: list[FrameAssignment], s
     normed = next((decided for decided in calls if decided.normed is not None), None)
     if normed is not None:
         return _statistics(trace, normed)
-    return tuple(statistics(calls[0].frame, trace, assignment, size)) if calls else ()
+    if not calls:
+        return ()
+    return (*statistics(calls[0].frame, trace, assignment, size), *_kept(trace, assignment, calls[0].frame))
+
+
+def _kept(trace: Trace, assignment: Assignment, frame: Frame) -> Iterator[Reshard]:
+    """The buffers that a body writes a part of, which is made whole after it."""
+    written = [v for n in frame.body if isinstance(n, Operation) for v in kept_statistics(n.name, n.arguments)]
+    for buffer in dict.fromkeys(written):
+        value, layout = trace.values[buffer], assignment.layouts.get(buffer, REPLICATED)
+        if layout.is_sharded:
+            yield Reshard(
+                path=(trace.buffers[buffer][0],), aliases=(), source=layout, target=REPLICATED,
+                forward=Collective.ALL_GATHER, backward=Collective.NONE, shape=value.shape,
+                dtype=dtype_name(value.dtype), bytes=value.bytes, differentiable=False,
+                origin="the statistics that a batch norm keeps of split channels",
+            )  # fmt: skip
 
 
 def _statistics(trace: Trace, decided: FrameAssignment) -> tuple[Reshard, ...]:

@@ -80,6 +80,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "fmod.Tensor* frac.default* ge.Scalar* ge.Tensor* gelu.default* gt.Scalar* gt.Tensor* hardsigmoid.default* "
      "hardswish.default* hardtanh.default* heaviside.default* hypot.default* i0.default* igamma.default* "
      "igammac.default* isfinite.default isinf.default isnan.default isneginf.default isposinf.default "
+     "_prelu_kernel.default "
      "leaky_relu.default* le.Scalar* le.Tensor* lgamma.default* log.default* log10.default* log1p.default* "
      "log2.default* log_sigmoid_forward.default logaddexp.default logaddexp2.default logical_and.default* "
      "logical_not.default* logical_or.default* logical_xor.default* logit.default* lt.Scalar* lt.Tensor* "
@@ -95,7 +96,16 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
     (Operator("along"),
      "_softmax.default _log_softmax.default _safe_softmax.default cummax.default cummin.default cumprod.default* "
      "logcumsumexp.default sort.default sort.stable topk.default kthvalue.default mode.default "
-     "native_layer_norm.default _fused_rms_norm.default glu.default"),
+     "native_layer_norm.default _fused_rms_norm.default native_group_norm.default native_batch_norm.default "
+     "glu.default "
+     "max_pool2d_with_indices.default max_pool3d_with_indices.default avg_pool2d.default avg_pool3d.default "
+     "_adaptive_avg_pool2d.default _adaptive_avg_pool3d.default adaptive_max_pool2d.default "
+     "adaptive_max_pool3d.default upsample_nearest1d.default upsample_nearest2d.default upsample_nearest3d.default "
+     "_upsample_nearest_exact1d.default _upsample_nearest_exact2d.default _upsample_nearest_exact3d.default "
+     "upsample_linear1d.default upsample_bilinear2d.default upsample_bicubic2d.default upsample_trilinear3d.default "
+     "_upsample_bilinear2d_aa.default _upsample_bicubic2d_aa.default reflection_pad1d.default "
+     "reflection_pad2d.default reflection_pad3d.default replication_pad1d.default replication_pad2d.default "
+     "replication_pad3d.default _weight_norm_interface.default"),
     (Operator("along", "first"), "cumsum.default* _fft_c2c.default _fft_r2c.default _fft_c2r.default"),
     (Operator("reduction", "first"), "sum.default sum.dim_IntList mean.default mean.dim"),
     (Operator("reduction"),
@@ -109,7 +119,8 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
     (Operator("view", "first"),
      "view.default _unsafe_view.default reshape.default _reshape_alias.default expand.default transpose.int "
      "permute.default squeeze.default squeeze.dim squeeze.dims t.default view_as_complex.default "
-     "view_as_real.default select.int slice.Tensor split.Tensor split_with_sizes.default unbind.int diagonal.default"),
+     "view_as_real.default select.int slice.Tensor split.Tensor split_with_sizes.default unbind.int "
+     "unsafe_split.Tensor diagonal.default"),
     (Operator("view", "first", new_dim=True), "unsqueeze.default"),
     (Operator("arrangement", "first"), "flip.default roll.default repeat.default constant_pad_nd.default"),
     (Operator("arrangement", "all"), "cat.default"),

@@ -33,6 +33,8 @@ from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rewrite.attention import Attention, attentions, references
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
+from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
+from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal, in_packs
 from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
@@ -413,6 +415,9 @@ def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], siz
         x = node.inputs[0]
         channels = trace.values[x].shape[1]
         arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
+    elif name == GROUP_NORM:
+        own = local_sizes(arguments, layouts.get(node.inputs[0], REPLICATED), size, rank)
+        arguments[CHANNELS], arguments[GROUPS_OF_NORM] = own
     if node.target in CLASS_OPERATIONS:
         return Run(stock_function(node.target), tuple(arguments), node.keywords, node.outputs, shapes, False)
     on_device = not node.inputs and takes_device(node.target)

@@ -141,10 +141,10 @@ one placement, make the module `replicate`, or use a separate module for each ca
         summary="A module that can't be sharded as it is.",
         explanation="""
 Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
-was assigned to the instance bypasses the class, a weight that a parametrization or a hook computes (`weight_norm`,
-`spectral_norm`) isn't a parameter that the style could split, and a hook on a parameter's gradient would be lost with
-the parameter that is replaced. The message says which it is. Leave the module `replicate`, or remove what's in the way
-first.
+was assigned to the instance bypasses the class, a weight that a parametrization or a hook computes (`spectral_norm`)
+isn't a parameter that the style could split, `weight_norm` needs whole vectors of those that it normalizes, and a hook
+on a parameter's gradient would be lost with the parameter that is replaced. The message says which it is. Leave the
+module `replicate`, or remove what's in the way first.
 """,
     ),
     Entry(

@@ -1,0 +1,173 @@
+"""Convolutions in pairs: the first makes its channels in parts, the second sums what it makes of these."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tpplan
+from tests.runtime.simulated import Call, worst
+from tpplan.api import suggest_text
+from tpplan.plan import CompileError
+
+
+def images(batch: int, size: int) -> Call:
+    return (torch.randn(batch, 4, size, size, dtype=torch.float64, requires_grad=True),), {}
+
+
+def sequences(batch: int, length: int) -> Call:
+    return (torch.randn(batch, length, 4, dtype=torch.float64, requires_grad=True),), {}
+
+
+class Pair(nn.Module):
+    """Two convolutions of images."""
+
+    def __init__(self, kind: Any = nn.Conv2d, **options: Any) -> None:
+        super().__init__()
+        self.first, self.second = kind(4, 16, 3, **options), kind(16, 4, 3, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Separable(nn.Module):
+    """Of sequences, with one convolution for each channel between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 16, 1), nn.Conv1d(16, 4, 1, bias=False)
+        self.each = nn.Conv1d(16, 16, 3, padding=1, groups=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(functional.gelu(self.each(self.first(x.transpose(1, 2))))).transpose(1, 2)
+
+
+class Residual(nn.Module):
+    """A stream of channels; group norms stand before the convolutions of a branch."""
+
+    def __init__(self, groups: int = 8) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(4, 16, 3), nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 1)
+        self.before, self.between = nn.GroupNorm(groups, 16), nn.GroupNorm(groups, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.last(self.between(self.second(self.before(x).relu())).relu())
+
+
+class Bottleneck(nn.Module):
+    """A stream with batch norms in a branch, pooled for a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(4, 32, 3, padding=1), nn.Linear(32, 8)
+        self.down, self.mid, self.up = nn.Conv2d(32, 16, 1), nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 32, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (16, 16, 32))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(self.stem(x), 2)
+        made = self.norms[1](self.mid(self.norms[0](self.down(x)).relu())).relu()
+        x = x + self.norms[2](self.up(made))
+        return self.head(self.pool(x.relu()).flatten(1))
+
+
+class Stacked(nn.Module):
+    """Convolutions one after the other, then layers of all that is left of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(True), nn.Conv2d(16, 16, 3, padding=1),
+            nn.BatchNorm2d(16), nn.ReLU(True), nn.AvgPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.PReLU(32),
+            nn.Upsample(scale_factor=2), nn.Conv2d(32, 16, 3, padding=1), nn.ReLU(True), nn.AdaptiveAvgPool2d(2),
+        )  # fmt: skip
+        self.classifier = nn.Sequential(nn.Linear(64, 32), nn.ReLU(True), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).flatten(1))
+
+
+class Inverted(nn.Module):
+    """A convolution for each channel, and channels that are weighed by what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.each, self.narrow = nn.Conv2d(4, 32, 1), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 4, 1)
+        self.first, self.second = nn.BatchNorm2d(32), nn.BatchNorm2d(32)
+        self.squeeze, self.excite = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.each(self.first(self.wide(x)).relu())).relu()
+        return self.narrow(x * self.excite(self.squeeze(x.mean((2, 3), keepdim=True)).relu()).sigmoid())
+
+
+MODELS = {
+    "plain": (Pair, images),
+    "padded": (lambda: Pair(padding="same"), images),
+    "transposed": (lambda: Pair(nn.ConvTranspose2d, stride=2), images),
+    "separable": (Separable, sequences),
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_pairs_are_split_by_channels(name: str, tp: int) -> None:
+    make, call = MODELS[name]
+    model, calls = make().double(), [call(3, 8), call(2, 11)]
+    plan = suggest_text(model, tp, inputs=calls[0][0])
+    assert "first.{weight,bias}: colwise" in plan and "rowwise" in plan
+    assert tpplan.compile_plan(model, plan, tp, calls[0][0]).count_collectives()["all-reduce"] == 2
+    assert max(worst(model, plan, tp, calls[0], calls)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"first": "colwise", "second": "rowwise"},
+        {"first": {"style": "colwise", "output": "replicate"}},
+    ],
+)
+def test_a_rule_may_name_the_modules(plan: dict[str, Any]) -> None:
+    calls = [images(3, 8)]
+    assert max(worst(Pair().double(), plan, 2, calls[0], calls)) < 1e-12
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("make", [Bottleneck, Stacked, Inverted])
+def test_batch_norms_and_pools_between_them_follow(make: type[nn.Module], tp: int) -> None:
+    model, call = make().double(), images(3, 8)[0]
+    plan = suggest_text(model, tp, inputs=call)
+    assert "running_" in plan
+    program = tpplan.compile_plan(model, plan, tp, call)
+    held, whole = (
+        sum(math.prod(shape) for shape in shapes)
+        for shapes in zip(*((p.local_shape, p.shape) for p in program.parameters), strict=True)
+    )
+    assert held < whole * (0.75 if tp == 2 else 0.6)
+    report = tpplan.verify(model, plan, tp, call)
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_group_norms_follow_the_channels(tp: int) -> None:
+    model, calls = Residual().double(), [images(3, 8), images(2, 11)]
+    plan = suggest_text(model, tp, inputs=calls[0][0])
+    assert "between.{weight,bias}: colwise" in plan
+    assert max(worst(model, plan, tp, calls[0], calls)) < 1e-12
+
+
+def test_a_convolution_and_a_linear_layer_are_a_pair() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 8)).double()
+    plan = suggest_text(model, 2, inputs=images(3, 8)[0])
+    assert "0.{weight,bias}: colwise" in plan and "3: rowwise" in plan
+
+
+def test_a_group_that_a_rank_would_cut_stays_whole_with_its_cause() -> None:
+    with pytest.raises(CompileError, match="normalizes groups of channels that several ranks hold"):
+        suggest_text(Residual(groups=1).double(), 2, inputs=images(3, 8)[0])
