@@ -14,7 +14,7 @@ OTHERS = {
     "dinov2": "dinov2", "litgpt": "litgpt_llama", "llava": "llava", "qwen2_vl": "qwen2_vl", "sd3": "sd3",
     "swin": "swin", "torchtune_llama3": "torchtune_llama3", "wav2vec2": "wav2vec2",
 }  # fmt: skip
-WITH_SEQUENCE = ("litgpt", "llava", "qwen2_vl", "swin", "torchtune_llama3")
+WITH_SEQUENCE = ("litgpt", "llava", "qwen2_vl", "sd3", "swin", "torchtune_llama3")
 
 CASES = [(plan, size) for name in OTHERS for plan in (name, f"{name}-sequence") for size in (2, 4)]
 QUICK = [("dinov2", 2), ("litgpt-sequence", 4), ("swin", 2), ("torchtune_llama3-sequence", 4), ("wav2vec2", 2)]

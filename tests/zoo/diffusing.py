@@ -34,8 +34,9 @@ DIFFUSING: dict[str, Subject] = {
         guidance_embeds=True, axes_dims_rope=(4, 2, 2),
     ),
     "sd3": _diffusers(
-        "SD3Transformer2DModel", {**_noisy(), **_TEXT, "pooled_projections": numbers(2, 24, seed=3)}, sample_size=8,
-        patch_size=2, in_channels=4, **_HEADS, joint_attention_dim=32, caption_projection_dim=32,
+        "SD3Transformer2DModel",
+        {**_noisy(), "encoder_hidden_states": numbers(2, 8, 32, seed=2), "pooled_projections": numbers(2, 24, seed=3)},
+        sample_size=8, patch_size=2, in_channels=4, **_HEADS, joint_attention_dim=32, caption_projection_dim=32,
         pooled_projection_dim=24, out_channels=4, pos_embed_max_size=8,
     ),
     "sd3_qk_norm": _diffusers(
