@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.marking import slow_but
 from tests.runtime.simulated import on_ranks
 from tpplan.parity.errors import RankError
 
@@ -50,6 +51,9 @@ MODELS = {
 }  # fmt: skip
 
 
+CASES = [(name, padded) for name in MODELS for padded in (True, False)]
+
+
 def call(padded: bool) -> dict[str, Any]:
     padding = torch.zeros(2, 6, dtype=torch.bool)
     padding[0, 4:] = True
@@ -57,8 +61,7 @@ def call(padded: bool) -> dict[str, Any]:
     return {"x": x} | ({"padding": padding} if padded else {})
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "padded"), slow_but([(n, True) for n in MODELS], CASES))
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_evaluation_after_training(name: str, padded: bool) -> None:
     torch.manual_seed(0)

@@ -77,6 +77,7 @@ def test_training_and_checkpoints_are_those_of_the_unsharded_model(kind: str, pl
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_other_bodies_of_the_experts_generate_the_same(implementation: str) -> None:
     """In the loop over the experts that are hit, each rank calls its own."""
@@ -100,7 +101,7 @@ def test_other_bodies_of_the_experts_train_the_same(implementation: str, size: i
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("form", ["", "-sequence"])
+@pytest.mark.parametrize("form", slow_but([""], ["", "-sequence"]))
 def test_a_token_costs_as_much_as_with_experts_that_are_split(form: str) -> None:
     stock = made("mixtral").float()  # torch has no grouped products in float64
     ids = torch.randint(4, VOCABULARY, (BATCH, LENGTH + 2), generator=torch.Generator().manual_seed(1))
