@@ -80,10 +80,14 @@ class Encoder(nn.Module):
 class Calls(TorchFunctionMode):
     """Counts the calls of torch's attention."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.dropouts = 0, list[float]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is functional.scaled_dot_product_attention
+        if func is functional.scaled_dot_product_attention:
+            self.count += 1
+            self.dropouts.append((kwargs or {}).get("dropout_p", 0.0))
         return func(*args, **(kwargs or {}))
 
 
@@ -91,7 +95,7 @@ CASES = {
     "plain": (lambda: Block(Attention()), 1), "causal": (lambda: Block(Attention(is_causal=True)), 1),
     "scaled": (lambda: Block(Attention(scale=0.3)), 1), "masked": (lambda: Block(Masked()), 1),
     "twice": (lambda: Block(Twice()), 2), "apart": (lambda: Block(Apart()), 0),
-    "dropping": (lambda: Block(Attention(dropout_p=0.3)), 0),
+    "dropping": (lambda: Block(Attention(dropout_p=0.3)), 1),
 }  # fmt: skip
 
 
@@ -128,3 +132,14 @@ def test_an_encoder_layer_of_torch() -> None:
         model = Encoder().double()
         report = tpplan.verify(model, plan_of(ENCODER), 2, {"x": x_of(), **given})
         assert report.ok, report.problems
+
+
+def test_dropout_goes_with_the_call() -> None:
+    def dropped(sharded: nn.Module, _: object) -> list[float]:
+        sharded(x_of())
+        with Calls() as calls:
+            sharded(x_of())
+        return calls.dropouts
+
+    model = Block(Attention(dropout_p=0.3)).double()
+    assert on_ranks(model, RULES, 2, ((x_of(),), {}), dropped) == [[pytest.approx(0.3, abs=1e-12)]] * 2

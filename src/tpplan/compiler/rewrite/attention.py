@@ -24,7 +24,7 @@ _SAME = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "e
 _SCALE, _PRODUCT, _TURN = "aten.mul.Scalar", "aten.bmm.default", "aten.transpose.int"
 _SOFTMAX, _ADD, _WHERE = "aten._safe_softmax.default", "aten.add.Tensor", "aten.where.self"
 _TRIANGLE, _ONES, _NUMBER = "aten.tril.default", "aten.ones.default", "aten.scalar_tensor.default"
-_DETACH = "aten.detach.default"
+_DETACH, _TIMES = "aten.detach.default", "aten.mul.Tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Attention:
         mask: what is added to the scores; None if nothing is, or if the call is causal.
         causal: whether it is.
         scale: of the scores.
+        dropout: of the weights, the probability.
         made: the result.
         pieces: the results of all operations that it stands for.
     """
@@ -46,6 +47,7 @@ class Attention:
     mask: int | None
     causal: bool
     scale: float
+    dropout: float
     made: int
     pieces: frozenset[int]
 
@@ -99,7 +101,7 @@ class _Reader:
             mask = scores.inputs[1]
             causal = self._is_causal(mask)
             scores = self._before(scores.inputs[0])
-        weights = self._take(softmax)
+        weights, dropout = self._dropped(self._take(softmax))
         given = None if scores is None or scores.name != _PRODUCT else self._scores(scores)
         made = self._result(weights)
         if given is None or made is None or not self._is_closed(made[1]):
@@ -109,7 +111,7 @@ class _Reader:
         if len({shape[:-2] for shape in shapes}) > 1 or len(shapes[0]) < 3:
             return None
         return Attention(
-            query, key, value, None if causal else mask, causal, scale, result, frozenset(self._pieces)
+            query, key, value, None if causal else mask, causal, scale, dropout, result, frozenset(self._pieces)
         )  # fmt: skip
 
     def _take(self, node: Operation) -> int:
@@ -143,6 +145,25 @@ class _Reader:
         for node in (left, right, turned):
             self._take(node)
         return left.inputs[0], turned.inputs[0], scale
+
+    def _dropped(self, weights: int) -> tuple[int, float]:
+        """Weights after dropout, and its probability; the weights themselves and 0 if there is none."""
+        readers = {node.name: node for node in self._readers.get(weights, []) if node is not None}
+        names = ("aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar", _TIMES)
+        node, chain = readers.get(names[0]), list[Operation]()
+        while node is not None and node.name == names[len(chain)]:
+            chain.append(node)
+            if len(chain) == len(names):
+                break
+            after = self._readers.get(next(o for o in node.outputs if o is not None), [])
+            node = after[0] if len(after) == 1 else None
+        if len(chain) < len(names) or readers.get(_TIMES) is not chain[-1] or chain[-1].inputs[0] != weights:
+            return weights, 0.0
+        kept: Any = chain[1].arguments[1]
+        dropout = 1.0 - kept
+        if chain[2].arguments[1] != kept or 1.0 - dropout != kept:
+            return weights, 0.0
+        return [self._take(node) for node in chain][-1], dropout
 
     def _result(self, weights: int) -> tuple[int, int] | None:
         """The values, and the result, of a product with these weights."""
@@ -220,6 +241,7 @@ def references(found: Attention) -> dict[str, Any]:
     named = {"query": found.query, "key": found.key, "value": found.value}
     named |= {} if found.mask is None else {"attn_mask": found.mask}
     held: dict[str, Any] = {name: Reference(value) for name, value in named.items()}
+    held |= {"dropout_p": found.dropout} if found.dropout else {}
     return held | {"scale": found.scale} | ({"is_causal": True} if found.causal else {})
 
 

@@ -226,7 +226,7 @@ Some bodies derive sizes from sizes, so that no attribute of theirs could be mad
 shapes, and its operations then run on a rank's shards with the sizes made local; the check runs them as well. The
 result is the same. So does a body that makes a whole value and reads it beside heads that are split, such as biases by
 distance: between its operations each rank takes the part of its heads. What is lost is speed: a call with new shapes is
-recorded first. `scaled_dot_product_attention` stays one call, unless it has dropout.
+recorded first. `scaled_dot_product_attention` stays one call.
 """,
         bad="""
 class Attention(nn.Module):
