@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
-from tests.marking import slow_but
+from tests.marking import in_thirds, slow_but
 from tpplan.api import suggest_text
 
 WIDTH, HEADS, LENGTH = 32, 4, 8
@@ -181,7 +181,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "keys", "tp"), slow_but(CASES[::3], CASES))
+@pytest.mark.parametrize(("kind", "keys", "tp"), in_thirds(CASES[::3], CASES[1::3], CASES))
 def test_each_projection_is_split_by_heads(kind, keys, tp):
     model = Model(kind, selected, keys)
     for sequence in (False, True):
@@ -206,7 +206,11 @@ def test_a_single_group_has_packs():
 
 @pytest.mark.parametrize(
     ("kind", "keys", "tp"),
-    slow_but([CASES[0], CASES[-2]], [*CASES[::2], (Grouped, 1, 2), (Packed, 2, 4), (Apart, 2, 4)]),
+    in_thirds(
+        [CASES[0], CASES[-2]],
+        [(Grouped, 1, 2), (Packed, 2, 4)],
+        [*CASES[::2], (Grouped, 1, 2), (Packed, 2, 4), (Apart, 2, 4)],
+    ),
 )
 def test_a_plan_writes_itself(kind, keys, tp):
     model = Model(kind, selected, keys)

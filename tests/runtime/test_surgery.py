@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import tpplan
 from tests.compiler.toys import HIDDEN
-from tests.marking import slow_but
+from tests.marking import in_thirds
 from tests.runtime.simulated import on_ranks, worst
 from tests.runtime.test_changes import EXAMPLE, RULES, TOLERANCE, Model, x
 from tpplan.calls.guard import CallGuard
@@ -83,7 +83,7 @@ SURGERY: dict[str, Callable[[Any], object]] = {
 _QUICK = ("insert", "dict pop", "parameter", "parametrization", "swap in the table")
 
 
-@pytest.mark.parametrize("kind", slow_but(_QUICK, SURGERY))
+@pytest.mark.parametrize("kind", in_thirds(_QUICK, [*SURGERY][::2], SURGERY))
 def test_surgery_is_told_at_the_next_call_and_at_each_after_it(kind: str) -> None:
     def work(model: Any, _: CallGuard) -> list[str]:
         model(x())
