@@ -107,7 +107,7 @@ def _copied(member: Member, name: str) -> None:
     assert list(copy.deepcopy(inner).state_dict()) == list(inner.state_dict())
 
 
-@pytest.mark.parametrize("name", slow_but(["gpt2"], ["llama", "gpt2"]))
+@pytest.mark.parametrize("name", slow_but([], ["llama", "gpt2"]))
 def test_copies_run_before_and_after_a_backward(name: str) -> None:
     world(2).run(_copied, name)
 
