@@ -93,6 +93,36 @@ class Chosen(Attention):
         return torch.where(biases > 0, scores, biases.exp() * 0.1).softmax(-1)
 
 
+class InPlace(Attention):
+    def mixed(self, scores: Tensor, x: Tensor) -> Tensor:
+        scores += self.biases(x)
+        return scores.softmax(-1)
+
+
+class LookedUp(Attention):
+    """By a table that the body calls, with places that it makes; scaled by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(64, HEADS)
+        self.register_buffer("slopes", torch.randn(HEADS, 1, 1))
+
+    def biases(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1])
+        return self.places(steps[:, None] - steps + 32).permute(2, 0, 1) * self.slopes
+
+
+class Memory(Attention):
+    """Keys that are parameters, before those of the stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))
+        kept = self.table[:, :WIDTH].reshape(1, HEADS, -1, WIDTH // HEADS).expand(len(x), -1, -1, -1)
+        k, v = torch.cat([kept, k], 2), torch.cat([kept, v], 2)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class Untouched(Attention):
     """What is sliced is read whole as well."""
 
@@ -101,7 +131,7 @@ class Untouched(Attention):
         return (scores + biases * biases.mean()).softmax(-1)
 
 
-KINDS = (Attention, Gated, OfTokens, Flat, Fused, Chosen, Untouched)
+KINDS = (Attention, Gated, OfTokens, Flat, Fused, Chosen, InPlace, LookedUp, Memory, Untouched)
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ out: what is known now: attributes that are local, bodies that run from their re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compat import named_modules
@@ -26,6 +26,7 @@ from tpplan.compiler.explain import failures
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.trace import ForeignBackward, Frame
 from tpplan.compiler.place.conflicts import uses_of_values
+from tpplan.compiler.place.solution import Name
 from tpplan.compiler.problem import Attributes, Learned, Problem
 from tpplan.plan import CompileError, Diagnostic
 
@@ -38,8 +39,9 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     Raises:
         CompileError: nothing helps, and nothing can be set aside to look for the next mistake.
     """
-    if mismatch.frame.module in subject.assignment.sliced:
-        return _unsliced(subject, learned, mismatch.frame)
+    slicing = [n for n in subject.assignment.sliced if f"{mismatch.frame.module}.".startswith(f"{n}.")]
+    if slicing:
+        return _unsliced(subject, learned, slicing)
     if mismatch.backward is not None:
         return _make_whole(problem, subject, learned, mismatch, mismatch.backward)
     if mismatch.cut is not None:
@@ -61,12 +63,15 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     return replace(learned, excused=learned.excused | equal_modules(subject.instance, mismatch.frame))
 
 
-def _unsliced(subject: CheckInput, learned: Learned, frame: Frame) -> Learned:
-    """Let a body's own code run, whose record doesn't, so that it slices nothing."""
-    instance = find_instance(subject.instance, frame.module, frame.call)
-    assert instance is not None
-    learned = replace(learned, recorded=learned.recorded - equal_modules(subject.instance, frame))
-    return learned.constrained(unsliced=learned.constraints.unsliced | {instance.region.example})
+def _unsliced(subject: CheckInput, learned: Learned, modules: Sequence[str]) -> Learned:
+    """Let the own code of bodies run whose records don't, so that they slice nothing."""
+    frames = [frame for frame in subject.trace.root.walk() if frame.module in modules]
+    regions: set[Name] = set()
+    for frame in frames:
+        instance = find_instance(subject.instance, frame.module, frame.call)
+        regions |= set() if instance is None else {instance.region.example}
+        learned = replace(learned, recorded=learned.recorded - equal_modules(subject.instance, frame))
+    return learned.constrained(unsliced=learned.constraints.unsliced | regions)
 
 
 def _make_whole(

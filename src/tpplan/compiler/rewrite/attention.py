@@ -92,11 +92,11 @@ class _Reader:
     def read(self, softmax: Operation) -> Attention | None:
         """The call around a softmax; None if these aren't its pieces."""
         self._pieces = set()
-        if softmax.arguments[1:] != (-1,):
+        if softmax.arguments[1:] != (-1,) or softmax.keywords:
             return None
         scores = self._before(softmax.inputs[0])
         mask, causal = None, False
-        if scores is not None and scores.name == _ADD and len(scores.arguments) == 2 and len(scores.inputs) == 2:
+        if scores is not None and scores.name == _ADD and len(scores.inputs) == 2 and not scores.keywords:
             self._take(scores)
             mask = scores.inputs[1]
             causal = self._is_causal(mask)
@@ -185,9 +185,7 @@ class _Reader:
     def _after(self, value: int, once: bool = False) -> Operation | None:
         """What reads a value, after views of it; the first of these with `once`."""
         while True:
-            readers = [
-                node for node in self._readers.get(value, []) if node is None or node.name != "aten.detach.default"
-            ]
+            readers = [node for node in self._readers.get(value, []) if node is None or node.name != _DETACH]
             node = readers[0] if len(readers) == 1 else None
             if node is None or node.name not in _SAME or once:
                 return node if node is None or not once or node.name in _SAME else None

@@ -127,11 +127,17 @@ class Replay:
 
     def _wanted(self, trace: Trace, effects: Collection[int]) -> Trace:
         """The record without results that the caller drops, and without what only these are made by."""
-        wanted = {path for path, _ in self._body.results}
-        exits = tuple(c for c in trace.root.exits if not wanted.isdisjoint((c.path, *c.aliases)))
-        if len(exits) == len(trace.root.exits):
-            return trace
-        return replace(trace, root=without_dead_operations(replace(trace.root, exits=exits), {*effects}))
+        wanted, root = {path for path, _ in self._body.results}, trace.root
+        exits = tuple(c for c in root.exits if not wanted.isdisjoint((c.path, *c.aliases)))
+        if len(exits) < len(root.exits):
+            root = without_dead_operations(replace(root, exits=exits), {*effects})
+        # Calls are made with all that they are passed, even where they don't read it.
+        passed = {c.source for node in root.body if isinstance(node, Frame) for c in node.entries}
+        if passed <= {*_made(replace(trace, root=root)), *trace.parameters}:
+            return replace(trace, root=root)
+        kept = {o for node in root.body if isinstance(node, Operation) for o in node.outputs if o is not None}
+        whole = replace(trace.recorded, exits=root.exits)
+        return replace(trace, root=without_dead_operations(whole, passed | kept))
 
     def _whole(self, local: Tensor, layout: Layout) -> Tensor:
         shape = list(local.shape)
@@ -208,6 +214,13 @@ class _BodyRecorder(Recorder):
         super().__init__(device=device)
         self._kind = "cpu" if device is None else device.type
         self._around = _autocast(self._kind)
+
+    def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
+        """As any recorder, and with the numbers of a constant that a call is passed."""
+        alias, outside, inside = super().cross(tensor)
+        if not tensor.is_meta and self.values[outside].numbers is None:
+            self.values[outside] = replace(self.values[outside], numbers=tensor)
+        return alias, outside, inside
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
