@@ -24,7 +24,7 @@ _SAME = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "e
 _SCALE, _PRODUCT, _TURN = "aten.mul.Scalar", "aten.bmm.default", "aten.transpose.int"
 _SOFTMAX, _ADD, _WHERE = "aten._safe_softmax.default", "aten.add.Tensor", "aten.where.self"
 _TRIANGLE, _ONES, _NUMBER = "aten.tril.default", "aten.ones.default", "aten.scalar_tensor.default"
-_DETACH, _TIMES = "aten.detach.default", "aten.mul.Tensor"
+_TIMES = "aten.mul.Tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,8 @@ class _Reader:
         shapes = [self._values[v].shape for v in (query, key, value, result)]
         if len({shape[:-2] for shape in shapes}) > 1 or len(shapes[0]) < 3:
             return None
-        return Attention(
-            query, key, value, None if causal else mask, causal, scale, dropout, result, frozenset(self._pieces)
-        )  # fmt: skip
+        mask = None if causal else mask
+        return Attention(query, key, value, mask, causal, scale, dropout, result, frozenset(self._pieces))
 
     def _take(self, node: Operation) -> int:
         """Note a piece; its result."""
@@ -179,16 +178,17 @@ class _Reader:
             node = self._makers.get(value)
             if len(self._values[value].shape) == len(self._values[weights].shape):
                 break
-        shaped = self._after(made, once=True)
-        return None if shaped is None else (value, self._take(shaped))
+        readers = self._readers.get(made, [])
+        shaped = readers[0] if len(readers) == 1 else None
+        return None if shaped is None or shaped.name not in _SAME else (value, self._take(shaped))
 
-    def _after(self, value: int, once: bool = False) -> Operation | None:
-        """What reads a value, after views of it; the first of these with `once`."""
+    def _after(self, value: int) -> Operation | None:
+        """What reads a value, after views of it."""
         while True:
-            readers = [node for node in self._readers.get(value, []) if node is None or node.name != _DETACH]
+            readers = self._readers.get(value, [])
             node = readers[0] if len(readers) == 1 else None
-            if node is None or node.name not in _SAME or once:
-                return node if node is None or not once or node.name in _SAME else None
+            if node is None or node.name not in _SAME:
+                return node
             value = self._take(node)
 
     def _alone(self, value: int) -> bool:
@@ -196,16 +196,8 @@ class _Reader:
 
     def _is_closed(self, made: int) -> bool:
         """Whether nothing else reads what lies between."""
-        for value in self._pieces - {made}:
-            for node in self._readers.get(value, []):
-                if node is None or self._pieces.isdisjoint(o for o in node.outputs if o is not None):
-                    if (
-                        node is not None and node.name == "aten.detach.default"
-                    ):  # for a backward that the record has not
-                        self._pieces.update(o for o in node.outputs if o is not None)
-                        continue
-                    return False
-        return True
+        readers = [node for value in self._pieces - {made} for node in self._readers.get(value, [])]
+        return all(node is not None and not self._pieces.isdisjoint(node.outputs) for node in readers)
 
     def _is_causal(self, mask: int) -> bool:
         """Whether a mask is the lower triangle that torch makes for a causal call."""
