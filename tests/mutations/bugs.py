@@ -99,7 +99,7 @@ BUGS = (
         "if len(after) > 1 and self._picked(after[-1], 0):", "if False:", ("parity/test_rotary_pairs.py",)),
     Bug("a dim named from behind picks elsewhere", "compiler/rules/packed.py",
         "return arguments[1] % rank", "return arguments[1]", ("parity/test_taken_apart.py",)),
-    Bug("a whole value is sliced for other heads", "compiler/rewrite/replay.py",
+    Bug("a whole value is sliced for other heads", "compiler/rewrite/localise.py",
         "*packs[0].part(size, rank))", "*packs[0].part(size, size - 1 - rank))", ("parity/test_slices.py",)),
     # State.
     Bug("what ranks share is counted on each", "runtime/pieces.py",

@@ -19,7 +19,7 @@ from tests.rules.calls import Call
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Operation, Reference
-from tpplan.compiler.rewrite.replay import _localised
+from tpplan.compiler.rewrite.localise import localised
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 
 
@@ -109,7 +109,7 @@ class Subject:
         inputs: list[list[Tensor]] = []
         made: list[list[Tensor]] = []
         for rank in range(ranks):
-            run = _localised(operation, SimpleNamespace(values=values), known, ranks, rank)  # type: ignore
+            run = localised(operation, SimpleNamespace(values=values), known, ranks, rank)  # type: ignore
             own = [_leaf(part[rank], leaf.requires_grad) for part, leaf in zip(parts, self.leaves, strict=True)]
             inputs.append(own)
             try:

@@ -14,36 +14,27 @@ placed the program (`propagate`), so that the check, which replays the body as w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from tpplan.compat import takes_device, without_dispatch_modes
+from tpplan.compat import without_dispatch_modes
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
-from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
 from tpplan.compiler.ir.layout import REPLICATED, Features, Layout
 from tpplan.compiler.ir.program import RecordedBody
 from tpplan.compiler.ir.pytree import tensors_in
-from tpplan.compiler.ir.region import CallNode, Instance, OperationNode
 from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
-from tpplan.compiler.rewrite.attention import Attention, attentions, references
-from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
-from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
-from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
-from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
-from tpplan.compiler.rules.propagate import NEW, Outcome, Propagator, Refusal, in_packs
+from tpplan.compiler.rewrite.localise import local_steps
+from tpplan.compiler.rewrite.settle import Settled, settle
 from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 
-_SHAPED = VIEWS | NEW | {"aten.expand.default"}
-_FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", "empty"))
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -121,9 +112,9 @@ class Replay:
         parameters = {name: self._parameters.get(name, REPLICATED) for names in held_by for name in names}
         root = build_regions(trace, Binding({}, parameters, {}))
         number = batch if batch is not None else (given[0].shape[0] if given and isinstance(given[0], Tensor) else 1)
-        settled = _Settler(root, trace, self._body, self._size, number).settle()
         held = {value: parameters[names[0]] for value, names in trace.stored.items()}
-        return self._script(trace, state, skeleton.model, {**held, **settled.layouts}, settled.slices)
+        found = settle(root, trace, self._body, self._size, number)
+        return self._script(trace, state, skeleton.model, Settled(held, {}).also(found.layouts, found.slices))
 
     def _wanted(self, trace: Trace, effects: Collection[int]) -> Trace:
         """The record without results that the caller drops, and without what only these are made by."""
@@ -151,14 +142,7 @@ class Replay:
         made = torch.empty_strided(shape, _strides(local, shape), dtype=local.dtype, device="meta")
         return made.requires_grad_(local.requires_grad and torch.is_grad_enabled())
 
-    def _script(
-        self,
-        trace: Trace,
-        state: Capture,
-        model: nn.Module,
-        layouts: Mapping[int, Layout],
-        slices: Mapping[int, Mapping[int, Layout]],
-    ) -> Script:
+    def _script(self, trace: Trace, state: Capture, model: nn.Module, settled: Settled) -> Script:
         recorder = state.recorder
         if trace.chosen or trace.assumptions:
             raise ReplayError("what the body runs depends on its tensors' values")
@@ -180,23 +164,13 @@ class Replay:
             else:
                 constants.append((value, numbers))
         steps: list[Run | Call] = []
-        for node in _with_attentions(trace, layouts, slices):
-            if isinstance(node, Frame):
-                args, kwargs = (state.arguments or {})[node.module, node.call]
-                results = tuple((c.path, c.target) for c in node.exits)
-                steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
+        for node in local_steps(trace, settled, self._size, self._rank):
+            if isinstance(node, Run):
+                steps.append(node)
                 continue
-            taken = _sliced(node, slices)
-            parts = {value: -1 - len(steps) - i for i, value in enumerate(taken)}
-            steps += [_slice(v, parts[v], trace, lies, self._size, self._rank) for v, lies in taken.items()]
-            if isinstance(node, Attention):
-                shape = layouts.get(node.made, REPLICATED).local_shape(
-                    trace.values[node.made].shape, self._size, self._rank
-                )
-                run = Run(scaled_dot_product_attention, (), references(node), (node.made,), (shape,), False)
-            else:
-                run = _localised(node, trace, {**layouts, **taken}, self._size, self._rank)
-            steps.append(_reading(run, parts) if parts else run)
+            args, kwargs = (state.arguments or {})[node.module, node.call]
+            results = tuple((c.path, c.target) for c in node.exits)
+            steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
         entries = tuple((path, c.target) for c in trace.root.entries for path in (c.path, *c.aliases))
         sources: dict[int, int | None] = {c.target: c.source for c in trace.root.exits}
         result = state.results["", 0]
@@ -242,99 +216,6 @@ def _readable(model: nn.Module, name: str, tensor: Tensor) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    """How a body's values lie, and of what it takes parts.
-
-    Attributes:
-        layouts: by value of the record.
-        slices: by the first result of an operation, the whole operands of which it takes parts, and how these lie.
-    """
-
-    layouts: Mapping[int, Layout]
-    slices: Mapping[int, Mapping[int, Layout]]
-
-    def also(self, layouts: Mapping[int, Layout], slices: Mapping[int, Mapping[int, Layout]]) -> _Settled:
-        """With more of both."""
-        return _Settled({**self.layouts, **layouts}, {**self.slices, **slices})
-
-
-class _Settler:
-    """Finds the layouts of a body's values from those of its arguments and of what its calls return."""
-
-    def __init__(self, root: Instance, trace: Trace, body: RecordedBody, size: int, batch: int) -> None:
-        self.root, self.trace = root, trace
-        self.propagator = Propagator(size, batch, frozenset(body.heads))
-        self.inputs, self.results = dict(body.inputs), dict(body.results)
-        self.calls = {(module, call): dict(results) for module, call, results in body.calls}
-        self.refused: Refusal | None = None
-
-    def settle(self) -> _Settled:
-        """The layouts by value of the record.
-
-        Raises:
-            ReplayError: an operation can't run on shards that lie so.
-        """
-        known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
-        found = self._from(0, _Settled(known, {}))
-        if found is None:  # as in the placement, whole values are sliced where nothing else works
-            self.propagator = self.propagator.splitting(self.propagator.heads, slices=True)
-            found = self._from(0, _Settled(known, {}))
-        if found is None:
-            raise ReplayError(
-                self.refused.reason if self.refused is not None else "its results would have other layouts"
-            )
-        return found
-
-    def _from(self, position: int, settled: _Settled) -> _Settled | None:
-        region = self.root.region
-        children = self.root.children
-        calls = sum(1 for node in region.nodes[:position] if isinstance(node, CallNode))
-        while position < len(region.nodes):
-            node = region.nodes[position]
-            position += 1
-            if isinstance(node, CallNode):
-                frame = children[calls].frame
-                calls += 1
-                promised = self.calls.get((frame.module, frame.call), {})
-                settled = settled.also({c.target: promised.get(c.path, REPLICATED) for c in frame.exits}, {})
-                continue
-            outcomes = self._outcomes(node, settled.layouts)
-            if len(outcomes) > 1:
-                branches = (self._from(position, self._made(settled, node, o)) for o in outcomes)
-                return next((found for found in branches if found is not None), None)
-            if not outcomes:
-                return None
-            settled = self._made(settled, node, outcomes[0])
-        return settled if self._leaves(settled.layouts) else None
-
-    def _made(self, settled: _Settled, node: OperationNode, outcome: Outcome) -> _Settled:
-        values = self.root.values
-        made = {values[o]: held for o, held in zip(node.outputs, outcome.outputs, strict=True) if o is not None}
-        slices = {values[i]: held for i, held in outcome.slices}
-        first = next(o for o in node.outputs if o is not None)
-        return settled.also(made, {values[first]: slices} if slices else {})
-
-    def _outcomes(self, node: OperationNode, known: Mapping[int, Layout]) -> list[Outcome]:
-        region, values = self.root.region, self.root.values
-
-        def layout(i: int) -> Layout:
-            own = region.values[i].parameter
-            return known.get(values[i]) or (own if own is not None else REPLICATED)
-
-        found = self.propagator.outcomes(node, region.values, layout)
-        if isinstance(found, Refusal):
-            self.refused = found
-            return []
-        return sorted(found, key=lambda o: not o.outputs[0].is_sharded) if self.propagator.slices else found
-
-    def _leaves(self, known: Mapping[int, Layout]) -> bool:
-        return all(
-            _kind(known.get(c.source, REPLICATED)) == _kind(self.results.get(c.path, REPLICATED))
-            for c in self.root.frame.exits
-        )
-
-
 def _strides(local: Tensor, shape: Sequence[int]) -> list[int]:
     """The strides of a whole tensor that lies in memory as its part does: its dims in the same order."""
     made, inner = [0] * len(shape), 1
@@ -342,10 +223,6 @@ def _strides(local: Tensor, shape: Sequence[int]) -> list[int]:
         if local.stride(dim) or local.shape[dim] == 1 == shape[dim]:
             made[dim], inner = inner, inner * max(shape[dim], 1)
     return made
-
-
-def _kind(layout: Layout) -> tuple[str, str, int | None]:
-    return layout.forward, layout.gradient, layout.dim
 
 
 def _read(trace: Trace) -> Iterator[int]:
@@ -392,105 +269,6 @@ def _geometry(held: Any, seen: dict[int, int]) -> object:
     if isinstance(held, _PLAIN):
         return (type(held).__name__, held)
     raise ReplayError(f"the body takes an object of class `{type(held).__name__}`")
-
-
-# -- local sizes ------------------------------------------------------------------------------------------------------
-def _localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size: int, rank: int) -> Run:
-    """An operation of the record with local sizes for whole ones."""
-
-    def local(value: int) -> tuple[int, ...]:
-        return layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, size, rank)
-
-    name, arguments = node.name, list(node.arguments)
-    shapes = tuple(None if o is None else local(o) for o in node.outputs)
-    made = next((o for o in node.outputs if o is not None), None)
-    split = made is not None and layouts.get(made, REPLICATED).is_sharded
-    if split and name in _SHAPED:
-        arguments[1] = shapes[0]
-    elif split and name in _FILLS:
-        arguments[0] = shapes[0]
-    elif name in SPLITS or name in (SELECT, "aten.slice.Tensor"):
-        held = layouts.get(node.inputs[0], REPLICATED)
-        whole = trace.values[node.inputs[0]].shape
-        position = 2 if name in SPLITS else 1
-        along: int = (arguments[position] if len(arguments) > position else 0) % len(whole)
-        packs = held.shares(along, size, rank)[0]
-        if name in SPLITS and (packs or held.dim == along):
-            lengths = [shape[along] for shape in shapes if shape is not None]
-            arguments[1] = tuple(lengths) if name == "aten.split_with_sizes.default" else lengths[0]
-        elif packs and made is not None:
-            first: int = arguments[2] or 0
-            start = held.local_start(along, first + (whole[along] if first < 0 else 0), whole[along], size, rank)
-            arguments[2:4] = [start] if name == SELECT else [start, start + local(made)[along]]
-    elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
-        raise ReplayError("the body picks elements of a packed dim by index")
-    elif name == CONVOLUTION:
-        x = node.inputs[0]
-        channels = trace.values[x].shape[1]
-        arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
-    elif name == GROUP_NORM:
-        own = local_sizes(arguments, layouts.get(node.inputs[0], REPLICATED), size, rank)
-        arguments[CHANNELS], arguments[GROUPS_OF_NORM] = own
-    if node.target in CLASS_OPERATIONS:
-        return Run(stock_function(node.target), tuple(arguments), node.keywords, node.outputs, shapes, False)
-    on_device = not node.inputs and takes_device(node.target)
-    return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
-
-
-def _with_attentions(
-    trace: Trace, layouts: Mapping[int, Layout], slices: Mapping[int, Mapping[int, Layout]]
-) -> Iterator[Operation | Frame | Attention]:
-    """A record's body, in which attention is one call instead of its pieces."""
-    found = {held.made: held for held in attentions(trace, layouts)}
-    found = {made: held for made, held in found.items() if _sliced(held, slices).keys() <= {held.mask}}
-    pieces = frozenset[int]().union(*(held.pieces for held in found.values()))
-    for node in trace.root.body:
-        made = next((o for o in node.outputs if o is not None), None) if isinstance(node, Operation) else None
-        if made in found:
-            yield found[made]
-        elif made not in pieces:
-            yield node
-
-
-def _sliced(node: Operation | Attention, slices: Mapping[int, Mapping[int, Layout]]) -> dict[int, Layout]:
-    """The whole operands of which a step takes parts."""
-    made = node.pieces if isinstance(node, Attention) else [o for o in node.outputs if o is not None][:1]
-    return {value: lies for o in made for value, lies in slices.get(o, {}).items()}
-
-
-def _slice(value: int, part: int, trace: Trace, held: Layout, size: int, rank: int) -> Run:
-    """The part of a whole value that a rank takes, as another value."""
-    shape = trace.values[value].shape
-    held = in_packs(held, shape)
-    assert held.dim is not None
-    packs = held.stretches(shape[held.dim])
-    arguments = (Reference(value), held.dim, len(packs), *packs[0].part(size, rank))
-    return Run(_part, arguments, {}, (part,), (held.local_shape(shape, size, rank),), False)
-
-
-def _part(tensor: Tensor, dim: int, times: int, start: int, length: int) -> Tensor:
-    """So many entries of a dim from `start` on, of each of `times` equal stretches of it.
-
-    The operator is one that models don't call, by which the check knows it.
-    """
-    if times == 1:
-        return torch.ops.aten.slice_copy.Tensor(tensor, dim, start, start + length)
-    shape = (*tensor.shape[:dim], times, -1, *tensor.shape[dim + 1 :])
-    apart = tensor.reshape(shape)
-    return torch.ops.aten.slice_copy.Tensor(apart, dim + 1, start, start + length).flatten(dim, dim + 1)
-
-
-def _reading(run: Run, parts: Mapping[int, int]) -> Run:
-    """An operation that reads the parts of values in place of these."""
-
-    def instead(held: Any) -> Any:
-        if isinstance(held, Reference):
-            return Reference(parts.get(held.identifier, held.identifier))
-        if isinstance(held, tuple):
-            return tuple(map(instead, held))  # pyright: ignore[reportUnknownArgumentType]
-        return held
-
-    return replace(run, arguments=instead(run.arguments), keywords={k: instead(v) for k, v in run.keywords.items()})
 
 
 def recorded_body(frame: Frame, layouts: Mapping[int, Layout], heads: Features) -> RecordedBody:

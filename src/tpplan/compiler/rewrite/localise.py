@@ -1,0 +1,162 @@
+"""Localise: the operations of a record as a rank runs them.
+
+in:  a record, and how its values lie
+out: its operations with the sizes that a rank has; attention as one call; slices of whole values before what reads them
+
+    view(x, (2, 16, 8, 4)) with x: S(2), 2 ranks   ->   view(x, (2, 16, 4, 4))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tpplan.compat import takes_device
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
+from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.script import ReplayError, Run
+from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.compiler.rewrite.attention import Attention, attentions, references
+from tpplan.compiler.rewrite.settle import Settled
+from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
+from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
+from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
+from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
+from tpplan.compiler.rules.propagate import NEW, in_packs
+
+_SHAPED = VIEWS | NEW | {"aten.expand.default"}
+_FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", "empty"))
+
+
+def local_steps(trace: Trace, settled: Settled, size: int, rank: int) -> Iterator[Run | Frame]:
+    """What a rank runs of a body, and the bodies that it calls, in order.
+
+    Raises:
+        ReplayError: an operation can't run on shards that lie so.
+    """
+    count = 0
+    for node in _with_attentions(trace, settled):
+        if isinstance(node, Frame):
+            yield node
+            continue
+        taken = _sliced(node, settled)
+        parts = {value: -count - i for i, value in enumerate(taken, 1)}
+        count += len(parts)
+        for value, lies in taken.items():
+            yield _slice(value, parts[value], trace, lies, size, rank)
+        layouts = {**settled.layouts, **taken}
+        run = (
+            _attended(node, trace, layouts, size, rank)
+            if isinstance(node, Attention)
+            else localised(node, trace, layouts, size, rank)
+        )
+        yield _reading(run, parts) if parts else run
+
+
+def _attended(node: Attention, trace: Trace, layouts: Mapping[int, Layout], size: int, rank: int) -> Run:
+    shape = layouts.get(node.made, REPLICATED).local_shape(trace.values[node.made].shape, size, rank)
+    return Run(scaled_dot_product_attention, (), references(node), (node.made,), (shape,), False)
+
+
+def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size: int, rank: int) -> Run:
+    """An operation of the record with local sizes for whole ones."""
+
+    def local(value: int) -> tuple[int, ...]:
+        return layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, size, rank)
+
+    name, arguments = node.name, list(node.arguments)
+    shapes = tuple(None if o is None else local(o) for o in node.outputs)
+    made = next((o for o in node.outputs if o is not None), None)
+    split = made is not None and layouts.get(made, REPLICATED).is_sharded
+    if split and name in _SHAPED:
+        arguments[1] = shapes[0]
+    elif split and name in _FILLS:
+        arguments[0] = shapes[0]
+    elif name in SPLITS or name in (SELECT, "aten.slice.Tensor"):
+        held = layouts.get(node.inputs[0], REPLICATED)
+        whole = trace.values[node.inputs[0]].shape
+        position = 2 if name in SPLITS else 1
+        along: int = (arguments[position] if len(arguments) > position else 0) % len(whole)
+        packs = held.shares(along, size, rank)[0]
+        if name in SPLITS and (packs or held.dim == along):
+            lengths = [shape[along] for shape in shapes if shape is not None]
+            arguments[1] = tuple(lengths) if name == "aten.split_with_sizes.default" else lengths[0]
+        elif packs and made is not None:
+            first: int = arguments[2] or 0
+            start = held.local_start(along, first + (whole[along] if first < 0 else 0), whole[along], size, rank)
+            arguments[2:4] = [start] if name == SELECT else [start, start + local(made)[along]]
+    elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
+        raise ReplayError("the body picks elements of a packed dim by index")
+    elif name == CONVOLUTION:
+        x = node.inputs[0]
+        channels = trace.values[x].shape[1]
+        arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
+    elif name == GROUP_NORM:
+        own = local_sizes(arguments, layouts.get(node.inputs[0], REPLICATED), size, rank)
+        arguments[CHANNELS], arguments[GROUPS_OF_NORM] = own
+    if node.target in CLASS_OPERATIONS:
+        return Run(stock_function(node.target), tuple(arguments), node.keywords, node.outputs, shapes, False)
+    on_device = not node.inputs and takes_device(node.target)
+    return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
+
+
+def _with_attentions(trace: Trace, settled: Settled) -> Iterator[Operation | Frame | Attention]:
+    """A record's body, in which attention is one call instead of its pieces."""
+    found = {held.made: held for held in attentions(trace, settled.layouts)}
+    found = {made: held for made, held in found.items() if _sliced(held, settled).keys() <= {held.mask}}
+    pieces = frozenset[int]().union(*(held.pieces for held in found.values()))
+    for node in trace.root.body:
+        made = next((o for o in node.outputs if o is not None), None) if isinstance(node, Operation) else None
+        if made in found:
+            yield found[made]
+        elif made not in pieces:
+            yield node
+
+
+def _sliced(node: Operation | Attention, settled: Settled) -> dict[int, Layout]:
+    """The whole operands of which a step takes parts."""
+    made = node.pieces if isinstance(node, Attention) else [o for o in node.outputs if o is not None][:1]
+    return {value: lies for o in made for value, lies in settled.slices.get(o, {}).items()}
+
+
+def _slice(value: int, part: int, trace: Trace, held: Layout, size: int, rank: int) -> Run:
+    """The part of a whole value that a rank takes, as another value."""
+    shape = trace.values[value].shape
+    held = in_packs(held, shape)
+    assert held.dim is not None
+    packs = held.stretches(shape[held.dim])
+    arguments = (Reference(value), held.dim, len(packs), *packs[0].part(size, rank))
+    return Run(_part, arguments, {}, (part,), (held.local_shape(shape, size, rank),), False)
+
+
+def _part(tensor: Tensor, dim: int, times: int, start: int, length: int) -> Tensor:
+    """So many entries of a dim from `start` on, of each of `times` equal stretches of it.
+
+    The operator is one that models don't call, by which the check knows it.
+    """
+    if times == 1:
+        return torch.ops.aten.slice_copy.Tensor(tensor, dim, start, start + length)
+    shape = (*tensor.shape[:dim], times, -1, *tensor.shape[dim + 1 :])
+    apart = tensor.reshape(shape)
+    return torch.ops.aten.slice_copy.Tensor(apart, dim + 1, start, start + length).flatten(dim, dim + 1)
+
+
+def _reading(run: Run, parts: Mapping[int, int]) -> Run:
+    """An operation that reads the parts of values in place of these."""
+
+    def instead(held: Any) -> Any:
+        if isinstance(held, Reference):
+            return Reference(parts.get(held.identifier, held.identifier))
+        if isinstance(held, tuple):
+            return tuple(map(instead, held))  # pyright: ignore[reportUnknownArgumentType]
+        return held
+
+    return replace(run, arguments=instead(run.arguments), keywords={k: instead(v) for k, v in run.keywords.items()})
+
+
+__all__ = ["local_steps", "localised"]
