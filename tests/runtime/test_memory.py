@@ -117,6 +117,7 @@ def give_back_at_once() -> None:
 def _takes(member: Member, broadcast: bool) -> tuple[int, int]:
     """The bytes of a tensor, and the most memory that sharding takes beside the model."""
     give_back_at_once()
+    _sharded(member, Stack(WIDTH, 1), WIDTH, broadcast=broadcast)  # what a first compile imports isn't the model's
     model = Stack(1024, 16)
     largest = max(p.nbytes for p in model.parameters())
     with peak(0.005) as seen:
@@ -130,7 +131,7 @@ def _takes(member: Member, broadcast: bool) -> tuple[int, int]:
 def test_a_model_and_its_shards_are_not_there_at_once(broadcast: bool) -> None:
     for largest, most in world(2).run(_takes, broadcast):
         print(f"{most // MIB} MiB over the whole model, of which a tensor has {largest // MIB}")
-        assert most <= largest + 64 * MIB
+        assert most <= largest + 32 * MIB
 
 
 def _agrees(member: Member, name: str, block: int) -> None:
