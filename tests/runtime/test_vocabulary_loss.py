@@ -76,6 +76,7 @@ def test_generation_chooses_among_all_classes() -> None:
         assert shape == (1, 5, (49, 48)[rank])
 
 
+@pytest.mark.slow
 def test_no_rank_ever_has_all_logits() -> None:
     split, gathered = world(2).run(vocabulary.largest, "shard"), world(2).run(vocabulary.largest, "replicate")
     assert min(gathered) == 2 * 64 * 4096

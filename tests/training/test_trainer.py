@@ -49,6 +49,7 @@ def _without_last(source: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_the_unsharded_model_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run = Run({"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2, **SAVING}, split=True)
     stock = outcome(made("llama"), run, tmp_path / "stock")
