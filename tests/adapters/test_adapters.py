@@ -36,7 +36,7 @@ def _pair(
     return ours, stock
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("plan", sweep_but(["llama-sequence"], ["llama", "llama-sequence"]))
 def test_life_with_one_adapter_is_that_of_the_unsharded_model(plan: str) -> None:
     world(2).run(_life, plan)

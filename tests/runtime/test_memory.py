@@ -131,7 +131,7 @@ def _takes(member: Member, broadcast: bool) -> tuple[int, int]:
 def test_a_model_and_its_shards_are_not_there_at_once(broadcast: bool) -> None:
     for largest, most in world(2).run(_takes, broadcast):
         print(f"{most // MIB} MiB over the whole model, of which a tensor has {largest // MIB}")
-        assert most <= largest + 32 * MIB
+        assert most <= largest + 64 * MIB
 
 
 def _agrees(member: Member, name: str, block: int) -> None:

@@ -39,7 +39,7 @@ def test_the_loss_by_labels_is_that_of_the_unsharded_model() -> None:
     check(world(2).run(vocabulary.by_labels, "llama", LLAMA | SEQUENCE, CALLS[:2]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rules", [LLAMA, LLAMA | SEQUENCE], ids=["tp", "tp+sp"])
 def test_the_loss_by_labels_in_all_kinds_of_calls(rules: dict[str, object]) -> None:
     check(world(2).run(vocabulary.by_labels, "llama", rules, CALLS))

@@ -96,7 +96,7 @@ SWEPT = ("sgd", "adamw, each device's own tokens", "no clipping", "no length")
 SLOW = [name for name in RUNS if name not in SWEPT]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("names", "sequence"), sweep_but([(SLOW, True)], [(SLOW, True), (SWEPT, True), ([*RUNS], False)])
 )
@@ -109,7 +109,7 @@ def test_runs_of_all_kinds(names: list[str], sequence: bool, tmp_path: Path) -> 
         assert_alike(ours, stock, LIMITS.get(name, EXACT))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_unsharded_models_checkpoint_goes_on_sharded(tmp_path: Path) -> None:
     run = Run(SAVING, model="gpt2")
     stock = outcome(made("gpt2"), run, tmp_path / "stock")
