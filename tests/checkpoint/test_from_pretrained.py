@@ -363,7 +363,7 @@ def _by_hand(member: Member, folder: str, kind: str) -> None:
     torch.testing.assert_close(model(input_ids=IDS).logits, expected)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("kind", slow_but(["llama"], ["gpt_neox", "llama"]))
 def test_a_model_built_on_meta_by_hand(tmp_path: Path, kind: str) -> None:
     settings = _BERT if kind == "gpt_neox" else _SMALL
     torch.manual_seed(3)

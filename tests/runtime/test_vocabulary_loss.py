@@ -70,6 +70,7 @@ def test_logits_that_cannot_be_placed_are_refused() -> None:
         assert all(text.startswith("TP165") for text in texts), texts
 
 
+@pytest.mark.slow
 def test_generation_chooses_among_all_classes() -> None:
     for rank, (made, expected, shape) in enumerate(world(2).run(vocabulary.generated)):
         assert made == expected
