@@ -208,3 +208,38 @@ def test_a_check_of_the_first_rank_alone_would_miss_the_others(monkeypatch: pyte
     monkeypatch.setattr(local_run, "different_ranks", lambda given: [0])
     wrong = compile_call(Request(model, plan, 2, *call)).program
     assert not verify_program(model, wrong, call).ok
+
+
+class Rows(nn.Linear):
+    """A layer that views its input as rows, as those of GPT-2 do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = torch.addmm(self.bias, input.view(-1, input.size(-1)), self.weight.t())
+        return made.view(*input.shape[:-1], made.size(-1))
+
+
+class Viewed(nn.Module):
+    """A body that writes to what its layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), Rows(12, 20), Rows(20, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)).mul_(2))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"norm": {"style": "replicate", "output": "shard"}, "up": {"style": "rowwise", "input": "shard"}},
+        {"up": {"style": "colwise", "output": "replicate"}},
+        {"norm": "sequence"},
+    ],
+)
+def test_parts_lie_in_memory_as_the_whole(rules: dict[str, Any], tp: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    report = tpplan.verify(Viewed().double(), {"version": 1, "modules": rules}, tp, (x,))
+    assert report.ok, str(report)

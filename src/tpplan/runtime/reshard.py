@@ -17,7 +17,7 @@ from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_k
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator, of_backward
-from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
+from tpplan.runtime.segments import in_packs, in_ranks, lying_like, padded, taken
 
 Move = Callable[[Tensor], Tensor]
 
@@ -287,7 +287,7 @@ def _equal(dim: int, axis: Communicator) -> _Sharing:
 
     def part(tensor: Tensor) -> Tensor:
         count = even(tensor).shape[dim] // axis.size
-        return tensor.narrow(dim, axis.rank * count, count)
+        return lying_like(tensor.narrow(dim, axis.rank * count, count), tensor)
 
     return _Sharing(dim, part, even, _identity, _identity, _identity)
 
@@ -309,7 +309,7 @@ def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
 
     def part(tensor: Tensor) -> Tensor:
         expect(tensor, whole)
-        return taken(tensor, dim, held)
+        return lying_like(taken(tensor, dim, held), tensor)
 
     def parts(tensor: Tensor) -> Tensor:
         expect(tensor, whole)
@@ -325,7 +325,9 @@ def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
         parts,
         lambda tensor: in_packs(tensor, dim, packs, size),
         pad,
-        _identity if mine == longest else lambda tensor: tensor.narrow(dim, 0, mine),
+        _identity
+        if mine == longest
+        else lambda tensor: tensor.narrow(dim, 0, mine).clone(memory_format=torch.contiguous_format),
     )
 
 

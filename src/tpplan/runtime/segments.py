@@ -20,6 +20,11 @@ def taken(tensor: Tensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def lying_like(part: Tensor, whole: Tensor) -> Tensor:
+    """A part that lies in memory as the whole does: bodies view what they are given as other shapes."""
+    return part.contiguous() if whole.is_contiguous() else part
+
+
 def padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     """`tensor` with zeros at the end of `dim`, up to `length`."""
     missing = length - tensor.shape[dim]
@@ -46,7 +51,9 @@ def in_packs(tensor: Tensor, dim: int, packs: tuple[Pack, ...], size: int) -> Te
             if length:
                 places[start] = (offset, length)
             offset += length
-    return taken(tensor, dim, _merged([places[start] for start in sorted(places)]))
+    made = taken(tensor, dim, _merged([places[start] for start in sorted(places)]))
+    # No view: autograd lets nobody write to one that a function of ours returns.
+    return tensor if made.shape == tensor.shape else made.clone(memory_format=torch.contiguous_format)
 
 
 def _by_rank(packs: tuple[Pack, ...], size: int) -> list[list[tuple[int, int]]]:

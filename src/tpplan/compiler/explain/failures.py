@@ -10,7 +10,7 @@ from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.bind.packing import packed_option
 from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.check.localise import equal_modules
-from tpplan.compiler.explain.origins import Origins
+from tpplan.compiler.explain.origins import Cause, Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
@@ -48,7 +48,9 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     here = instance_at(instance, failure.path)
     module = quoted(here.frame.module)
     refusal = failure.refusal
-    bound = _culprit(here, refusal, trace, binding) or binding.modules.get(here.frame.module)
+    cause = _culprit(here, refusal, trace, binding)
+    bound = binding.modules.get(here.frame.module) if cause is None else cause.bound
+    option, parameter = ("", "") if cause is None else (cause.option, cause.parameter)
     node = None if failure.node is None else here.region.nodes[failure.node]
     if refusal.kind == "pin" or not isinstance(node, OperationNode):
         return _pin(here, refusal, bound, binding, size)
@@ -56,14 +58,16 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     if refusal.kind == "in-place":
         return _finding("TP113", bound, module, node.location,
             f"{module} writes in place ({node.name}) to a sharded tensor that it also reads through a view",
-            f"write out of place in the model, or keep the value whole: {_whole(bound)}",
+            f"write out of place in the model, or keep the value whole: {_whole(bound, option)}",
             _operands(here.region, refusal),
+            option=option,
         )  # fmt: skip
     if refusal.kind == "unaudited":
         return _finding("TP127", bound, module, node.location,
             f"{module} calls {node.name} on a sharded or partial value, an operator outside of the audited table",
-            _way_out(bound, module, refusal),
+            _way_out(bound, module, refusal, option, parameter),
             _operands(here.region, refusal),
+            option=option,
         )  # fmt: skip
     if split is not None and node.name in _SPLITS and bound is not None:
         return _packed(here, node, bound, split)
@@ -71,19 +75,27 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
         return _heads(here, node, bound, split, binding)
     return _finding("TP107", bound, module, node.location,
         f"the body of {module} can't run on local shards: {node.name} {refusal.reason}",
-        _way_out(bound, module, refusal),
+        _way_out(bound, module, refusal, option, parameter),
         _operands(here.region, refusal),
+        option=option,
     )  # fmt: skip
 
 
 def _finding(
-    code: str, bound: Bound | None, module: str, location: Location | None, message: str, way_out: str, *notes: str
+    code: str,
+    bound: Bound | None,
+    module: str,
+    location: Location | None,
+    message: str,
+    way_out: str,
+    *notes: str,
+    option: str = "",
 ) -> Diagnostic:
     where = (f"in {module}, at {location}",) if location is not None else ()
     return Diagnostic(
         code=code,
         message=message,
-        span=bound.rule.style_span if bound is not None else None,
+        span=bound.rule.span_of(option) if bound is not None else None,
         label=f"sharded here, read by {module}" if bound is not None and quoted(bound.name) != module else "",
         help=way_out,
         notes=(*where, *(note for note in notes if note)),
@@ -96,7 +108,11 @@ def _operands(region: Region, refusal: Refusal) -> str:
     return "its operands: " + "; ".join(shown) if shown else ""
 
 
-def _way_out(bound: Bound | None, module: str, refusal: Refusal) -> str:
+def _way_out(bound: Bound | None, module: str, refusal: Refusal, option: str, parameter: str) -> str:
+    if bound is not None and option == "input":
+        return _unpinned(bound)
+    if bound is not None and (bound.is_parameter or (parameter and not bound.walked)):
+        return _unruled(bound, parameter or bound.name)
     if refusal.kind == "gradient":
         return (
             "the two values must get the same layout before they meet: make the value's producer a module with a rule, "
@@ -114,9 +130,21 @@ def _way_out(bound: Bound | None, module: str, refusal: Refusal) -> str:
     return f"write `output: replicate` for `{bound.name}` to gather its result first, or remove its rule{_line(bound)}"
 
 
-def _whole(bound: Bound | None) -> str:
+def _unruled(bound: Bound, parameter: str) -> str:
+    return f"remove the rule for `{bound.name}`{_line(bound)}, so that `{parameter}` stays whole"
+
+
+def _unpinned(bound: Bound) -> str:
+    return f"remove `input` from the rule for `{bound.name}`{_line(bound)}, and the compiler finds a layout"
+
+
+def _whole(bound: Bound | None, option: str) -> str:
     if bound is None:
         return "remove the rules that shard it"
+    if option == "input":
+        return _unpinned(bound)
+    if bound.is_parameter:
+        return _unruled(bound, bound.name)
     return f"write `output: replicate` for `{bound.name}`, or remove its rule{_line(bound)}"
 
 
@@ -124,14 +152,12 @@ def _line(bound: Bound | None) -> str:
     return f" ({bound.rule.origin})" if bound is not None and bound.rule.origin else ""
 
 
-def _culprit(here: Instance, refusal: Refusal, trace: Trace, binding: Binding) -> Bound | None:
+def _culprit(here: Instance, refusal: Refusal, trace: Trace, binding: Binding) -> Cause | None:
+    """What made an operand what it is: a pin rather than a rule that is as good without it."""
     origins = Origins(DataFlow(trace), binding)
-    for number, held in refusal.operands:
-        if not held.is_replicated:
-            found = origins.rule_behind(here.values[number])
-            if found is not None:
-                return found
-    return None
+    behind = (origins.cause_behind(here.values[n]) for n, held in refusal.operands if not held.is_replicated)
+    found = [cause for cause in behind if cause is not None]
+    return next((cause for cause in found if cause.option), next(iter(found), None))
 
 
 def _sharded_operand(region: Region, node: OperationNode, refusal: Refusal) -> tuple[int, Layout] | None:
@@ -154,15 +180,16 @@ def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding
         why = f": {_unmet(boundary.pin, region.values[number].shape, held, size)}"
     option = "output" if boundary is not None and boundary in region.exits else "input"
     pinned = own is not None and getattr(own.rule, option) is not None
+    by_style = own is not None and own.style is Style.SEQUENCE
     return Diagnostic(
         code="TP114",
         message=what + why,
         span=None if own is None else own.rule.span_of(option) if pinned else own.rule.style_span,
         label="asked for here" if own is not None else "",
-        help=f"remove `{option}`, and the compiler finds a layout"
+        help="give example inputs whose sequence the axis divides, or remove the rule"
+        if by_style and (not pinned or (boundary is not None and boundary.pin is Pin.SEQUENCE))
+        else f"remove `{option}`, and the compiler finds a layout"
         if pinned
-        else "give example inputs whose sequence the axis divides, or remove the rule"
-        if own is not None and own.style is Style.SEQUENCE
         else "remove the rule, or pin the layout before it",
         subject=name,
     )
@@ -177,9 +204,9 @@ def _asked(own: Bound | None, pin: Pin | None, outward: bool) -> str:
 
 def _unmet(pin: Pin | None, shape: tuple[int, ...], held: Layout, size: int) -> str:
     """What a layout requires that a value of this shape doesn't have."""
-    if pin is Pin.SEQUENCE and len(shape) > 2:
+    if pin is Pin.SEQUENCE and len(shape) > 2 and shape[1] % size:
         return f"dim 1 is the sequence, and {size} ranks can't split its {shape[1]} positions evenly"
-    if pin is Pin.SEQUENCE:
+    if pin is Pin.SEQUENCE and len(shape) < 3:
         return f"it has no sequence dim that {size} ranks can split evenly, as (batch, sequence, hidden) has"
     if pin is Pin.SHARD and shape and shape[-1] < size:
         return f"the last dim has {shape[-1]} features for {size} ranks"

@@ -7,11 +7,31 @@ out: for a value, the rules whose sharded parameters it descends from; for a res
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.trace import Crossing, Frame
+from tpplan.plan import Pin
+
+_SPLITTING = (Pin.SHARD, Pin.SEQUENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What a layout comes from.
+
+    Attributes:
+        bound: a rule.
+        option: the pin of it that makes the value so; "" if that is its style.
+        parameter: the split parameter, if the value is one itself, so that nothing can be gathered before it's read.
+    """
+
+    bound: Bound
+    option: Literal["", "input", "output"] = ""
+    parameter: str = ""
 
 
 class Origins:
@@ -22,6 +42,7 @@ class Origins:
         self.trace = flow.trace
         self.binding = binding
         self._flow = flow
+        self._pinned: dict[int, Cause] | None = None
 
     def crossed_from(self, value: int) -> int:
         """The value on the outer side of an entry, or the inner side of an exit, as far back as boundaries lead."""
@@ -53,6 +74,41 @@ class Origins:
             elif current in self._flow.made:
                 queue.extend(self._flow.made[current].inputs)
         return None
+
+    def cause_behind(self, value: int) -> Cause | None:
+        """The nearest rule that sharded a parameter which `value` was computed from, or pinned what it was."""
+        seen: set[int] = set()
+        queue = [value]
+        while queue:
+            current = queue.pop(0)
+            if current in seen:
+                continue
+            seen.add(current)
+            names = self.trace.parameters.get(current)
+            if names is not None:
+                if names[0] in self.binding.owners:
+                    itself = self.crossed_from(value) == current
+                    return Cause(self.binding.owners[names[0]], parameter=names[0] if itself else "")
+                continue
+            if current in self._pins():
+                return self._pins()[current]
+            if current in self._flow.source:
+                queue.append(self._flow.source[current])
+            elif current in self._flow.made:
+                queue.extend(self._flow.made[current].inputs)
+        return None
+
+    def _pins(self) -> dict[int, Cause]:
+        """The values that a rule pins as split: inside of a module what it takes, outside what it returns."""
+        if self._pinned is None:
+            self._pinned = {}
+            for frame in self.trace.root.walk():
+                bound = self.binding.modules.get(frame.module)
+                if bound is not None and bound.rule.input in _SPLITTING:
+                    self._pinned |= {crossing.target: Cause(bound, "input") for crossing in frame.entries}
+                if bound is not None and bound.rule.output in _SPLITTING:
+                    self._pinned |= {crossing.target: Cause(bound, "output") for crossing in frame.exits}
+        return self._pinned
 
     def readers(self, frame: Frame, value: int) -> Iterator[Bound]:
         """The styled modules inside `frame` that take `value` through boundaries alone, in order."""
