@@ -31,6 +31,7 @@ from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
 from tpplan.runtime.randomness import SplitRandomness
+from tpplan.runtime.recurrent import RecurrentBody
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.split_logits import SplitLogits
 from tpplan.runtime.split_norm import split_norm_body
@@ -198,6 +199,8 @@ def _replaced(
         return ElsewhereBody(stock[spec.name], held)
     if spec.experts is not None:
         return None if use is not None else own_body
+    if spec.recurrent is not None:
+        return RecurrentBody(spec.recurrent, module, axis, steps(spec.inner[0]) if spec.inner else None)
     if spec.split_norm is not None:
         statistics = steps(spec.inner[-1])
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)

@@ -28,6 +28,7 @@ _ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 _CARRIED = VIEWS | {"aten.mul.Tensor", "aten._to_copy.default", "aten.alias.default", "aten.clone.default"}
 _COMPLEX = "aten.view_as_complex.default"
+_EXCHANGES = frozenset(("aten.transpose.int", "aten.transpose_.default"))
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
@@ -90,6 +91,9 @@ class Readers:
         while value in self._flow.source:
             value = self._flow.source[value]
         made = self._flow.made.get(value)
+        if made is not None and made.name in _EXCHANGES:
+            dims = {dim % len(self.trace.values[value].shape) for dim in made.arguments[1:3]}
+            return () if len(self.trace.values[value].shape) - 1 in dims else self.joined(made.inputs[0])
         if made is None or made.name != "aten.cat.default":
             return ()
         shapes = [self.trace.values[i].shape for i in made.inputs]
