@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import has_inference_kernels
-from tpplan.compiler.ir.layout import PARTIAL, Layout
+from tpplan.compiler.ir.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.rewrite.replay import Replay
@@ -200,7 +200,9 @@ def _replaced(
     if spec.experts is not None:
         return None if use is not None else own_body
     if spec.recurrent is not None:
-        return RecurrentBody(spec.recurrent, module, axis, steps(spec.inner[0]) if spec.inner else None)
+        # Layers may be frozen one by one, and then have no gradient to reduce.
+        gather = [steps(replace(held, backward=Collective.REDUCE_SCATTER)) for held in spec.inner[:1]]
+        return RecurrentBody(spec.recurrent, module, axis, next(iter(gather), None))
     if spec.split_norm is not None:
         statistics = steps(spec.inner[-1])
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)

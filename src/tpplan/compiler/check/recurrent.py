@@ -28,6 +28,7 @@ from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import Diagnostic
 
+_DETACH = "aten.detach.default"
 _PLACES: frozenset[Path] = frozenset((("input",), ("hx",), ("hx", 0), ("hx", 1)))
 
 
@@ -79,7 +80,11 @@ class _Prover:
             raise NotRecurrentError("the model takes gradients in its forward")
         if frame.backwards:
             raise NotRecurrentError("it has code in its backward that torch didn't derive")
-        made = {o for n in recorded.body if isinstance(n, Operation) for o in n.outputs if o is not None}
+        operations = [n for n in recorded.body if isinstance(n, Operation)]
+        made = {o for n in operations for o in n.outputs if o is not None}
+        known = made.union(trace.parameters, (c.target for c in recorded.entries))
+        if any(value not in known for n in operations for value in n.inputs):
+            raise NotRecurrentError("it reads what isn't among its arguments, such as states in a list: pass a tuple")
         exits = {c.source for c in frame.exits}
         leaving = {*trace.kept, *trace.left.values(), *trace.hidden}
         for value in made:
@@ -96,10 +101,13 @@ class _Prover:
         """The record of a layer of torch's own, made anew."""
         values = [(c.path, c.aliases, self._trace.values[c.target]) for c in frame.entries]
         geometry = [(path, aliases, v.shape, v.stride, v.dtype, v.differentiable) for path, aliases, v in values]
-        parameters = {n: (p.dtype, p.requires_grad) for n, p in own_parameters(module).items() if p is not None}
+        outputs = (o for n in frame.body if isinstance(n, Operation) for o in n.outputs if o is not None)
+        graded = any(self._trace.values[o].differentiable for o in outputs)
+        held = {n: p for n, p in own_parameters(module).items() if p is not None}
+        parameters = {n: (p.dtype, graded and p.requires_grad) for n, p in held.items()}
         inputs = cast(int, module.input_size)
         training = module.training if self._training == self._trace.training else self._trace.training
-        key = (recurrence, inputs, training, tuple(geometry), tuple(parameters.items()))
+        key = (recurrence, inputs, training, graded, tuple(geometry), tuple(parameters.items()))
         if key not in self._known:
             made = _made_anew(recurrence, inputs)
             for name, (dtype, trainable) in parameters.items():
@@ -110,7 +118,7 @@ class _Prover:
             given: dict[Path, Tensor] = {}
             for path, aliases, value in values:
                 tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-                given |= dict.fromkeys((path, *aliases), tensor.requires_grad_(value.differentiable))
+                given |= dict.fromkeys((path, *aliases), tensor.requires_grad_(graded and value.differentiable))
             recorder = Recorder(device=self._trace.device)
             try:
                 state = Capture(recorder, leaves=False)
@@ -158,7 +166,8 @@ def _same(trace: Trace, frame: Frame, stock: Trace, other: Frame, prefix: str) -
     for value, held in stock.parameters.items():
         if held[0] not in names or not pair(names[held[0]], value):
             raise NotRecurrentError(f"it has no parameter `{held[0]}` like that of torch's own")
-    for node, its in zip(frame.body, other.body, strict=False):
+    body, its_body = _running(frame), _running(other)
+    for node, its in zip(body, its_body, strict=False):
         if not (isinstance(node, Operation) and isinstance(its, Operation)):
             raise NotRecurrentError("it calls other modules")
         alike = node.target is its.target and _renamed(its, ours) == _told(node)
@@ -169,11 +178,17 @@ def _same(trace: Trace, frame: Frame, stock: Trace, other: Frame, prefix: str) -
         for one, another in zip(node.outputs, its.outputs, strict=True):
             if (one is None) != (another is None) or (one is not None and not pair(one, cast(int, another))):
                 raise NotRecurrentError(f"`{node.name}` makes something else than in torch's own")
-    if len(frame.body) != len(other.body):
+    if len(body) != len(its_body):
         raise NotRecurrentError("it runs other operations than torch's own")
     left, results = ({c.path: c.source for c in held.exits} for held in (frame, other))
     if left.keys() != results.keys() or any(ours.get(results[path]) != value for path, value in left.items()):
         raise NotRecurrentError("it returns something else than torch's own")
+
+
+def _running(frame: Frame) -> list[Operation | Frame]:
+    """What a call runs, without what autograd detaches for itself where gradients are recorded."""
+    read = {c.source for c in frame.exits}.union(*(n.inputs for n in frame.body if isinstance(n, Operation)))
+    return [n for n in frame.body if isinstance(n, Frame) or n.name != _DETACH or not read.isdisjoint(n.outputs)]
 
 
 def _told(node: Operation) -> object:
@@ -193,10 +208,11 @@ def _renamed(node: Operation, ours: Mapping[int, int]) -> object:
 def _too_few(bound: Bound, features: int, size: int) -> Diagnostic:
     return Diagnostic(
         code="TP102",
-        message=f"`{bound.name}` can't be split: its hidden state has {features} features for {size} ranks",
+        message=f"`{bound.name}` can't be split: its hidden state has fewer features, {features}, than there are ranks, "
+        f"{size}",
         span=bound.rule.style_span,
         label="fewer than the ranks",
-        help="remove the rule, so that it stays whole",
+        help=f"remove the rule, so that `{bound.name}` stays whole",
         subject=bound.name,
     )
 
