@@ -124,6 +124,9 @@ class RecurrentBody:
         """The first states: the hidden one of all features, the cell's of this rank's."""
         whole = (*sizes, self._recurrence.features)
         h = x.new_zeros(whole) if h is None else h
+        if h.shape[-1] != whole[-1] and self._gather is not None:
+            _expect("hidden", h, (*sizes, self._count))
+            h = self._gather(h.reshape(-1, self._count)).view(whole)
         _expect("hidden", h, whole)
         if c is None:
             return h, x.new_zeros((*sizes, self._count))

@@ -208,8 +208,8 @@ def _renamed(node: Operation, ours: Mapping[int, int]) -> object:
 def _too_few(bound: Bound, features: int, size: int) -> Diagnostic:
     return Diagnostic(
         code="TP102",
-        message=f"`{bound.name}` can't be split: its hidden state has fewer features, {features}, than there are ranks, "
-        f"{size}",
+        message=f"`{bound.name}` can't be split: its hidden state has fewer features ({features}) than there are ranks "
+        f"({size})",
         span=bound.rule.style_span,
         label="fewer than the ranks",
         help=f"remove the rule, so that `{bound.name}` stays whole",

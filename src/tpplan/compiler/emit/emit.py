@@ -336,7 +336,7 @@ def _inner(
 ) -> tuple[Reshard, ...]:
     """What the ranks exchange inside of a body."""
     if bound is not None and bound.recurrent is not None:
-        return gathered_states(trace, [decided.frame for decided in calls], bound.recurrent)
+        return gathered_states(trace, assignment, [decided.frame for decided in calls], bound.recurrent)
     normed = next((decided for decided in calls if decided.normed is not None), None)
     if normed is not None:
         return _statistics(trace, normed)

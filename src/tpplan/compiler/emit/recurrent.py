@@ -6,21 +6,30 @@ out: a reshard for each layer and direction, with the number of its steps
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tpplan.compiler.ir.layout import Collective
+from tpplan.compiler.ir.layout import REPLICATED, Collective
 from tpplan.compiler.ir.program import Recurrence, Reshard, dtype_name
 from tpplan.compiler.ir.trace import Frame, Trace, Value
-from tpplan.compiler.rules.recurrent import GATHERED, Gathers, gathers
+from tpplan.compiler.place.assign import Assignment
+from tpplan.compiler.rules.recurrent import GATHERED, Gathers, gathers, gathers_first
 
 
-def gathered_states(trace: Trace, frames: Sequence[Frame], recurrence: Recurrence) -> tuple[Reshard, ...]:
+def gathered_states(
+    trace: Trace, assignment: Assignment, frames: Sequence[Frame], recurrence: Recurrence
+) -> tuple[Reshard, ...]:
     """The reshards inside of all calls of a layer; calls with as many sequences count together."""
     counted: Counter[tuple[Gathers, Value, bool]] = Counter()
     for frame in frames:
         first = next(trace.values[c.target] for c in frame.entries if c.path == ("input",))
         every = tuple(gathers(recurrence, first.shape))
+        for crossing in frame.entries:
+            value, layout = trace.values[crossing.target], assignment.layouts.get(crossing.target, REPLICATED)
+            if gathers_first(recurrence, crossing.path, layout):
+                whole = Gathers("", 0, math.prod(value.shape[:-1]), 0)
+                counted[whole, _alike(first), value.differentiable] += 1
         for held, differentiable in zip(every, _differentiable(trace, frame, recurrence, every), strict=True):
             counted[held._replace(times=0), _alike(first), differentiable] += held.times
     source, target = GATHERED

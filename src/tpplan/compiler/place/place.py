@@ -16,6 +16,7 @@ new constraints concern.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
@@ -40,7 +41,7 @@ from tpplan.compiler.place.solution import (
 )
 from tpplan.compiler.place.split_norms import SplitNorms
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
-from tpplan.compiler.rules.recurrent import GATHERED, gathers, made_layout, taken_layouts
+from tpplan.compiler.rules.recurrent import GATHERED, gathers, gathers_first, made_layout, taken_layouts
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
 
 # What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later.
@@ -311,12 +312,12 @@ class Placer:
         finished: _States = {}
         for entered, cost in _combined(branches):
             for left, extra in _combined(leaving):
-                total = (cost[0] + extra[0] + self._gathering(region, recurrence), cost[1] + extra[1])
+                total = (cost[0] + extra[0] + self._gathering(region, recurrence, entered), cost[1] + extra[1])
                 steps = Steps(Recurred(tuple(made)), Steps(Entered(entered), None))
                 _keep(finished, tuple(map(self._numbering.code, left)), total, Left(left), steps)
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 
-    def _gathering(self, region: Region, recurrence: Recurrence) -> int:
+    def _gathering(self, region: Region, recurrence: Recurrence, entered: State) -> int:
         """What it takes to gather the hidden state, forward and backward."""
         first = next(region.values[b.target] for b in region.entries if b.path == ("input",))
         size, (source, _) = self.propagator.size, GATHERED
@@ -324,9 +325,13 @@ class Placer:
         ways = ["all-gather"]
         if any(region.values[b.source].differentiable for b in region.exits):
             ways.append("reduce-scatter")
+        moved = [(held.times, held.batch) for held in gathers(recurrence, first.shape)]
+        for boundary, layout in zip(region.entries, entered, strict=True):
+            if gathers_first(recurrence, boundary.path, layout):
+                moved.append((1, math.prod(region.values[boundary.target].shape[:-1])))
         return sum(
-            held.times * self._topology.time(ring_steps(way, size), bytes_sent(way, held.batch * entry, size))
-            for held in gathers(recurrence, first.shape)
+            times * self._topology.time(ring_steps(way, size), bytes_sent(way, batch * entry, size))
+            for times, batch in moved
             for way in ways
         )
 

@@ -3,7 +3,7 @@
 in:  a `Recurrence`, and the places of its arguments and results
 out: the layouts that its arguments must have, and its results have; the hidden states that are gathered
 
-    lstm(x: R·∂P, (h: R·∂P, c: S(2)))   ->   out: S(2), (h: S(2), c: S(2))     parameters: S(0), a pack to each gate
+    lstm(x: R·∂P, (h: S(2), c: S(2)))   ->   out: S(2), (h: S(2), c: S(2))     parameters: S(0), a pack to each gate
 
     gates_t = W_ih x_t + b_ih + W_hh gather(h_t-1) + b_hh       a rank's rows of each gate, from all of x and h
     c_t = f · c_t-1 + i · g,  h_t = o · tanh(c_t)               of a rank's features alone
@@ -44,12 +44,13 @@ class Gathers(NamedTuple):
 def taken_layouts(recurrence: Recurrence, paths: Iterable[Path], dims: int, differentiable: bool) -> tuple[Layout, ...]:
     """The layouts that an argument of so many dims, passed in these places, may have inside.
 
-    Of a cell state, each rank needs its own features, which it takes of the whole if it must.
+    Of a cell state, each rank needs its own features, which it takes of the whole if it must. A first state that is
+    split is gathered by the body, once for all layers and directions.
     """
-    whole = REPLICATED_PARTIAL if differentiable else REPLICATED
-    if recurrence.mode == "LSTM" and all(path == ("hx", 1) for path in paths):
-        return (sharded(dims - 1), whole)
-    return (whole,)
+    whole, places = REPLICATED_PARTIAL if differentiable else REPLICATED, set(paths)
+    if len(places) > 1 or ("input",) in places:
+        return (whole,)
+    return (sharded(dims - 1), whole)
 
 
 def made_layout(recurrence: Recurrence, path: Path, dims: int) -> Layout:
@@ -58,11 +59,14 @@ def made_layout(recurrence: Recurrence, path: Path, dims: int) -> Layout:
     return packed(dims - 1, (Pack(recurrence.features),) * (recurrence.directions if both else 1))
 
 
-def gathers(recurrence: Recurrence, shape: tuple[int, ...]) -> Iterator[Gathers]:
-    """What a call gathers, of an input of this shape.
+def gathers_first(recurrence: Recurrence, path: Path, held: Layout) -> bool:
+    """Whether an argument that lies so is a hidden state that the body has to gather before its first step."""
+    cell = recurrence.mode == "LSTM" and path == ("hx", 1)
+    return path != ("input",) and not cell and held.is_sharded
 
-    Of the first state each rank has all, and the next layer reads all of the last one.
-    """
+
+def gathers(recurrence: Recurrence, shape: tuple[int, ...]) -> Iterator[Gathers]:
+    """What the steps of a call gather, of an input of this shape; of the last layer, nobody reads the last state."""
     if recurrence.cell:
         return
     steps, batch = _steps_and_batch(recurrence, shape)
@@ -77,4 +81,4 @@ def _steps_and_batch(recurrence: Recurrence, shape: tuple[int, ...]) -> tuple[in
     return (shape[1], shape[0]) if recurrence.batch_first else (shape[0], shape[1])
 
 
-__all__ = ["GATHERED", "Gathers", "gathers", "made_layout", "taken_layouts"]
+__all__ = ["GATHERED", "Gathers", "gathers", "gathers_first", "made_layout", "taken_layouts"]
