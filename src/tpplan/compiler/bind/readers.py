@@ -91,9 +91,12 @@ class Readers:
         while value in self._flow.source:
             value = self._flow.source[value]
         made = self._flow.made.get(value)
-        if made is not None and made.name in _EXCHANGES:
-            dims = {dim % len(self.trace.values[value].shape) for dim in made.arguments[1:3]}
-            return () if len(self.trace.values[value].shape) - 1 in dims else self.joined(made.inputs[0])
+        shape = self.trace.values[value].shape
+        if made is not None and len(made.inputs) == 1:
+            dims = {dim % len(shape) for dim in made.arguments[1:3]} if made.name in _EXCHANGES else None
+            alike = shape == self.trace.values[made.inputs[0]].shape and (_is_entrywise(made) or made.name in VIEWS)
+            if alike or (dims is not None and len(shape) - 1 not in dims):
+                return self.joined(made.inputs[0])
         if made is None or made.name != "aten.cat.default":
             return ()
         shapes = [self.trace.values[i].shape for i in made.inputs]
