@@ -12,6 +12,7 @@ body computes what torch's layers do is shown by numbers, for each kind and sett
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -67,8 +68,18 @@ class _Prover:
     def prove(self, module: nn.Module, recurrence: Recurrence, frame: Frame, recorded: Frame) -> None:
         """Raise unless a call, all of whose operations are `recorded`, is one of torch's own layer."""
         self._contained(frame, recorded)
-        stock = self._stock(module, recurrence, recorded)
-        _same(self._trace, recorded, stock, stock.recorded, f"{frame.module}.")
+        graded = any(self._trace.values[crossing.source].differentiable for crossing in recorded.exits)
+        try:
+            self._compared(module, recurrence, recorded, graded, quiet=False)
+        except NotRecurrentError:
+            if graded:
+                raise
+            self._compared(module, recurrence, recorded, graded, quiet=True)
+
+    def _compared(self, module: nn.Module, recurrence: Recurrence, frame: Frame, graded: bool, quiet: bool) -> None:
+        stock = self._stock(module, recurrence, frame, graded, quiet)
+        (its,) = (inner for inner in stock.recorded.walk() if inner.module == "layer")
+        _same(self._trace, frame, stock, its, f"{frame.module}.")
 
     def _contained(self, frame: Frame, recorded: Frame) -> None:
         """Refuse a call that does more than to make its results of its arguments and parameters."""
@@ -97,17 +108,15 @@ class _Prover:
         if {c.target for c in recorded.entries} & flow.written:
             raise NotRecurrentError("what it is given is written to")
 
-    def _stock(self, module: nn.Module, recurrence: Recurrence, frame: Frame) -> Trace:
-        """The record of a layer of torch's own, made anew."""
+    def _stock(self, module: nn.Module, recurrence: Recurrence, frame: Frame, graded: bool, quiet: bool) -> Trace:
+        """The record of a layer of torch's own, made anew; `quiet`: under `no_grad`."""
         values = [(c.path, c.aliases, self._trace.values[c.target]) for c in frame.entries]
         geometry = [(path, aliases, v.shape, v.stride, v.dtype, v.differentiable) for path, aliases, v in values]
-        outputs = (o for n in frame.body if isinstance(n, Operation) for o in n.outputs if o is not None)
-        graded = any(self._trace.values[o].differentiable for o in outputs)
         held = {n: p for n, p in own_parameters(module).items() if p is not None}
         parameters = {n: (p.dtype, graded and p.requires_grad) for n, p in held.items()}
         inputs = cast(int, module.input_size)
         training = module.training if self._training == self._trace.training else self._trace.training
-        key = (recurrence, inputs, training, graded, tuple(geometry), tuple(parameters.items()))
+        key = (recurrence, inputs, training, graded, quiet, tuple(geometry), tuple(parameters.items()))
         if key not in self._known:
             made = _made_anew(recurrence, inputs)
             for name, (dtype, trainable) in parameters.items():
@@ -122,10 +131,22 @@ class _Prover:
             recorder = Recorder(device=self._trace.device)
             try:
                 state = Capture(recorder, leaves=False)
-                self._known[key] = record(make_skeleton(made), _arguments(given), {}, training, state)
+                self._known[key] = record(make_skeleton(_Caller(made, quiet)), _arguments(given), {}, training, state)
             except BodyError as error:
                 raise NotRecurrentError(f"torch's own raises: {error.__cause__ or error}") from error
         return self._known[key]
+
+
+class _Caller(nn.Module):
+    """Calls a layer."""
+
+    def __init__(self, layer: nn.Module, quiet: bool) -> None:
+        super().__init__()
+        self.layer, self.quiet = layer, quiet
+
+    def forward(self, *arguments: Any) -> Any:
+        with torch.no_grad() if self.quiet else nullcontext():
+            return self.layer(*arguments)
 
 
 def _made_anew(recurrence: Recurrence, inputs: int) -> nn.Module:
@@ -164,8 +185,9 @@ def _same(trace: Trace, frame: Frame, stock: Trace, other: Frame, prefix: str) -
         raise NotRecurrentError("it takes other arguments than torch's own")
     names = {name.removeprefix(prefix): value for value, held in trace.parameters.items() for name in held}
     for value, held in stock.parameters.items():
-        if held[0] not in names or not pair(names[held[0]], value):
-            raise NotRecurrentError(f"it has no parameter `{held[0]}` like that of torch's own")
+        leaf = held[0].removeprefix("layer.")
+        if leaf not in names or not pair(names[leaf], value):
+            raise NotRecurrentError(f"it has no parameter `{leaf}` like that of torch's own")
     body, its_body = _running(frame), _running(other)
     for node, its in zip(body, its_body, strict=False):
         if not (isinstance(node, Operation) and isinstance(its, Operation)):

@@ -201,6 +201,8 @@ def _modules(
         exits = _reshards(trace, calls, origins, inward=False)
         bound = binding.modules.get(name)
         random = drawn.get(name)
+        if random is not None and bound is not None and bound.recurrent is not None:
+            random = "same"  # the body that takes its place drops what it has gathered
         normed = next((decided for decided in calls if decided.normed is not None), None)
         classes = of_classes.get((name, 0), ())
         changed = own or entries or exits or bound or random or normed or name in attributes or name in recorded
