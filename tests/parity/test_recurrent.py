@@ -376,6 +376,15 @@ def test_refused_at_the_line_of_the_plan(case: str) -> None:
     assert finding.help
 
 
+def test_weights_in_other_places_are_refused() -> None:
+    model = Tagger("lstm", INPUTS)
+    names = model.rnn._flat_weights_names
+    names[0], names[1] = names[1], names[0]  # as a library does that changes how torch finds them
+    model.rnn._init_flat_weights()
+    with pytest.raises(CompileError, match="or on other operands"):
+        tpplan.compile_plan(model, plan_for(), 2, (example(),))
+
+
 def test_the_size_of_a_result_that_is_split_is_a_parts() -> None:
     with pytest.raises(CompileError, match="called with 4 instead of 8"):
         tpplan.compile_plan(Kept("gru"), plan_for(head="replicate"), 2, (example(),))

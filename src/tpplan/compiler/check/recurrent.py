@@ -195,7 +195,7 @@ def _same(trace: Trace, frame: Frame, stock: Trace, other: Frame, prefix: str) -
         alike = node.target is its.target and _renamed(its, ours) == _told(node)
         if not alike or len(node.outputs) != len(its.outputs):
             raise NotRecurrentError(
-                f"it runs `{node.name}` where torch's own runs `{its.name}`, or with other operands"
+                f"it runs `{node.name}` where torch's own runs `{its.name}`, or on other operands"
             )
         for one, another in zip(node.outputs, its.outputs, strict=True):
             if (one is None) != (another is None) or (one is not None and not pair(one, cast(int, another))):
