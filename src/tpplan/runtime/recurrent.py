@@ -14,12 +14,17 @@ gathered.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tpplan.compat import without_dispatch_modes, without_function_modes
+from tpplan.compiler.bind.recurrent import made_anew
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.trace.capture import argument_names
@@ -45,12 +50,19 @@ class RecurrentBody:
         self._names = argument_names(stock_class(module).forward)
         self._start, self._count = Pack(recurrence.features).part(axis.size, axis.rank)
 
+    @torch.compiler.disable  # as torch.compile leaves recurrent layers of torch out of its graphs
     def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the stock forward returns, of this rank's features."""
         given: dict[str, Any] = dict(zip(self._names, args, strict=False)) | kwargs
         x, hx = given["input"], given.get("hx")
         h, c = hx if self._recurrence.mode == "LSTM" and hx is not None else (hx, None)
-        return self._cell(x, h, c) if self._recurrence.cell else self._layers(x, h, c)
+        made = self._cell(x, h, c) if self._recurrence.cell else self._layers(x, h, c)
+        device = x.device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return made
+        first = h.dtype if h is not None else None
+        dtypes = _stock_dtypes(self._recurrence, device, x.dtype, first, torch.get_autocast_dtype(device))
+        return _cast(made, iter(dtypes))
 
     def _cell(self, x: Tensor, h: Tensor | None, c: Tensor | None) -> Any:
         batch = x.shape[:-1]
@@ -140,6 +152,31 @@ class RecurrentBody:
     def _parameters(self, suffix: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         w_ih, w_hh, *biases = (getattr(self._module, name) for name in self._recurrence.parameters(suffix))
         return w_ih, w_hh, *(biases or (None, None))
+
+
+@functools.lru_cache(maxsize=64)
+def _stock_dtypes(
+    recurrence: Recurrence, device: str, dtype: torch.dtype, first: torch.dtype | None, autocast: torch.dtype
+) -> tuple[torch.dtype, ...]:
+    """The dtypes of the stock layer's results under autocast, by asking one of a single feature."""
+    stock = made_anew(replace(recurrence, features=1, layers=1, dropout=0.0), 1).to_empty(device=device)
+    steps = () if recurrence.cell else (1,)
+    number = () if recurrence.cell else (recurrence.directions,)
+    given: list[Any] = [torch.zeros(*steps, 1, 1, dtype=dtype, device=device)]
+    if first is not None:
+        state = torch.zeros(*number, 1, 1, dtype=first, device=device)
+        given.append((state, state) if recurrence.mode == "LSTM" else state)
+    with torch.no_grad(), without_function_modes(), without_dispatch_modes():
+        made = stock(*given)
+    return tuple(tensor.dtype for tensor in _flat(made))
+
+
+def _flat(made: Any) -> list[Tensor]:
+    return [made] if isinstance(made, Tensor) else [tensor for held in made for tensor in _flat(held)]
+
+
+def _cast(made: Any, dtypes: Iterator[torch.dtype]) -> Any:
+    return made.to(next(dtypes)) if isinstance(made, Tensor) else tuple([_cast(held, dtypes) for held in made])
 
 
 def _expect(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

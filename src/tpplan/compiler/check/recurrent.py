@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, once
-from tpplan.compiler.bind.recurrent import CELLS, LAYERS
+from tpplan.compiler.bind.recurrent import made_anew
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Reference, Trace
@@ -118,7 +118,7 @@ class _Prover:
         training = module.training if self._training == self._trace.training else self._trace.training
         key = (recurrence, inputs, training, graded, quiet, tuple(geometry), tuple(parameters.items()))
         if key not in self._known:
-            made = _made_anew(recurrence, inputs)
+            made = made_anew(recurrence, inputs)
             for name, (dtype, trainable) in parameters.items():
                 if own_parameters(made).get(name) is None:
                     raise NotRecurrentError(f"it has a parameter `{name}`, which torch's own hasn't")
@@ -147,21 +147,6 @@ class _Caller(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         with torch.no_grad() if self.quiet else nullcontext():
             return self.layer(*arguments)
-
-
-def _made_anew(recurrence: Recurrence, inputs: int) -> nn.Module:
-    """Torch's own layer with these settings, without numbers."""
-    features, device = recurrence.features, "meta"
-    more = {"nonlinearity": recurrence.mode[4:].lower()} if recurrence.mode.startswith("RNN") else {}
-    if recurrence.cell:
-        cell = cast(Any, CELLS[recurrence.mode])
-        return cell(inputs, features, recurrence.bias, device=device, **more)
-    layer = cast(Any, LAYERS[recurrence.mode])
-    return layer(
-        inputs, features, recurrence.layers, bias=recurrence.bias, batch_first=recurrence.batch_first,
-        dropout=recurrence.dropout if recurrence.layers > 1 else 0.0, bidirectional=recurrence.directions == 2,
-        device=device, **more,
-    )  # fmt: skip
 
 
 def _arguments(given: Mapping[Path, Tensor]) -> tuple[Any, ...]:
@@ -194,9 +179,7 @@ def _same(trace: Trace, frame: Frame, stock: Trace, other: Frame, prefix: str) -
             raise NotRecurrentError("it calls other modules")
         alike = node.target is its.target and _renamed(its, ours) == _told(node)
         if not alike or len(node.outputs) != len(its.outputs):
-            raise NotRecurrentError(
-                f"it runs `{node.name}` where torch's own runs `{its.name}`, or on other operands"
-            )
+            raise NotRecurrentError(f"it runs `{node.name}` where torch's own runs `{its.name}`, or on other operands")
         for one, another in zip(node.outputs, its.outputs, strict=True):
             if (one is None) != (another is None) or (one is not None and not pair(one, cast(int, another))):
                 raise NotRecurrentError(f"`{node.name}` makes something else than in torch's own")
