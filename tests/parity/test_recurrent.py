@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.marking import slow_but
@@ -283,6 +284,35 @@ def _trained(member: Member, kind: str) -> list[float]:
 
 def _apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).detach().abs().max())
+
+
+class Recomputing(Tagger):
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        return self.head(checkpoint(self.rnn, self.first(x), use_reentrant=False)[0])  # pyright: ignore
+
+
+def _around(member: Member, kind: str) -> None:
+    """What is put around a model: checkpoints, autocast, a compiler."""
+    torch.manual_seed(3)
+    stock, x = Recomputing(kind, num_layers=2, bidirectional=True), example()
+    model = tpplan.parallelize(copy.deepcopy(stock), plan_for(head=BOTH), member.mesh(), (x,))
+    for which in (stock, model):
+        which(x).square().sum().backward()
+    for own, whole in zip(model.parameters(), stock.parameters(), strict=True):
+        assert own.grad is not None and whole.grad is not None
+        assert _apart(own.grad.full_tensor(), whole.grad) < 1e-5  # pyright: ignore
+    assert _apart(model.rnn(x.detach())[0], stock.rnn(x.detach())[0]) < 1e-5
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = model.rnn(x.detach()), stock.rnn(x.detach())
+    assert ours[0].dtype is theirs[0].dtype
+    assert _apart(ours[0].float(), theirs[0].float()) < 0.05
+    assert _apart(torch.compile(model, backend="aot_eager")(x), stock(x)) < 1e-5
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", slow_but(["gru"], ["lstm", "gru"]))
+def test_what_is_put_around_a_model(kind: str) -> None:
+    world(2).run(_around, kind)
 
 
 @pytest.mark.processes
