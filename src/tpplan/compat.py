@@ -289,7 +289,7 @@ WEIGHTS_LISTED = "_flat_weights"
 
 def weights_to_list(module: nn.RNNBase) -> list[Tensor | None]:
     """What is in that list."""
-    return [own_parameters(module).get(name) for name in module._flat_weights_names]
+    return [own_parameters(module).get(name) for name in cast("list[str]", module._flat_weights_names)]
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

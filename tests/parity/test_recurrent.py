@@ -295,7 +295,7 @@ def _around(member: Member, kind: str) -> None:
     """What is put around a model: checkpoints, autocast, a compiler."""
     torch.manual_seed(3)
     stock, x = Recomputing(kind, num_layers=2, bidirectional=True), example()
-    model = tpplan.parallelize(copy.deepcopy(stock), plan_for(head=BOTH), member.mesh(), (x,))
+    model: Any = tpplan.parallelize(copy.deepcopy(stock), plan_for(head=BOTH), member.mesh(), (x,))
     for which in (stock, model):
         which(x).square().sum().backward()
     for own, whole in zip(model.parameters(), stock.parameters(), strict=True):
@@ -408,9 +408,10 @@ def test_refused_at_the_line_of_the_plan(case: str) -> None:
 
 def test_weights_in_other_places_are_refused() -> None:
     model = Tagger("lstm", INPUTS)
-    names = model.rnn._flat_weights_names
+    rnn: Any = model.rnn
+    names = rnn._flat_weights_names
     names[0], names[1] = names[1], names[0]  # as a library does that changes how torch finds them
-    model.rnn._init_flat_weights()
+    rnn._init_flat_weights()
     with pytest.raises(CompileError, match="or on other operands"):
         tpplan.compile_plan(model, plan_for(), 2, (example(),))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +48,15 @@ class RecurrentBody:
         """
         self._recurrence, self._module, self._gather = recurrence, module, gather
         self._names = argument_names(stock_class(module).forward)
+        self._inputs = cast(int, module.input_size)
         self._start, self._count = Pack(recurrence.features).part(axis.size, axis.rank)
 
-    @torch.compiler.disable  # as torch.compile leaves recurrent layers of torch out of its graphs
     def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the stock forward returns, of this rank's features."""
+        return cast("Any", self._run)(args, kwargs)
+
+    @torch.compiler.disable  # as torch.compile leaves recurrent layers of torch out of its graphs
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: dict[str, Any] = dict(zip(self._names, args, strict=False)) | kwargs
         x, hx = given["input"], given.get("hx")
         h, c = hx if self._recurrence.mode == "LSTM" and hx is not None else (hx, None)
@@ -67,7 +71,7 @@ class RecurrentBody:
     def _cell(self, x: Tensor, h: Tensor | None, c: Tensor | None) -> Any:
         batch = x.shape[:-1]
         h, c = self._first(x, batch, h, c)
-        _expect("input", x, (*batch, self._module.input_size))
+        _expect("input", x, (*batch, self._inputs))
         w_ih, w_hh, b_ih, b_hh = self._parameters("")
         made, c = self._step(functional.linear(x, w_ih, b_ih), functional.linear(h, w_hh, b_hh), self._own(h), c)
         return (made, c) if self._recurrence.mode == "LSTM" else made
@@ -76,7 +80,7 @@ class RecurrentBody:
         recurrence, batched = self._recurrence, x.dim() == 3
         if x.dim() not in (2, 3):
             raise ValueError(f"{recurrence.mode}: Expected input to be 2D or 3D, got {x.dim()}D instead")
-        _expect("input", x, (*x.shape[:-1], self._module.input_size))
+        _expect("input", x, (*x.shape[:-1], self._inputs))
         if batched and recurrence.batch_first:
             x = x.transpose(0, 1)
         number = recurrence.layers * recurrence.directions
@@ -151,7 +155,8 @@ class RecurrentBody:
 
     def _parameters(self, suffix: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         w_ih, w_hh, *biases = (getattr(self._module, name) for name in self._recurrence.parameters(suffix))
-        return w_ih, w_hh, *(biases or (None, None))
+        b_ih, b_hh = biases or (None, None)
+        return w_ih, w_hh, b_ih, b_hh
 
 
 @functools.lru_cache(maxsize=64)
