@@ -283,6 +283,15 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+WEIGHTS_LISTED = "_flat_weights"
+"""The attribute in which a recurrent layer of torch has a list of its weights."""
+
+
+def weights_to_list(module: nn.RNNBase) -> list[Tensor | None]:
+    """What is in that list."""
+    return [own_parameters(module).get(name) for name in cast("list[str]", module._flat_weights_names)]
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The table that holds a module's own buffers, by name."""
     return module._buffers

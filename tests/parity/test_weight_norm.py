@@ -82,10 +82,3 @@ def test_what_normalizes_a_weight_as_a_whole_is_refused(wrap: Any) -> None:
     model, call = linear(wrap, plain)
     with pytest.raises(CompileError, match="isn't a parameter"):
         tpplan.compile_plan(model, {"version": 1, "modules": {"first": "colwise"}}, 2, call)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_are_refused_with_the_reason(kind: Any) -> None:
-    model = nn.Sequential(kind(16, 32))
-    with pytest.raises(CompileError, match="each step multiplies all of the state"):
-        tpplan.compile_plan(model, {"version": 1, "modules": {"0": "colwise"}}, 2, (torch.randn(2, 5, 16),))

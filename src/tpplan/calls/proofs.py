@@ -107,7 +107,8 @@ def covers(program: Program, other: Program) -> bool:
 
 def _has_work(module: ModuleProgram) -> bool:
     """Whether calls of the module do more than read parameters."""
-    replaced = module.recorded is not None or module.split_norm is not None or module.experts is not None
+    bodies = (module.recorded, module.split_norm, module.experts, module.recurrent)
+    replaced = any(body is not None for body in bodies)
     return bool(module.reshards or module.local_attributes or module.random or replaced or module.class_calls)
 
 
@@ -118,6 +119,7 @@ def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batc
         and _record(ours.recorded, batch) == _record(other.recorded, other_batch)
         and ours.split_norm == other.split_norm
         and ours.experts == other.experts
+        and ours.recurrent == other.recurrent
         and ours.walked == other.walked
         and ours.class_calls == other.class_calls
         and other.random in (None, ours.random)

@@ -112,6 +112,7 @@ def _content(module: ModuleProgram) -> tuple[object, ...]:
         module.random,
         module.class_calls,
         module.experts,
+        module.recurrent,
     )
     return (*moves, *kept)
 

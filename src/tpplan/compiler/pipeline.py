@@ -19,6 +19,7 @@ from tpplan.compiler.bind.packing import pack
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
 from tpplan.compiler.check.experts import prove_experts
+from tpplan.compiler.check.recurrent import prove_recurrent
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
@@ -162,7 +163,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     findings = [*findings, *unpacked.findings, *inexact, *unshared]
     _refuse(findings)
     binding, counts, unproved = prove_experts(request.model, flow, binding, request.size)
-    findings = [*findings, *unproved]
+    findings = [*findings, *unproved, *prove_recurrent(request.model, flow, binding, request.size)]
     _refuse(findings)
     asked = binding
     if request.size == 1:

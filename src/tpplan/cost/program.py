@@ -82,10 +82,12 @@ class Memory:
 
 
 def reshard_traffic(reshard: Reshard, size: int, calls: int = 1) -> StepTraffic:
-    """The traffic of a reshard that a step goes through `calls` times, on `size` ranks."""
+    """The traffic of a reshard of a module that a step calls `calls` times, on `size` ranks."""
     backward = str(reshard.backward) if reshard.differentiable else "none"
     whole = reshard.padded_bytes(size)
-    return StepTraffic(_collective(str(reshard.forward), whole, size), _collective(backward, whole, size)).times(calls)
+    return StepTraffic(_collective(str(reshard.forward), whole, size), _collective(backward, whole, size)).times(
+        calls if reshard.times is None else reshard.times
+    )
 
 
 def module_traffic(modules: Iterable[ModuleProgram], size: int) -> StepTraffic:

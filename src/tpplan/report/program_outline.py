@@ -149,6 +149,7 @@ def _key(unit: Unit) -> object:
             name=unit.name,
             reads=relative(module.reads),
             entries=_without_origin(module.entries),
+            inner=_without_origin(module.inner),
             exits=_without_origin(module.exits),
         )
     parameters = tuple(replace(parameter, names=relative(parameter.names)) for parameter in unit.parameters)

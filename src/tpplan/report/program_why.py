@@ -18,7 +18,7 @@ from tpplan.plan import Pattern
 from tpplan.report.program import legend, to_text
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
 from tpplan.report.program_tables import by_rank_text, placement_text, randomness_text, sizes_text
-from tpplan.report.quantities import bytes_text, path_text, shape_text
+from tpplan.report.quantities import bytes_text, count_text, path_text, shape_text
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, Reshard
@@ -107,15 +107,16 @@ def _tie(tie: tuple[str, str]) -> tuple[str, str]:
 
 
 def _boundaries(module: ModuleProgram, size: int) -> list[tuple[str, str]]:
-    entries = [_boundary("in", reshard, module, size) for reshard in module.entries]
-    return entries + [_boundary("out", reshard, module, size) for reshard in module.exits]
+    ways = (("in", module.entries), ("mid", module.inner), ("out", module.exits))
+    return [_boundary(way, reshard, module, size) for way, reshards in ways for reshard in reshards]
 
 
 def _boundary(way: str, reshard: Reshard, module: ModuleProgram, size: int) -> tuple[str, str]:
     traffic = reshard_traffic(reshard, size, module.calls)
     backward = str(reshard.backward) if reshard.differentiable else "nothing (no gradient)"
     costs = f"forward {_cost(traffic.forward, str(reshard.forward))}, backward {_cost(traffic.backward, backward)}"
-    times = f", {module.calls} calls" if module.calls > 1 else ""
+    times = f", {module.calls} calls" if module.calls > 1 and reshard.times is None else ""
+    times = times if reshard.times is None else f", {count_text(reshard.times, 'step')}"
     tensor = f"{path_text(reshard.path)} {shape_text(reshard.shape)} {reshard.dtype}"
     return f"{way}  {tensor}  {reshard.source} → {reshard.target}: {costs}{times}", reshard.origin
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import has_inference_kernels
-from tpplan.compiler.ir.layout import PARTIAL, Layout
+from tpplan.compiler.ir.layout import PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.trace import quoted
 from tpplan.compiler.rewrite.replay import Replay
@@ -31,6 +31,7 @@ from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
 from tpplan.runtime.randomness import SplitRandomness
+from tpplan.runtime.recurrent import RecurrentBody
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
 from tpplan.runtime.split_logits import SplitLogits
 from tpplan.runtime.split_norm import split_norm_body
@@ -198,6 +199,10 @@ def _replaced(
         return ElsewhereBody(stock[spec.name], held)
     if spec.experts is not None:
         return None if use is not None else own_body
+    if spec.recurrent is not None:
+        # Layers may be frozen one by one, and then have no gradient to reduce.
+        gather = [steps(replace(held, backward=Collective.REDUCE_SCATTER)) for held in spec.inner[:1]]
+        return RecurrentBody(spec.recurrent, module, axis, next(iter(gather), None))
     if spec.split_norm is not None:
         statistics = steps(spec.inner[-1])
         return split_norm_body(spec.split_norm, module, modules, statistics, axis.size)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules, own_buffers, own_parameters
+from tpplan.compat import WEIGHTS_LISTED, named_modules, own_buffers, own_parameters, weights_to_list
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.trace.skeleton import make_skeleton
@@ -96,6 +96,8 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
     # On `meta` they take no memory; what is wrong with one shows there, too.
     empty = [distributor.distribute(_without_numbers(holders[0]), placement) for placement, holders in held]
     changes = [*_buffer_changes(modules, distributor), *_module_changes(modules, program, distributor, guard)]
+    listing = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
+    changes += [_swap_entry(module.__dict__, WEIGHTS_LISTED, []) for module in listing]
     done: list[_Change] = []
     replaced = 0
     try:
@@ -105,6 +107,8 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
         for (placement, holders), without_numbers in zip(held, empty, strict=True):
             _replace(holders, placement, without_numbers, distributor)
             replaced += 1
+        for module in listing:
+            module.__dict__[WEIGHTS_LISTED] = weights_to_list(module)
     except BaseException as error:
         for change in reversed(done):
             change.undo()

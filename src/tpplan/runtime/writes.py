@@ -74,6 +74,8 @@ class Writes:
         compiled: whether a compiler was given one of the modules.
     """
 
+    _paused = True  # until there is more of it: a copy of a model is set attribute by attribute
+
     def __init__(self) -> None:
         """Nothing was written."""
         self.noted: set[tuple[nn.Module, str]] = set()

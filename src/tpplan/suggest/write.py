@@ -74,7 +74,7 @@ def reason_for(suggestion: Suggestion, whole: Whole) -> str:
     """Why these modules stay whole."""
     reasons = suggestion.reasons
     if isinstance(dict(named_modules(suggestion.subject.model)).get(whole.example), nn.RNNBase):
-        return "each step multiplies all of the state that the step before has made"
+        return "each step would have to gather the state that the step before has made (a `colwise` rule does that)"
     setting = suggestion.settings.get(whole.example)
     if setting is not None and setting.style is Style.COLWISE:
         return "it makes a single head, which every rank needs"

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.misfits import may_wrap, misfit
+from tpplan.compiler.bind.recurrent import recurrence
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
-from tpplan.compiler.ir.program import SharedExperts
+from tpplan.compiler.ir.program import Recurrence, SharedExperts
 from tpplan.plan import Diagnostic, Pin, Plan, Rule, Style
 
 
@@ -34,6 +35,7 @@ class Bound:
         wrapper: the module whose rule this is, if that holds this one and others; see `wrappers`.
         experts: whose experts, or which, if each rank holds whole ones; see `experts`.
         whole: how a parameter of such experts lies.
+        recurrent: what recurrent layer it is, if its hidden state is split; see `recurrent`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Bound:
     wrapper: str = ""
     experts: SharedExperts | None = None
     whole: Layout | None = None
+    recurrent: Recurrence | None = None
 
     @property
     def input(self) -> Pin | None:
@@ -63,6 +66,8 @@ class Bound:
             return sharded(0) if leaf == "weight" else None
         if self.whole is not None:
             return self.whole
+        if self.recurrent is not None:
+            return packed(0, (Pack(self.recurrent.features),) * self.recurrent.gates)
         if self.form is None or self.style not in (Style.COLWISE, Style.ROWWISE):
             return None
         columns = self.style is Style.COLWISE
@@ -124,7 +129,8 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
             continue
         problem = misfit(modules[name], name, rule)
         if problem is None:
-            bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]))
+            recurrent = recurrence(modules[name]) if rule.style is Style.COLWISE else None
+            bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]), recurrent=recurrent)
         elif problem.code == "TP101" and rule.style is not Style.EXPERTS and may_wrap(modules[name]):
             bound[name], wrappers[name] = Bound(name, rule.style, rule), problem
         else:

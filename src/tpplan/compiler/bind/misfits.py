@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from tpplan.compat import computed_weights, named_modules, own_parameters, weight_norm_parts
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
+from tpplan.compiler.bind.recurrent import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
 from tpplan.plan import Diagnostic, Pin, Rule, Style
 from tpplan.plan.wording import with_article
@@ -24,6 +25,8 @@ _REMOVED_BY = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spect
 
 def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     """What keeps a rule from being carried out on this module, seen from the module alone."""
+    if is_recurrent(module) and rule.style in (Style.COLWISE, Style.ROWWISE):
+        return _computed_weight(module, name, rule) or _recurrent(module, name, rule)
     if rule.style in (Style.COLWISE, Style.ROWWISE) and weight_norm_parts(module):
         return None  # these are split
     if rule.style in (Style.COLWISE, Style.ROWWISE, Style.VOCAB):
@@ -33,8 +36,6 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     if rule.style in (Style.COLWISE, Style.ROWWISE):
         if rule.style is Style.COLWISE and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             return _whole_table(module, name, rule)
-        if isinstance(module, nn.RNNBase):
-            return _recurrent(module, name, rule)
         form = linear_form(module)
         grouped = rule.style is Style.COLWISE and is_grouped_convolution(module)
         if form is None and not grouped and not is_convolution(module):
@@ -96,16 +97,45 @@ def _whole_table(table: nn.Embedding | nn.EmbeddingBag, name: str, rule: Rule) -
     )
 
 
-def _recurrent(module: nn.RNNBase, name: str, rule: Rule) -> Diagnostic:
-    """TP101 for a state that is split by features, of which each step needs all."""
-    return Diagnostic(
-        code="TP101",
-        message=f"`{rule.style}` can't split `{name}`, {with_article(type(module).__name__)}: each step multiplies all "
-        "of the state that the step before has made, which the ranks would have to exchange in every step",
-        span=rule.style_span,
-        help=f"remove the rule, so that `{name}` stays whole; the layers around it can be split",
-        subject=name,
-    )
+def _recurrent(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
+    """What keeps a rule from splitting the hidden state of a recurrent layer."""
+    kind, whole = with_article(type(module).__name__), f"remove the rule, so that `{name}` stays whole"
+    if rule.style is Style.ROWWISE:
+        return Diagnostic(
+            code="TP101",
+            message=f"`rowwise` can't split `{name}`, {kind}: each gate is a function of its products, which would be "
+            "sums over the ranks",
+            span=rule.style_span,
+            help=f"make `{name}` `colwise`, which splits its hidden state, or {whole}",
+            subject=name,
+        )
+    reason = obstacle(module)
+    if reason:
+        return Diagnostic(
+            code="TP112",
+            message=f"the hidden state of `{name}`, {kind}, can't be split: it {reason}",
+            span=rule.style_span,
+            help=whole,
+            subject=name,
+        )
+    if rule.packed is not None:
+        return Diagnostic(
+            code="TP106",
+            message=f"`packed` isn't for `{name}`, {kind}: its gates are known, and each is split by itself",
+            span=rule.span_of("packed"),
+            help="remove `packed`",
+            subject=name,
+        )
+    if rule.input not in (None, Pin.REPLICATE):
+        return Diagnostic(
+            code="TP114",
+            message=f"each rank computes its features of `{name}` from all features of all steps, but "
+            f"`input: {rule.input}` gives it a part of its input",
+            span=rule.span_of("input"),
+            help="remove the pin",
+            subject=name,
+        )
+    return None
 
 
 def _input_of_other_features(name: str, rule: Rule) -> Diagnostic | None:
@@ -165,6 +195,8 @@ def _suggest_style(module: nn.Module) -> str:
         return "a convolution can be `colwise` or `rowwise`"
     if is_grouped_convolution(module):
         return "a convolution in groups can be `colwise`"
+    if is_recurrent(module):
+        return "a recurrent layer can be `colwise`"
     if isinstance(module, nn.Embedding):
         return "an embedding table can be `vocab` or `colwise`"
     if isinstance(module, nn.EmbeddingBag):

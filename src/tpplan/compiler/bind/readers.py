@@ -28,6 +28,7 @@ _ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 _CARRIED = VIEWS | {"aten.mul.Tensor", "aten._to_copy.default", "aten.alias.default", "aten.clone.default"}
 _COMPLEX = "aten.view_as_complex.default"
+_EXCHANGES = frozenset(("aten.transpose.int", "aten.transpose_.default"))
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
@@ -90,6 +91,12 @@ class Readers:
         while value in self._flow.source:
             value = self._flow.source[value]
         made = self._flow.made.get(value)
+        shape = self.trace.values[value].shape
+        if made is not None and len(made.inputs) == 1:
+            dims = {dim % len(shape) for dim in made.arguments[1:3]} if made.name in _EXCHANGES else None
+            alike = shape == self.trace.values[made.inputs[0]].shape and (_is_entrywise(made) or made.name in VIEWS)
+            if alike or (dims is not None and len(shape) - 1 not in dims):
+                return self.joined(made.inputs[0])
         if made is None or made.name != "aten.cat.default":
             return ()
         shapes = [self.trace.values[i].shape for i in made.inputs]

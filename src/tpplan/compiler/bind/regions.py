@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpplan.compiler.bind.bind import Binding, Bound
+from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
-from tpplan.compiler.ir.trace import ForeignBackward, Frame, Operation, Reference, Trace
+from tpplan.compiler.ir.trace import ForeignBackward, Frame, Operation, Path, Reference, Trace
+from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.plan import Pin, Style
 
 
@@ -91,10 +94,12 @@ class _Builder:
         style = None if style is Style.NONE else style
         reduced = bool(exits) and bound is not None and style in (Style.ROWWISE, Style.VOCAB) and not bound.walked
         shared = bool(exits) and bound is not None and bound.experts is not None
+        recurrent = bound.recurrent if bound is not None and exits else None
+        exit_packs = [_exit_packs(c.path, recurrent, packs) for c in frame.exits]
         fixed = frame.module in self.fixed
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
-            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared,
+            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:
@@ -105,9 +110,10 @@ class _Builder:
             region = self.interned[key] = Region(
                 tuple(values), inputs, outputs,
                 tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
-                tuple(Boundary(*held, exit_pin, packs) for held in exits),
+                tuple(Boundary(*held, exit_pin, own) for held, own in zip(exits, exit_packs, strict=True)),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
                 style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared,
+                recurrent,
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 
@@ -152,6 +158,11 @@ def _entry_pin(bound: Bound | None) -> Pin | None:
         Style.SEQUENCE: Pin.SEQUENCE,
         Style.REPLICATE: Pin.REPLICATE,
     }.get(bound.style)
+
+
+def _exit_packs(path: Path, recurrent: Recurrence | None, packs: tuple[Pack, ...]) -> tuple[Pack, ...]:
+    """The packs of a result that is pinned to be sharded."""
+    return packs if recurrent is None else made_layout(recurrent, path, 1).packs
 
 
 def _operation(node: Operation, local: _Numbers) -> OperationNode:

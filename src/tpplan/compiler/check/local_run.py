@@ -37,6 +37,7 @@ from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.place.assign import PlacedReshard
 from tpplan.compiler.rewrite.replay import Replay, recorded_body
 from tpplan.compiler.rules.propagate import Propagator
+from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
@@ -387,8 +388,11 @@ class _LocalBoundary:
                 shape = _moved_shape(reshard, tuple(tensor.shape), self.given)
                 collectives = reshard_between(reshard.source, reshard.target)
                 stays = collectives is not None and collectives.forward is Collective.NONE
-                # What isn't sent keeps its strides, and a body may look at them.
-                return _like(shape, tensor.dtype, tensor.requires_grad, tensor.stride() if stays else None)
+                # What isn't sent keeps its strides, and a body may look at them. If none does, what is sent lies as in
+                # the unsharded model: operators of torch run as others where it doesn't.
+                asked, value = self.given.trace.asked.memory, self.given.trace.values[reshard.value]
+                stride = tensor.stride() if stays else None if asked else _strides(value, shape)
+                return _like(shape, tensor.dtype, tensor.requires_grad, stride)
         return tensor
 
     def stand_in(self, module: str, call: int) -> tuple[Any] | None:
@@ -398,12 +402,13 @@ class _LocalBoundary:
         decided = self._decided.get((module, call))
         replaced = decided is not None and decided.normed is not None
         replaced = replaced or instance.region.shared  # see `experts`
+        replaced = replaced or instance.region.recurrent is not None  # see `recurrent`
         # An exact look-up, see `rewrite/lemmas`: the padding row may be another rank's.
         replaced = replaced or (instance.region.reduced and instance.region.style is Style.VOCAB)
         if module not in self.excused and not replaced and (self.every_call or not self._repeats(module, instance)):
             return None
         self.skipped.update((f.module, f.call) for f in instance.frame.walk())
-        return (self._promised(self.given.results[module, call], instance.frame),)
+        return (self._promised(self.given.results[module, call], instance),)
 
     def _repeats(self, module: str, instance: Instance) -> bool:
         region = instance.region
@@ -430,11 +435,16 @@ class _LocalBoundary:
         inner = tuple(self.filled(step) if isinstance(step, Heard) else step for step in heard.steps)
         return replace(heard, steps=inner, like=self._like.get((heard.module, heard.call)))
 
-    def _promised(self, result: Any, frame: Frame) -> Any:
-        targets = {c.path: c.target for c in frame.exits}
+    def _promised(self, result: Any, instance: Instance) -> Any:
+        targets = {c.path: c.target for c in instance.frame.exits}
+        recurrence = instance.region.recurrent
 
         def local(path: Path, held: Any) -> Any:
             value = self.given.trace.values[targets[path]] if path in targets else None
+            if value is None and recurrence is not None and isinstance(held, Tensor):  # which nobody reads
+                whole = made_layout(recurrence, path, held.dim())
+                shape = whole.local_shape(tuple(held.shape), self.given.size, self.given.rank)
+                return _like(shape, held.dtype, held.requires_grad)
             if value is None or not isinstance(held, Tensor):
                 return held
             shape = promised_shape(self.given, value)

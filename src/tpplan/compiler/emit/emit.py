@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
-from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.bind.linear import LinearForm
 from tpplan.compiler.emit.class_calls import class_calls, counted_among, statistics
+from tpplan.compiler.emit.recurrent import gathered_states
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, Layout, reshard_between
@@ -200,6 +201,8 @@ def _modules(
         exits = _reshards(trace, calls, origins, inward=False)
         bound = binding.modules.get(name)
         random = drawn.get(name)
+        if random is not None and bound is not None and bound.recurrent is not None:
+            random = "same"  # the body that takes its place drops what it has gathered
         normed = next((decided for decided in calls if decided.normed is not None), None)
         classes = of_classes.get((name, 0), ())
         changed = own or entries or exits or bound or random or normed or name in attributes or name in recorded
@@ -218,7 +221,7 @@ def _modules(
                 reads=own,
                 random=random,
                 local_attributes=attributes.get(name, ()),
-                inner=_inner(trace, assignment, calls, size),
+                inner=_inner(trace, assignment, calls, size, bound),
                 recorded=recorded_body(calls[0].frame, assignment.layouts, assignment.heads)
                 if name in recorded
                 else None,
@@ -227,6 +230,7 @@ def _modules(
                 class_calls=classes,
                 counted_apart=name in apart,
                 experts=bound.experts if bound is not None and calls else None,
+                recurrent=bound.recurrent if bound is not None and calls else None,
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
         )
@@ -329,8 +333,12 @@ def _largest_part(layout: Layout, shape: tuple[int, ...], size: int) -> tuple[in
     return layout.local_shape(shape, size, 0 if layout.dim is None else layout.fullest(shape[layout.dim], size))
 
 
-def _inner(trace: Trace, assignment: Assignment, calls: list[FrameAssignment], size: int) -> tuple[Reshard, ...]:
+def _inner(
+    trace: Trace, assignment: Assignment, calls: list[FrameAssignment], size: int, bound: Bound | None
+) -> tuple[Reshard, ...]:
     """What the ranks exchange inside of a body."""
+    if bound is not None and bound.recurrent is not None:
+        return gathered_states(trace, assignment, [decided.frame for decided in calls], bound.recurrent)
     normed = next((decided for decided in calls if decided.normed is not None), None)
     if normed is not None:
         return _statistics(trace, normed)

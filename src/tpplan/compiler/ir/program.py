@@ -37,6 +37,7 @@ class Reshard:
         bytes: of the whole tensor, in the example call.
         differentiable: whether a gradient flows back.
         origin: why it stands here.
+        times: how often it runs in a step, of a body that does so in a loop; None for once in each call of its module.
     """
 
     path: tuple[str | int, ...]
@@ -50,6 +51,7 @@ class Reshard:
     differentiable: bool
     origin: str
     aliases: tuple[tuple[str | int, ...], ...] = ()
+    times: int | None = None
 
     def padded_bytes(self, size: int) -> int:
         """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the longest.
@@ -190,6 +192,48 @@ class SharedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A recurrent layer, of whose hidden state each rank computes its features, and gathers it in each step.
+
+    Attributes:
+        mode: as torch names it: `LSTM`, `GRU`, `RNN_TANH` or `RNN_RELU`.
+        features: of the hidden state, on all ranks.
+        bias: whether it has biases.
+        layers: how many; 1 of a cell.
+        directions: 2 if it runs from both ends.
+        batch_first: whether the batch is the first dim of input and output.
+        dropout: between layers.
+        cell: whether it computes a single step, as `nn.LSTMCell`.
+    """
+
+    mode: str
+    features: int
+    bias: bool = True
+    layers: int = 1
+    directions: int = 1
+    batch_first: bool = False
+    dropout: float = 0.0
+    cell: bool = False
+
+    @property
+    def gates(self) -> int:
+        """How many stretches, one for each gate, its parameters have along their first dim."""
+        return {"LSTM": 4, "GRU": 3}.get(self.mode, 1)
+
+    def suffixes(self) -> tuple[str, ...]:
+        """What the names of its parameters end in, by layer and direction."""
+        if self.cell:
+            return ("",)
+        ways = ("", "_reverse")[: self.directions]
+        return tuple(f"_l{layer}{way}" for layer in range(self.layers) for way in ways)
+
+    def parameters(self, suffix: str) -> tuple[str, ...]:
+        """The names of the parameters of a layer's direction."""
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh") if self.bias else ("weight_ih", "weight_hh")
+        return tuple(f"{kind}{suffix}" for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
 class SplitClasses:
     """A call of a function over all classes, such as a loss, of whose classes each rank has its part.
 
@@ -253,6 +297,7 @@ class ModuleProgram:
         class_calls: its calls of functions over all classes, if any is of split ones.
         counted_apart: whether a body with such calls calls it, among which its own don't count.
         experts: what takes the body's place, if that is of whole experts.
+        recurrent: what takes the body's place, if that is a recurrent layer with a split hidden state.
     """
 
     name: str
@@ -273,6 +318,7 @@ class ModuleProgram:
     class_calls: ClassCalls = ()
     counted_apart: bool = False
     experts: SharedExperts | None = None
+    recurrent: Recurrence | None = None
 
     @property
     def reshards(self) -> tuple[Reshard, ...]:
@@ -441,7 +487,7 @@ class Program:
             ways = [reshard.forward] + ([reshard.backward] if backward and reshard.differentiable else [])
             for way in ways:  # the same collective each way counts twice
                 if way.communicates:
-                    counted[str(way)] += module.calls
+                    counted[str(way)] += module.calls if reshard.times is None else reshard.times
         if backward and sums:
             dtypes = {p.dtype for p in self.parameters if p.summed and p.trainable}
             if dtypes:
@@ -505,7 +551,7 @@ class Program:
             if not plain[name]:
                 del plain[name]
         for module in plain["modules"]:
-            for name in ("walked", "class_calls", "counted_apart", "experts"):
+            for name in ("walked", "class_calls", "counted_apart", "experts", "recurrent"):
                 if not module[name]:
                     del module[name]
         return _without_defaults(json.loads(json.dumps(_plain(plain))))
@@ -548,7 +594,8 @@ def _plain(held: Any) -> Any:
 def _without_defaults(plain: Any) -> Any:
     """Without what hardly any layout has."""
     if isinstance(plain, dict):
-        return {key: _without_defaults(held) for key, held in plain.items() if (key, held) != ("tail", 0)}  # pyright: ignore
+        rare = (("tail", 0), ("times", None))
+        return {key: _without_defaults(held) for key, held in plain.items() if (key, held) not in rare}  # pyright: ignore
     return [_without_defaults(held) for held in plain] if isinstance(plain, list) else plain  # pyright: ignore
 
 

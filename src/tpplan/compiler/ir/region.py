@@ -16,6 +16,7 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack
+from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.trace import Frame, Location, Path, operator_name
 from tpplan.plan import Pin, Style
 
@@ -110,6 +111,7 @@ class Region:
         has_own_backward: whether there is code in its backward that torch didn't derive, so that what computes the same
             forward can't take its place.
         shared: whether each rank runs whole experts of its own, so that the result is partial.
+        recurrent: what recurrent layer it is, if each rank computes its features of the hidden state.
     """
 
     values: tuple[LocalValue, ...]
@@ -125,6 +127,7 @@ class Region:
     example: tuple[str, int]
     has_own_backward: bool = False
     shared: bool = False
+    recurrent: Recurrence | None = None
 
 
 @dataclass(frozen=True, slots=True)

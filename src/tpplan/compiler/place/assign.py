@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Frame, Path
-from tpplan.compiler.place.solution import Called, Choice, Entered, Normed, Ran, Solution
+from tpplan.compiler.place.solution import Called, Choice, Entered, Normed, Ran, Recurred, Solution
 from tpplan.compiler.rewrite.recognise import Norm
 
 
@@ -146,6 +146,9 @@ class _Reader:
                 own = [None if i is None else values[i] for i in (choice.norm.weight, choice.norm.bias)]
                 decided.normed = PlacedNorm(choice.norm, choice.layout, *own)
                 held[values[region.exits[0].source]] = choice.layout
+            elif isinstance(choice, Recurred):
+                for boundary, layout in zip(region.exits, choice.layouts, strict=True):
+                    held[values[boundary.source]] = layout
             elif isinstance(choice, Entered):
                 self._cross(instance, region.entries, choice.layouts, decided.entries)
             else:

@@ -8,6 +8,8 @@ out: the layouts possible on the other side, each with its cost
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tpplan.compiler.ir.layout import (
     PARTIAL,
     REPLICATED,
@@ -41,9 +43,16 @@ class Boundaries:
 
     def entry_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
         """The layouts inside of an entry."""
+        targets = self._targets(region, boundary, region.values[boundary.target], source, outward=False)
+        return self.entries_among(region, boundary, source, targets)
+
+    def entries_among(
+        self, region: Region, boundary: Boundary, source: Layout, targets: Iterable[Layout]
+    ) -> list[tuple[Layout, Cost]]:
+        """Those of `targets` that are possible inside of an entry."""
         value = region.values[boundary.target]
         options: list[tuple[Layout, Cost]] = []
-        for target in self._targets(region, boundary, value, source, outward=False):
+        for target in targets:
             if target.is_sharded and (region.example, boundary.target) in self.constraints.unsharded:
                 continue
             if target != REPLICATED and (region.example, boundary.target) in self.constraints.whole:

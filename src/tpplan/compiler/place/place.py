@@ -16,9 +16,11 @@ new constraints concern.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
+from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import CallNode, OperationNode, Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
@@ -32,13 +34,15 @@ from tpplan.compiler.place.solution import (
     Left,
     Name,
     Ran,
+    Recurred,
     Solution,
     State,
     Steps,
 )
 from tpplan.compiler.place.split_norms import SplitNorms
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
-from tpplan.cost.communication import Topology
+from tpplan.compiler.rules.recurrent import GATHERED, gathers, gathers_first, made_layout, taken_layouts
+from tpplan.cost.communication import Topology, bytes_sent, ring_steps
 
 # What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later.
 _Step = tuple[Codes, Cost, Choice]
@@ -97,14 +101,15 @@ class Placer:
         solved = self._solved.setdefault(id(region), {})
         if inputs not in solved:
             solve = self._solve_reduced if region.reduced else self._solve_body
-            finished = (self._solve_shared if region.shared else solve)(region, inputs)
+            solve = self._solve_shared if region.shared else solve
+            finished = (self._solve_recurrent if region.recurrent is not None else solve)(region, inputs)
             if isinstance(finished, Failure):
                 solved[inputs] = finished
             else:
                 layouts = self._numbering.layouts
                 solved[inputs] = [(o, Solution(layouts(o), cost, steps)) for o, (cost, steps) in finished.items()]
             normed = None
-            if not (region.reduced or region.shared):
+            if not (region.reduced or region.shared or region.recurrent):
                 normed = self._norms.solve(region, self._numbering.layouts(inputs), self.boundaries)
             if normed is not None:
                 known = solved[inputs]
@@ -289,6 +294,46 @@ class Placer:
                 total = (cost[0] + extra[0], cost[1] + extra[1])
                 _keep(finished, (self._numbering.code(target),), total, Left((target,)), Steps(choice, None))
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
+
+    # -- recurrent layers, whose hidden state is split ----------------------------------------------------------------
+    def _solve_recurrent(self, region: Region, inputs: Codes) -> _States | Failure:
+        """Each rank's gates see all of the input and of the hidden state, which is gathered in each step."""
+        body, recurrence = Body(region, self._numbering), region.recurrent
+        assert recurrence is not None
+        sources = self._numbering.layouts(body.entries(inputs + body.constants))
+        branches: list[list[tuple[Layout, Cost]]] = []
+        for boundary, source in zip(region.entries, sources, strict=True):
+            value, paths = region.values[boundary.target], (boundary.path, *boundary.aliases)
+            taken = taken_layouts(recurrence, paths, len(value.shape), value.differentiable)
+            options = self.boundaries.entries_among(region, boundary, source, taken)
+            branches.append([o for o in options if boundary.pin or not region.fixed or o[0] == source])
+        made = [made_layout(recurrence, b.path, len(region.values[b.source].shape)) for b in region.exits]
+        leaving = [self.boundaries.exit_options(region, b, held) for b, held in zip(region.exits, made, strict=True)]
+        finished: _States = {}
+        for entered, cost in _combined(branches):
+            for left, extra in _combined(leaving):
+                total = (cost[0] + extra[0] + self._gathering(region, recurrence, entered), cost[1] + extra[1])
+                steps = Steps(Recurred(tuple(made)), Steps(Entered(entered), None))
+                _keep(finished, tuple(map(self._numbering.code, left)), total, Left(left), steps)
+        return finished or self._entry_failure(region, body.entries(inputs + body.constants))
+
+    def _gathering(self, region: Region, recurrence: Recurrence, entered: State) -> int:
+        """What it takes to gather the hidden state, forward and backward."""
+        first = next(region.values[b.target] for b in region.entries if b.path == ("input",))
+        size, (source, _) = self.propagator.size, GATHERED
+        entry = source.longest(recurrence.features, size) * size * first.dtype.itemsize
+        ways = ["all-gather"]
+        if any(region.values[b.source].differentiable for b in region.exits):
+            ways.append("reduce-scatter")
+        moved = [(held.times, held.batch) for held in gathers(recurrence, first.shape)]
+        for boundary, layout in zip(region.entries, entered, strict=True):
+            if gathers_first(recurrence, boundary.path, layout):
+                moved.append((1, math.prod(region.values[boundary.target].shape[:-1])))
+        return sum(
+            times * self._topology.time(ring_steps(way, size), bytes_sent(way, batch * entry, size))
+            for times, batch in moved
+            for way in ways
+        )
 
 
 def _combined(branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> Iterator[tuple[State, Cost]]:

@@ -100,7 +100,14 @@ class Normed:
     layout: Layout
 
 
-Choice = Entered | Ran | Called | Left | Normed
+@dataclass(frozen=True, slots=True)
+class Recurred:
+    """The body, a recurrent layer, is replaced by one that splits the hidden state: the results are made so."""
+
+    layouts: State
+
+
+Choice = Entered | Ran | Called | Left | Normed | Recurred
 
 
 @dataclass(frozen=True, slots=True)

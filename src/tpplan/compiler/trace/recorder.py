@@ -620,12 +620,16 @@ def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool]:
     # An operator lives as long as the process, and its own hash is computed in Python.
     found = _known_traits.get(id(func))
     if found is None:
-        detached = func.name() in ("aten::detach", "aten::detach_")
+        detached = func.name() in _WITHOUT_GRADIENT
         found = _known_traits[id(func)] = (schema_mutates(func), schema_returns_view(func), detached)
     return found
 
 
 _known_traits: dict[int, tuple[tuple[int, ...], bool, bool]] = {}
+_WITHOUT_GRADIENT = frozenset(
+    f"aten::{name}" for name in ("detach", "detach_", "new_empty", "new_full", "new_ones", "new_zeros")
+)
+"""Operators that cut the gradient off, or read no number of what they are given."""
 
 
 def _is_written_out(func: OpOverload, inside: bool) -> bool:
