@@ -24,6 +24,7 @@ from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.class_rows import ClassPart
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
+from tpplan.runtime.dispatch import DispatchBody
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
@@ -191,7 +192,8 @@ def _replaced(
     """What the program has in place of the module's own body, kernels apart."""
     module, axis = modules[spec.name], handed_out.axis
     if spec.experts is not None and spec.experts.owner is None:
-        return StackBody(spec.experts, module, stock[spec.name], spec.name, handed_out)
+        kind = DispatchBody if spec.experts.dispatches else StackBody
+        return kind(spec.experts, module, stock[spec.name], spec.name, handed_out)
     if spec.experts is not None and spec.experts.owner != axis.rank:
         inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]

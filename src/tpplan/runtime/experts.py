@@ -4,7 +4,7 @@ in:  a `SharedExperts`, and this rank
 out: a body that stands in for the module's own
 
     a stack:   the pairs (token, choice) of this rank's experts are found, and the module's own code gets these, one
-               choice for each; what it makes of them is summed by token
+               choice for each; what it makes of them is summed by token (of split tokens, see `dispatch`)
     a module:  its own code on the rank that holds it; zeros elsewhere
 """
 
@@ -57,29 +57,45 @@ class StackBody:
 
     def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the stock forward on the pairs (token, choice) of this rank's experts; sum by token."""
-        experts, names = self._experts, self._names
-        given: dict[str, Tensor] = dict(zip(names, args, strict=False)) | kwargs
-        tokens, chosen, weights = given[experts.tokens], given[experts.chosen], given[experts.weights]
-        if self._handed_out.watched:
-            with _unseen():
-                self._others.ask({n: _argument(t) for n, t in given.items()}, tokens.device, self._name)
+        tokens, chosen, weights = self.given(args, kwargs)
         own = chosen - self._first
         token, choice = ((own >= 0) & (own < self._count)).nonzero(as_tuple=True)
-        pairs = token.shape[0]
+        call = (tokens[token], own[token, choice], weights[token, choice])
+        made = self.of_pairs(stock, args, kwargs, *call)
+        return by_token(made, token * chosen.shape[1] + choice, chosen)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens, the numbers of the experts chosen for each, and their weights."""
+        experts = self._experts
+        given: dict[str, Tensor] = dict(zip(self._names, args, strict=False)) | kwargs
+        if self._handed_out.watched:
+            with _unseen():
+                device = given[experts.tokens].device
+                self._others.ask({n: _argument(t) for n, t in given.items()}, device, self._name)
+        return given[experts.tokens], given[experts.chosen], given[experts.weights]
+
+    def of_pairs(
+        self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor, own: Tensor, weights: Tensor
+    ) -> Tensor:
+        """What the stock forward makes of pairs: a token, the number of one of this rank's experts, a weight."""
+        experts, pairs = self._experts, own.shape[0]
         call = {
-            experts.tokens: tokens[token],
-            experts.chosen: own[token, choice].unsqueeze(-1),
-            experts.weights: weights[token, choice].unsqueeze(-1),
+            experts.tokens: tokens,
+            experts.chosen: own.unsqueeze(-1),
+            experts.weights: weights.unsqueeze(-1),
         }
         if pairs == 0:
             # A pair of zeros is made up and dropped, so that there are gradients as on the other ranks.
             call = {name: _padded(rows) for name, rows in call.items()}
         # As they were passed: what the class's forward is wrapped around may have other names for them.
-        args = tuple(call[name] for name in names[: len(args)])
-        made: Tensor = stock(*args, **{name: call[name] for name in kwargs})[:pairs]
-        spread = made.new_zeros(chosen.numel(), *made.shape[1:])
-        spread = spread.index_copy(0, token * chosen.shape[1] + choice, made)
-        return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
+        args = tuple(call[name] for name in self._names[: len(args)])
+        return stock(*args, **{name: call[name] for name in kwargs})[:pairs]
+
+
+def by_token(made: Tensor, places: Tensor, chosen: Tensor) -> Tensor:
+    """The sums over each token's choices of what experts made of the pairs at these places; of others it is zero."""
+    spread = made.new_zeros(chosen.numel(), *made.shape[1:]).index_copy(0, places, made)
+    return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
 
 
 @contextmanager
@@ -161,4 +177,4 @@ def _geometry(held: Any) -> object:
     return (held.shape, held.stride(), held.dtype) if isinstance(held, Tensor) else (type(held).__name__, repr(held))
 
 
-__all__ = ["ElsewhereBody", "StackBody", "own_body"]
+__all__ = ["ElsewhereBody", "StackBody", "by_token", "own_body"]

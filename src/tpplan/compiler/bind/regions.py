@@ -91,10 +91,12 @@ class _Builder:
         style = None if style is Style.NONE else style
         reduced = bool(exits) and bound is not None and style in (Style.ROWWISE, Style.VOCAB) and not bound.walked
         shared = bool(exits) and bound is not None and bound.experts is not None
+        stack = bound.experts if shared and bound is not None and bound.experts is not None else None
+        stack = None if stack is None or stack.owner is not None else stack
         fixed = frame.module in self.fixed
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
-            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared,
+            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, stack,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:
@@ -107,7 +109,7 @@ class _Builder:
                 tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
                 tuple(Boundary(*held, exit_pin, packs) for held in exits),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
-                style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared,
+                style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared, stack,
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 

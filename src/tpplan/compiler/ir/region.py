@@ -16,6 +16,7 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack
+from tpplan.compiler.ir.program import SharedExperts
 from tpplan.compiler.ir.trace import Frame, Location, Path, operator_name
 from tpplan.plan import Pin, Style
 
@@ -109,7 +110,8 @@ class Region:
         example: the module and call that it was first met in; a name for the region.
         has_own_backward: whether there is code in its backward that torch didn't derive, so that what computes the same
             forward can't take its place.
-        shared: whether each rank runs whole experts of its own, so that the result is partial.
+        shared: whether each rank runs whole experts of its own.
+        stack: these, if they are stacked.
     """
 
     values: tuple[LocalValue, ...]
@@ -125,6 +127,7 @@ class Region:
     example: tuple[str, int]
     has_own_backward: bool = False
     shared: bool = False
+    stack: SharedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,14 @@ class Normed:
     layout: Layout
 
 
-Choice = Entered | Ran | Called | Left | Normed
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Tokens of this layout go to the ranks that hold their experts; the result lies like them."""
+
+    layout: Layout
+
+
+Choice = Entered | Ran | Called | Left | Normed | Dispatched
 
 
 @dataclass(frozen=True, slots=True)
