@@ -193,7 +193,7 @@ def _replaced(
     module, axis = modules[spec.name], handed_out.axis
     if spec.experts is not None and spec.experts.owner is None:
         kind = DispatchBody if spec.experts.dispatches else StackBody
-        return kind(spec.experts, module, stock[spec.name], spec.name, handed_out)
+        return kind(spec, spec.experts, module, stock[spec.name], handed_out)
     if spec.experts is not None and spec.experts.owner != axis.rank:
         inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import has_dispatch_modes, native_apply, without_keeping_modes
-from tpplan.compiler.ir.program import SharedExperts
+from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
 from tpplan.runtime.communicator import Communicator, of_backward, placed
 from tpplan.runtime.experts import StackBody, by_token
 from tpplan.runtime.kernels import Stock
@@ -34,11 +34,11 @@ class DispatchBody(StackBody):
     """The body of a stack of experts whose tokens are split."""
 
     def __init__(
-        self, experts: SharedExperts, module: nn.Module, stock: nn.Module, name: str, handed_out: HandedOut
+        self, spec: ModuleProgram, experts: SharedExperts, module: nn.Module, stock: nn.Module, handed_out: HandedOut
     ) -> None:
         """Stand in for a body; see `StackBody`."""
-        super().__init__(experts, module, stock, name, handed_out)
-        self._ranks = placed(handed_out.axis, f"the experts of `{name}`")
+        super().__init__(spec, experts, module, stock, handed_out)
+        self._ranks = placed(handed_out.axis, f"the experts of `{spec.name}`")
 
     def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange the pairs, run the stock forward on those of this rank's experts, exchange what it makes."""

@@ -26,7 +26,7 @@ from tpplan.compat import (
     without_global_hooks,
 )
 from tpplan.compiler.check.experts import Argument, OtherCounts
-from tpplan.compiler.ir.program import SharedExperts
+from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.kernels import Stock
 from tpplan.runtime.module_runtime import Reader
@@ -40,18 +40,19 @@ class StackBody:
     """The body of a stack of experts, of which rank r has those from r · count / size on."""
 
     def __init__(
-        self, experts: SharedExperts, module: nn.Module, stock: nn.Module, name: str, handed_out: HandedOut
+        self, spec: ModuleProgram, experts: SharedExperts, module: nn.Module, stock: nn.Module, handed_out: HandedOut
     ) -> None:
         """Stand in for a body.
 
         Args:
-            experts: where it takes what.
-            module, name: the module, and its name.
+            spec, experts: what becomes of the module, and where it takes what.
+            module: the module.
             stock: the module without its numbers; in watched calls it tells of other numbers of tokens.
             handed_out: tells the ranks, and whether a call is watched.
         """
-        self._experts, self._name, self._handed_out = experts, name, handed_out
-        self._names, self._others = argument_names(stock_class(module).forward), OtherCounts(stock, experts)
+        self._experts, self._name, self._handed_out = experts, spec.name, handed_out
+        self._names = argument_names(stock_class(module).forward)
+        self._others = OtherCounts(stock, experts, spec.local_attributes, handed_out.axis.size)
         self._count = experts.count // handed_out.axis.size
         self._first = handed_out.axis.rank * self._count
 
@@ -70,8 +71,10 @@ class StackBody:
         given: dict[str, Tensor] = dict(zip(self._names, args, strict=False)) | kwargs
         if self._handed_out.watched:
             with _unseen():
-                device = given[experts.tokens].device
-                self._others.ask({n: _argument(t) for n, t in given.items()}, device, self._name)
+                # All arguments have a row for each token. A sequence is split evenly.
+                times = self._handed_out.axis.size if experts.dispatches else 1
+                whole = {name: _argument(tensor, times) for name, tensor in given.items()}
+                self._others.ask(whole, given[experts.tokens].device, self._name)
         return given[experts.tokens], given[experts.chosen], given[experts.weights]
 
     def of_pairs(
@@ -106,8 +109,10 @@ def _unseen() -> Generator[None]:
         yield
 
 
-def _argument(tensor: Tensor) -> Argument:
-    return Argument(tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
+def _argument(tensor: Tensor, times: int) -> Argument:
+    """An argument that is so many times as long as what is here."""
+    shape = (tensor.shape[0] * times, *tensor.shape[1:])
+    return Argument(shape, tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _padded(rows: Tensor) -> Tensor:

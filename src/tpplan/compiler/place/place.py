@@ -277,6 +277,11 @@ class Placer:
                 _keep(finished, (self._numbering.code(target),), total, left, Steps(choice, None))
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 
+    def _splits_tokens(self, region: Region, layouts: State) -> bool:
+        """Whether all arguments are split by tokens, alike and evenly."""
+        count = region.values[region.entries[0].target].shape[0]
+        return splits_tokens(layouts) and layouts[0].is_even(count, self.propagator.size)
+
     # -- whole experts, of which each rank runs its own ---------------------------------------------------------------
     def _solve_shared(self, region: Region, inputs: Codes) -> _States | Failure:
         """Each rank's experts see whole tokens, of which some are theirs; the result is a sum over the ranks.
@@ -293,7 +298,9 @@ class Placer:
             assert isinstance(choice, Entered)
             if choice.layouts == whole and asked is not Exchange.ALL_TO_ALL:
                 made, sent, steps = PARTIAL, 0, Steps(choice, None)
-            elif region.stack is not None and asked is not Exchange.SUMS and splits_tokens(choice.layouts):
+            elif (
+                region.stack is not None and asked is not Exchange.SUMS and self._splits_tokens(region, choice.layouts)
+            ):
                 made, sent = choice.layouts[0], self.boundaries.exchange(_dispatched(region, self.propagator.size))
                 steps = Steps(Dispatched(made), Steps(choice, None))
             else:
