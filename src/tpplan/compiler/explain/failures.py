@@ -51,7 +51,7 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     bound = _culprit(here, refusal, trace, binding) or binding.modules.get(here.frame.module)
     node = None if failure.node is None else here.region.nodes[failure.node]
     if refusal.kind == "dispatch" and bound is not None:
-        return _undispatched(here, binding.modules.get(here.frame.module) or bound, refusal)
+        return _undispatched(here, binding.modules.get(here.frame.module) or bound, refusal, trace.batch)
     if refusal.kind == "pin" or not isinstance(node, OperationNode):
         return _pin(here, refusal, bound, binding, size)
     split = _sharded_operand(here.region, node, refusal)
@@ -78,7 +78,7 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     )  # fmt: skip
 
 
-def _undispatched(here: Instance, bound: Bound, refusal: Refusal) -> Diagnostic:
+def _undispatched(here: Instance, bound: Bound, refusal: Refusal, batch: int) -> Diagnostic:
     """Tokens are to go to the ranks with their experts, and aren't split."""
     return Diagnostic(
         code="TP146",
@@ -86,7 +86,9 @@ def _undispatched(here: Instance, bound: Bound, refusal: Refusal) -> Diagnostic:
         "are split along the sequence",
         span=bound.rule.span_of("exchange"),
         help="write `sequence` for the norms around the mixture, whose router then runs on split tokens, or remove "
-        "`exchange`",
+        "`exchange`"
+        if batch > 1
+        else "give example inputs with a batch of 2 or more, so that the sequence shows, or remove `exchange`",
         notes=tuple(note for note in (_operands(here.region, refusal),) if note),
         subject=here.frame.module,
     )

@@ -278,7 +278,9 @@ class Placer:
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 
     def _splits_tokens(self, region: Region, layouts: State) -> bool:
-        """Whether all arguments are split by tokens, alike and evenly."""
+        """Whether all arguments of stacked experts are split by tokens, alike and evenly."""
+        if region.stack is None:
+            return False
         count = region.values[region.entries[0].target].shape[0]
         return splits_tokens(layouts) and layouts[0].is_even(count, self.propagator.size)
 
@@ -298,9 +300,7 @@ class Placer:
             assert isinstance(choice, Entered)
             if choice.layouts == whole and asked is not Exchange.ALL_TO_ALL:
                 made, sent, steps = PARTIAL, 0, Steps(choice, None)
-            elif (
-                region.stack is not None and asked is not Exchange.SUMS and self._splits_tokens(region, choice.layouts)
-            ):
+            elif asked is not Exchange.SUMS and self._splits_tokens(region, choice.layouts):
                 made, sent = choice.layouts[0], self.boundaries.exchange(_dispatched(region, self.propagator.size))
                 steps = Steps(Dispatched(made), Steps(choice, None))
             else:
