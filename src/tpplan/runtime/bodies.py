@@ -129,6 +129,7 @@ def prepare(
             body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers, use)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
+            dispatches=spec.experts is not None and spec.experts.dispatches,
             weight=own.get("weight"),
             bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),
