@@ -133,7 +133,8 @@ def leave_uncompiled(module: nn.Module) -> bool:
     """Whether a region has to run as without a compiler.
 
     Its call is watched, or was when it ran for the first time; its draws are told apart one by one; it runs from its
-    record or exchanges rows by their number; or it is under a dispatch mode, where Dynamo compiles nothing, nor ever again what it has met there.
+    record, or exchanges rows by their number; or it is under a dispatch mode, where Dynamo compiles nothing, nor ever
+    again what it has met there.
     """
     runtime = runtime_of(module)
     recalled = runtime.handed_out.recalled if runs_backward() else None
