@@ -85,7 +85,7 @@ BUGS = (
     Bug("a parameter's gradient isn't summed", "runtime/parameters.py",
         "functools.partial(_apply_summed_shards, self.summing))", "_apply_local_shards)", _PARITY),
     Bug("gradients of rows are those of other rows", "runtime/dispatch.py",
-        "sent = [held for held, asked", "sent = [held.flip(0) for held, asked", ("parity/test_dispatch.py",)),
+        ".move([held for held, asked", ".move([held.flip(0) for held, asked", ("parity/test_dispatch.py",)),
     Bug("pairs arrive in another order than their experts' numbers", "runtime/dispatch.py",
         "own.repeat_interleave(arrived.view(-1), output_size=sum(received))",
         "own.repeat_interleave(arrived.view(-1), output_size=sum(received)).flip(0)", ("parity/test_dispatch.py",)),

@@ -128,7 +128,9 @@ class ThreadCommunicator:
     def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
         """See `Communicator`."""
         received = torch.stack([held[self.rank] for held in self._exchange(Collective.ALL_TO_ALL, sizes)])
-        return received, sizes.sum(1).tolist(), received.sum(1).tolist()
+        sent: list[int] = sizes.sum(1).tolist()
+        arriving: list[int] = received.sum(1).tolist()
+        return received, sent, arriving
 
     def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """See `Communicator`."""

@@ -184,7 +184,8 @@ class ProcessGroupCommunicator:
             dist.all_to_all_single(received, sizes, group=self.group)
         except RuntimeError as error:
             self._raise("all-to-all", sizes, error)
-        sent, arriving = torch.stack([sizes.sum(1), received.sum(1)]).tolist()
+        both: list[list[int]] = torch.stack([sizes.sum(1), received.sum(1)]).tolist()  # the one wait for the device
+        sent, arriving = both
         return received, sent, arriving
 
     def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
