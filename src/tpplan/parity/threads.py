@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -128,8 +128,7 @@ class ThreadCommunicator:
     def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
         """See `Communicator`."""
         received = torch.stack([held[self.rank] for held in self._exchange(Collective.ALL_TO_ALL, sizes)])
-        sent: list[int] = sizes.sum(1).tolist()
-        arriving: list[int] = received.sum(1).tolist()
+        sent, arriving = cast("list[list[int]]", torch.stack([sizes.sum(1), received.sum(1)]).tolist())
         return received, sent, arriving
 
     def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

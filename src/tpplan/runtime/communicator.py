@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -184,8 +184,8 @@ class ProcessGroupCommunicator:
             dist.all_to_all_single(received, sizes, group=self.group)
         except RuntimeError as error:
             self._raise("all-to-all", sizes, error)
-        both: list[list[int]] = torch.stack([sizes.sum(1), received.sum(1)]).tolist()  # the one wait for the device
-        sent, arriving = both
+        both = torch.stack([sizes.sum(1), received.sum(1)])
+        sent, arriving = cast("list[list[int]]", both.tolist())  # the one wait for the device
         return received, sent, arriving
 
     def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class _Exchange:
             return (self.ranks.all_to_all_rows(tensors[0], self.sent, self.received),)
         flat = [tensor.flatten(1).contiguous().view(torch.uint8) for tensor in tensors]
         arrived = self.ranks.all_to_all_rows(torch.cat(flat, 1), self.sent, self.received)
-        parts: Sequence[Tensor] = arrived.split([held.shape[1] for held in flat], 1)
+        parts = cast("tuple[Tensor, ...]", arrived.split([held.shape[1] for held in flat], 1))
         return tuple(
             part.contiguous().view(tensor.dtype).view(part.shape[0], *tensor.shape[1:])
             for part, tensor in zip(parts, tensors, strict=True)
