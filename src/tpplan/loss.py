@@ -12,6 +12,7 @@ classes; logits that have neither the size of this rank's part nor that of the w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -179,6 +180,12 @@ class _Alone:
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
         return tensor
+
+    def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
+        return sizes, [most], [most]
+
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return rows
 
 
 _Known = tuple[Communicator, int]

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.toy import TOY_PLAN
-from tpplan.plan import KernelChoice, KernelKind, Pin, Style, check_plan, load_plan
+from tpplan.plan import Exchange, KernelChoice, KernelKind, Pin, Style, check_plan, load_plan
 from tpplan.plan.vocabulary import OPTIONS_BY_STYLE
 
 SEGMENTS = st.one_of(
@@ -22,6 +22,7 @@ def rules(draw: st.DrawFn) -> object:
     choices = {
         "input": st.sampled_from(Pin).map(str),
         "output": st.sampled_from(Pin).map(str),
+        "exchange": st.sampled_from(Exchange).map(str),
         "packed": st.one_of(
             NAMES, NAMES.flatmap(lambda names: st.fixed_dictionaries(dict.fromkeys(names, st.integers(1, 99))))
         ),

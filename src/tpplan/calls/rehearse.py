@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward
+from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
@@ -76,6 +77,17 @@ class ShapeCommunicator:
         """See `Communicator`."""
         self._count("all-to-all", tensor, self.size)
         return torch.cat([tensor.chunk(self.size, split_dim)[self.rank]] * self.size, concatenate_dim)
+
+    def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
+        """See `Communicator`. As if as much went to each rank as to any other."""
+        self._count("all-to-all", sizes, self.size)
+        parts = [Pack(most).local(self.size, rank) for rank in range(self.size)]
+        return sizes, parts, [parts[self.rank]] * self.size
+
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """See `Communicator`."""
+        self._count("all-to-all", rows, self.size)
+        return rows.new_empty((sum(received), *rows.shape[1:]))
 
     def _count(self, name: str, tensor: Tensor, parts: int) -> None:
         self.counts[name] += 1

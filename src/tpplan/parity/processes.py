@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +147,11 @@ class _CountingGroup(ProcessGroupCommunicator):
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
         self.counts[str(Collective.ALL_TO_ALL)] += 1
         return super().all_to_all(tensor, split_dim, concatenate_dim)
+
+    def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
+        self.counts[str(Collective.ALL_TO_ALL)] += 1
+        return super().all_to_all_sizes(sizes, most)
+
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        self.counts[str(Collective.ALL_TO_ALL)] += 1
+        return super().all_to_all_rows(rows, sent, received)

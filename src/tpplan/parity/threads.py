@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -124,6 +124,20 @@ class ThreadCommunicator:
         """See `Communicator`."""
         parts = self._exchange(Collective.ALL_TO_ALL, tensor, f" from dim {concatenate_dim} to dim {split_dim}")
         return torch.cat([part.chunk(self.size, split_dim)[self.rank] for part in parts], concatenate_dim)
+
+    def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
+        """See `Communicator`."""
+        received = torch.stack([held[self.rank] for held in self._exchange(Collective.ALL_TO_ALL, sizes)])
+        sent, arriving = cast("list[list[int]]", torch.stack([sizes.sum(1), received.sum(1)]).tolist())
+        return received, sent, arriving
+
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """See `Communicator`."""
+        self.counts[str(Collective.ALL_TO_ALL)] += 1
+        what = f"{Collective.ALL_TO_ALL} of rows of {str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape[1:])}"
+        sizes = self._rendezvous.exchange(self.rank, f"the sizes of {what}", torch.tensor(sent))
+        every = self._rendezvous.exchange(self.rank, what, rows)
+        return torch.cat([held.split(n.tolist())[self.rank] for held, n in zip(every, sizes, strict=True)])
 
     def _exchange(self, collective: Collective, tensor: Tensor, how: str = "") -> tuple[Tensor, ...]:
         self.counts[str(collective)] += 1

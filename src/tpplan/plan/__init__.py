@@ -12,13 +12,14 @@ from tpplan.plan.pattern import Pattern, PatternError, Specificity
 from tpplan.plan.plan import Plan
 from tpplan.plan.positions import Position, SourceText, Span
 from tpplan.plan.rules import KernelRule, Pack, Rule
-from tpplan.plan.vocabulary import KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Style
 
 __all__ = [
     "CATALOGUE",
     "CompileError",
     "Diagnostic",
     "Entry",
+    "Exchange",
     "InternalError",
     "KernelChoice",
     "KernelKind",

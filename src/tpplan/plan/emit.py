@@ -44,6 +44,8 @@ def _rule(rule: Rule) -> object:
         options["packed"] = packs if sized else list(packs)
     if rule.local:
         options["local"] = list(rule.local)
+    if rule.exchange is not None:
+        options["exchange"] = rule.exchange.value
     return options if len(options) > 1 else rule.style.value
 
 

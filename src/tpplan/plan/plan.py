@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tpplan.plan.emit import plan_to_dict, plan_to_yaml
 from tpplan.plan.match import Matched, match_rules, matching_rules
 from tpplan.plan.rules import KernelRule, Rule
-from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, Exchange, KernelChoice, KernelKind, Pin, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ class Plan:
 def _whole(rule: Rule) -> Rule:
     style = Style.REPLICATE if rule.style is Style.SEQUENCE else rule.style
     entry, leaving = (Pin.REPLICATE if pin is Pin.SEQUENCE else pin for pin in (rule.input, rule.output))
-    return replace(rule, style=style, input=entry, output=leaving)
+    exchange = None if rule.exchange is Exchange.ALL_TO_ALL else rule.exchange  # of whole tokens each rank has all
+    return replace(rule, style=style, input=entry, output=leaving, exchange=exchange)
 
 
 def _inside_out(module_name: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from tpplan.plan.problems import Problems
 from tpplan.plan.rules import Pack, Rule
 from tpplan.plan.schema import RULE_KEYS
 from tpplan.plan.suggest import word_help
-from tpplan.plan.vocabulary import OPTIONS_BY_STYLE, Pin, Style
+from tpplan.plan.vocabulary import OPTIONS_BY_STYLE, Exchange, Pin, Style
 from tpplan.plan.wording import one_of
 
 _Word = TypeVar("_Word", bound=StrEnum)
@@ -123,6 +123,7 @@ def _long_rule(
     pin_output = read_word(given["output"], Pin, "an output pin", "TP021", problems) if "output" in given else None
     packed = _packed(given["packed"], problems) if "packed" in given else None
     local = _local(given["local"], problems) if "local" in given else ()
+    exchange = read_word(given["exchange"], Exchange, "an exchange", "TP021", problems) if "exchange" in given else None
     if pattern is None or style is None:
         return None
     return Rule(
@@ -132,6 +133,7 @@ def _long_rule(
         pin_output,
         packed,
         local,
+        exchange,
         pattern_span=key.span,
         style_span=given["style"].span,
         option_spans={name: node.span for name, node in given.items() if node.span is not None},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Literal
 
-from tpplan.plan.vocabulary import KernelChoice, KernelKind, Pin, Style
+from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Style
 
 _PYDANTIC_CONFIG: Final[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -26,6 +26,8 @@ class RuleOptions:
     """The matrices in a packed projection, in order; with their sizes where they differ."""
     local: list[str] | None = None
     """Integer attributes that count something global, such as `num_heads`, and have to become local."""
+    exchange: Exchange | None = None
+    """How tokens that are split along the sequence reach experts on other ranks, instead of the cheaper way."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""The words of the plan language: styles, pins, options and kernel kinds."""
+"""The words of the plan language: styles, pins, exchanges, options and kernel kinds."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ class Pin(StrEnum):
     SEQUENCE = "sequence"
 
 
+class Exchange(StrEnum):
+    """How ranks that hold whole experts exchange the tokens, where these are split over them."""
+
+    ALL_TO_ALL = "all-to-all"
+    SUMS = "sums"
+
+
 class KernelKind(StrEnum):
     """An operation for which tpplan has a Triton kernel."""
 
@@ -55,7 +62,7 @@ OPTIONS_BY_STYLE: Final[dict[Style, frozenset[str]]] = {
     Style.ROWWISE: frozenset({"input", "output", "packed", "local"}),
     Style.SEQUENCE: frozenset({"input", "output", "local"}),
     Style.VOCAB: frozenset({"input", "output", "local"}),
-    Style.EXPERTS: frozenset(),
+    Style.EXPERTS: frozenset({"exchange"}),
     Style.REPLICATE: frozenset({"input", "output", "local"}),
     Style.NONE: frozenset(),
 }

@@ -15,7 +15,7 @@ from rich.text import Text
 from tpplan.cost.program import StepTraffic, Traffic, gradient_sum_traffic, module_traffic, reshard_traffic
 from tpplan.report.grid import INDENT, TOTAL_STYLE, fitted, new_table
 from tpplan.report.program_outline import Block, Item, Unit, units_of
-from tpplan.report.quantities import NOTHING, bytes_text, count_text
+from tpplan.report.quantities import NOTHING, bytes_text, count_text, path_text
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program, Reshard
@@ -98,7 +98,10 @@ class _Rows:
             title = Text()
 
     def _placement(self, way: str, reshard: Reshard) -> str:
-        text = f"{way:<3} {reshard.source} → {reshard.target}"
+        moved = f"{reshard.source} → {reshard.target}"
+        if reshard.source == reshard.target:  # rows change their ranks, and the layout tells nothing
+            moved = path_text(reshard.path)
+        text = f"{way:<3} {moved}"
         return text.replace(" →", "\n    →") if len(text) > _WIDEST_PLACEMENT and self.separator == "\n" else text
 
     def _add_subtotals(self, block: Block, depth: int) -> None:
@@ -121,6 +124,7 @@ class _Rows:
 
 
 def _reshards(unit: Unit) -> Iterator[tuple[str, Reshard]]:
+    """Those at the boundary, and those in the middle of the body, by their way."""
     if unit.module is not None:
         yield from (("in", reshard) for reshard in unit.module.entries)
         yield from (("mid", reshard) for reshard in unit.module.inner)

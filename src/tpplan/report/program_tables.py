@@ -19,7 +19,7 @@ from tpplan.report.program_outline import Block, Item, Unit, units_of
 from tpplan.report.quantities import bytes_text, count_text, shape_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program
+    from tpplan.compiler.ir.program import ModuleProgram, ParameterPlacement, Program, SharedExperts
 
 
 def cost_table(program: Program) -> Table:
@@ -93,6 +93,13 @@ def randomness_text(module: ModuleProgram) -> str:
     return f"differ by rank in {draws.count('split')} of {count_text(len(draws), 'draw')}"
 
 
+def exchange_text(experts: SharedExperts) -> str:
+    """`all-to-all 1.2 MiB, by sums 4.5 MiB`: what a rank sends in a forward and its backward, first the way taken."""
+    sent = experts.sent or (0, 0)
+    ways = [f"all-to-all {bytes_text(sent[0])}", f"by sums {bytes_text(sent[1])}"]
+    return ", ".join(ways if experts.dispatches else ways[::-1])
+
+
 def _add_memory(table: Table, name: str, parameters: Sequence[ParameterPlacement], style: str) -> None:
     held = memory(parameters)
     count = count_text(len(parameters), "tensor")
@@ -129,6 +136,8 @@ def _facts(unit: Unit, size: int, common_dtype: str, separator: str) -> Iterator
             f"{attribute.name} {attribute.whole} → {by_rank_text(attribute.by_rank or (attribute.local,))}",
             "",
         )
+    if unit.module.experts is not None and unit.module.experts.sent is not None:
+        yield "tokens", exchange_text(unit.module.experts), ""
     if unit.module.draws_by_rank:
         yield "random", f"numbers {randomness_text(unit.module)}", ""
 

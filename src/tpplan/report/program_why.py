@@ -17,7 +17,7 @@ from tpplan.cost.program import Traffic, reshard_traffic
 from tpplan.plan import Pattern
 from tpplan.report.program import legend, to_text
 from tpplan.report.program_outline import Block, Item, Unit, collapse, joined, units
-from tpplan.report.program_tables import by_rank_text, placement_text, randomness_text, sizes_text
+from tpplan.report.program_tables import by_rank_text, exchange_text, placement_text, randomness_text, sizes_text
 from tpplan.report.quantities import bytes_text, count_text, path_text, shape_text
 
 if TYPE_CHECKING:
@@ -132,6 +132,15 @@ def _local_facts(module: ModuleProgram) -> list[tuple[str, str]]:
         (f"{a.name}  {a.whole} → {by_rank_text(a.by_rank or (a.local,))}", "it counts what each rank holds a share of")
         for a in module.local_attributes
     ]
+    if module.experts is not None and module.experts.sent is not None:
+        facts.append((f"tokens  {exchange_text(module.experts)}, a forward and its backward", _exchange_why(module)))
     if module.draws_by_rank:
         facts.append((f"random numbers  {randomness_text(module)}", "they fall on a sharded tensor"))
     return facts
+
+
+def _exchange_why(module: ModuleProgram) -> str:
+    """Why tokens are exchanged as they are."""
+    if module.experts is not None and module.experts.dispatches:
+        return "the tokens are split, and go to the ranks with their experts: less is sent, or the plan asks for it"
+    return "all ranks get all tokens, and sum their results: with all else that needs these, no more time, or asked for"

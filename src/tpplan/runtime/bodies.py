@@ -24,6 +24,7 @@ from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.class_rows import ClassPart
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
+from tpplan.runtime.dispatch import DispatchBody
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
@@ -129,6 +130,7 @@ def prepare(
             body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers, use)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
+            dispatches=spec.experts is not None and spec.experts.dispatches,
             weight=own.get("weight"),
             bias=None if left else own.get("bias"),
             table=_table(spec, placements, axis),
@@ -192,7 +194,8 @@ def _replaced(
     """What the program has in place of the module's own body, kernels apart."""
     module, axis = modules[spec.name], handed_out.axis
     if spec.experts is not None and spec.experts.owner is None:
-        return StackBody(spec.experts, module, stock[spec.name], spec.name, handed_out)
+        kind = DispatchBody if spec.experts.dispatches else StackBody
+        return kind(spec, spec.experts, module, stock[spec.name], handed_out)
     if spec.experts is not None and spec.experts.owner != axis.rank:
         inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]

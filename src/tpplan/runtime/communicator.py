@@ -1,4 +1,4 @@
-"""What the runtime needs of an axis: four collectives on plain tensors, over a process group.
+"""What the runtime needs of an axis: five collectives on plain tensors, over a process group.
 
 Other implementations stand in for it elsewhere: shapes only (the compiler's check), or threads (simulated ranks).
 """
@@ -6,8 +6,8 @@ Other implementations stand in for it elsewhere: shapes only (the compiler's che
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,17 @@ class Communicator(Protocol):
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concatenate_dim: int) -> Tensor:
         """Part r of `tensor` along `split_dim` goes to rank r; what arrives is concatenated along `concatenate_dim`."""
+        ...
+
+    def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
+        """Row r of `sizes` goes to rank r; what arrives, and the sums of rows that go and of those that arrive.
+
+        All that go are no more than `most`.
+        """
+        ...
+
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Of `rows` the first `sent[0]` go to rank 0, and so on; what arrives, of which rank r sends `received[r]`."""
         ...
 
 
@@ -166,15 +177,36 @@ class ProcessGroupCommunicator:
             self._raise("all-to-all", tensor, error)
         return torch.cat(received.unbind(), concatenate_dim)
 
+    def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
+        """See `Communicator`."""
+        received = sizes.clone()  # where no rank answers, as in a fake group, each sends what this one does
+        try:
+            dist.all_to_all_single(received, sizes, group=self.group)
+        except RuntimeError as error:
+            self._raise("all-to-all", sizes, error)
+        both = torch.stack([sizes.sum(1), received.sum(1)])
+        sent, arriving = cast("list[list[int]]", both.tolist())  # the one wait for the device
+        return received, sent, arriving
+
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """See `Communicator`."""
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        try:
+            dist.all_to_all_single(arrived, rows.contiguous(), [*received], [*sent], group=self.group)
+        except RuntimeError as error:
+            self._raise("all-to-all", rows, error)
+        return arrived
+
     def _raise(self, name: str, tensor: Tensor, error: RuntimeError) -> NoReturn:
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         raise lost_rank(described(name, tensor, self.place), error, self.group) from error
 
 
-def described(name: str, tensor: Tensor, place: str) -> str:
-    """A collective in words."""
-    text = f"the {name} of a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+def described(name: str, tensor: Tensor, place: str, any_rows: bool = False) -> str:
+    """A collective in words; of as many rows as there are on a rank."""
+    shape = f"(any, {', '.join(map(str, tensor.shape[1:]))})" if any_rows else str(tuple(tensor.shape))
+    text = f"the {name} of a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {shape}"
     return f"{text} at {place}" if place else text
 
 

@@ -133,23 +133,24 @@ def leave_uncompiled(module: nn.Module) -> bool:
     """Whether a region has to run as without a compiler.
 
     Its call is watched, or was when it ran for the first time; its draws are told apart one by one; it runs from its
-    record; or it is under a dispatch mode, where Dynamo compiles nothing, nor ever again what it has met there.
+    record, or exchanges rows by their number; or it is under a dispatch mode, where Dynamo compiles nothing, nor ever
+    again what it has met there.
     """
     runtime = runtime_of(module)
     recalled = runtime.handed_out.recalled if runs_backward() else None
     watched = runtime.handed_out.watched if recalled is None else recalled.watched
     draws = module.training and MARK in module.__dict__
     told_apart = draws and isinstance(runtime.random, (CallersStream, MixedStreams))
-    if not watched and not told_apart and not _replays(module) and innermost_mode() is None:
+    if not watched and not told_apart and not _stays_in_python(module) and innermost_mode() is None:
         return False
     runtime.handed_out.uncompiled = runtime.handed_out.uncompiled or watched
     count_as_compiled()
     return True
 
 
-def _replays(module: nn.Module) -> bool:
+def _stays_in_python(module: nn.Module) -> bool:
     runtime: ModuleRuntime | None = module.__dict__.get(MARK)
-    return runtime is not None and runtime.replays
+    return runtime is not None and (runtime.replays or runtime.dispatches)
 
 
 def _body(module: nn.Module, compiler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,6 +199,8 @@ def trace_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         graph_break(_INLINED)
     if runtime.replays:
         graph_break(_REPLAYS)
+    if runtime.dispatches:
+        graph_break(_DISPATCHES)
     if runtime.classes is not None and runtime.classes.makes_calls:
         graph_break(_CLASSES)
     if module.training and runtime.random is not None:
@@ -230,6 +233,10 @@ _RANDOM = (
 _REPLAYS = (
     "TP184 compiled-record: the body of a module runs from its record, operation by operation, and isn't compiled; "
     "help: leave out `fullgraph=True`, or compile modules without such a body"
+)
+_DISPATCHES = (
+    "TP184 compiled-record: tokens go all-to-all to a module's experts, as many as their numbers say, which isn't "
+    "compiled; help: leave out `fullgraph=True`, write `exchange: sums` for the experts, or compile other modules"
 )
 
 _CLASSES = (

@@ -53,7 +53,8 @@ def carrying_class(stock: type[nn.Module]) -> type[nn.Module]:
     """A class like `stock`, for modules with sharded ones inside, which may be compiled with these."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not is_traced() and active_compiler() is not None:
+        # Below a sharded class, the frame of a region that a graph break has ended comes here once more.
+        if not is_traced() and active_compiler() is not None and runtime_of(self).handed_out.entered is not self:
             return call_compiled(self, args, kwargs)
         return stock.forward(self, *args, **kwargs)
 

@@ -4,7 +4,7 @@ in:  a `SharedExperts`, and this rank
 out: a body that stands in for the module's own
 
     a stack:   the pairs (token, choice) of this rank's experts are found, and the module's own code gets these, one
-               choice for each; what it makes of them is summed by token
+               choice for each; what it makes of them is summed by token (of split tokens, see `dispatch`)
     a module:  its own code on the rank that holds it; zeros elsewhere
 """
 
@@ -26,7 +26,7 @@ from tpplan.compat import (
     without_global_hooks,
 )
 from tpplan.compiler.check.experts import Argument, OtherCounts
-from tpplan.compiler.ir.program import SharedExperts
+from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.kernels import Stock
 from tpplan.runtime.module_runtime import Reader
@@ -40,46 +40,65 @@ class StackBody:
     """The body of a stack of experts, of which rank r has those from r · count / size on."""
 
     def __init__(
-        self, experts: SharedExperts, module: nn.Module, stock: nn.Module, name: str, handed_out: HandedOut
+        self, spec: ModuleProgram, experts: SharedExperts, module: nn.Module, stock: nn.Module, handed_out: HandedOut
     ) -> None:
         """Stand in for a body.
 
         Args:
-            experts: where it takes what.
-            module, name: the module, and its name.
+            spec, experts: what becomes of the module, and where it takes what.
+            module: the module.
             stock: the module without its numbers; in watched calls it tells of other numbers of tokens.
             handed_out: tells the ranks, and whether a call is watched.
         """
-        self._experts, self._name, self._handed_out = experts, name, handed_out
-        self._names, self._others = argument_names(stock_class(module).forward), OtherCounts(stock, experts)
+        self._experts, self._name, self._handed_out = experts, spec.name, handed_out
+        self._names = argument_names(stock_class(module).forward)
+        self._others = OtherCounts(stock, experts, spec.local_attributes, handed_out.axis.size)
         self._count = experts.count // handed_out.axis.size
         self._first = handed_out.axis.rank * self._count
 
     def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the stock forward on the pairs (token, choice) of this rank's experts; sum by token."""
-        experts, names = self._experts, self._names
-        given: dict[str, Tensor] = dict(zip(names, args, strict=False)) | kwargs
-        tokens, chosen, weights = given[experts.tokens], given[experts.chosen], given[experts.weights]
-        if self._handed_out.watched:
-            with _unseen():
-                self._others.ask({n: _argument(t) for n, t in given.items()}, tokens.device, self._name)
+        tokens, chosen, weights = self.given(args, kwargs)
         own = chosen - self._first
         token, choice = ((own >= 0) & (own < self._count)).nonzero(as_tuple=True)
-        pairs = token.shape[0]
+        call = (tokens[token], own[token, choice], weights[token, choice])
+        made = self.of_pairs(stock, args, kwargs, *call)
+        return by_token(made, token * chosen.shape[1] + choice, chosen)
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens, the numbers of the experts chosen for each, and their weights."""
+        experts = self._experts
+        given: dict[str, Tensor] = dict(zip(self._names, args, strict=False)) | kwargs
+        if self._handed_out.watched:
+            with _unseen():
+                # All arguments have a row for each token. A sequence is split evenly.
+                times = self._handed_out.axis.size if experts.dispatches else 1
+                whole = {name: _argument(tensor, times) for name, tensor in given.items()}
+                self._others.ask(whole, given[experts.tokens].device, self._name)
+        return given[experts.tokens], given[experts.chosen], given[experts.weights]
+
+    def of_pairs(
+        self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor, own: Tensor, weights: Tensor
+    ) -> Tensor:
+        """What the stock forward makes of pairs: a token, the number of one of this rank's experts, a weight."""
+        experts, pairs = self._experts, own.shape[0]
         call = {
-            experts.tokens: tokens[token],
-            experts.chosen: own[token, choice].unsqueeze(-1),
-            experts.weights: weights[token, choice].unsqueeze(-1),
+            experts.tokens: tokens,
+            experts.chosen: own.unsqueeze(-1),
+            experts.weights: weights.unsqueeze(-1),
         }
         if pairs == 0:
             # A pair of zeros is made up and dropped, so that there are gradients as on the other ranks.
             call = {name: _padded(rows) for name, rows in call.items()}
         # As they were passed: what the class's forward is wrapped around may have other names for them.
-        args = tuple(call[name] for name in names[: len(args)])
-        made: Tensor = stock(*args, **{name: call[name] for name in kwargs})[:pairs]
-        spread = made.new_zeros(chosen.numel(), *made.shape[1:])
-        spread = spread.index_copy(0, token * chosen.shape[1] + choice, made)
-        return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
+        args = tuple(call[name] for name in self._names[: len(args)])
+        return stock(*args, **{name: call[name] for name in kwargs})[:pairs]
+
+
+def by_token(made: Tensor, places: Tensor, chosen: Tensor) -> Tensor:
+    """The sums over each token's choices of what experts made of the pairs at these places; of others it is zero."""
+    spread = made.new_zeros(chosen.numel(), *made.shape[1:]).index_copy(0, places, made)
+    return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
 
 
 @contextmanager
@@ -90,8 +109,10 @@ def _unseen() -> Generator[None]:
         yield
 
 
-def _argument(tensor: Tensor) -> Argument:
-    return Argument(tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
+def _argument(tensor: Tensor, times: int) -> Argument:
+    """An argument that is so many times as long as what is here."""
+    shape = (tensor.shape[0] * times, *tensor.shape[1:])
+    return Argument(shape, tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -161,4 +182,4 @@ def _geometry(held: Any) -> object:
     return (held.shape, held.stride(), held.dtype) if isinstance(held, Tensor) else (type(held).__name__, repr(held))
 
 
-__all__ = ["ElsewhereBody", "StackBody", "own_body"]
+__all__ = ["ElsewhereBody", "StackBody", "by_token", "own_body"]

@@ -175,9 +175,19 @@ class LockstepCommunicator(ProcessGroupCommunicator):
         self._compare("all-to-all", tensor)
         return super().all_to_all(tensor, split_dim, concatenate_dim)
 
-    def _compare(self, name: str, tensor: Tensor) -> None:
+    def all_to_all_sizes(self, sizes: Tensor, most: int) -> tuple[Tensor, list[int], list[int]]:
+        """See `Communicator`."""
+        self._compare("all-to-all", sizes)
+        return super().all_to_all_sizes(sizes, most)
+
+    def all_to_all_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """See `Communicator`."""
+        self._compare("all-to-all", rows, any_rows=True)
+        return super().all_to_all_rows(rows, sent, received)
+
+    def _compare(self, name: str, tensor: Tensor, any_rows: bool = False) -> None:
         """Meet before a collective, and count it."""
-        calls, what = self._calls, described(name, tensor, self.place)
+        calls, what = self._calls, described(name, tensor, self.place, any_rows)
         if not runs_backward():
             self.meet(f"{what}, in call {calls.number}")
             calls.counts[name] += 1

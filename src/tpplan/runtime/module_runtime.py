@@ -82,6 +82,7 @@ class ModuleRuntime:
         walked: whether its own forward runs, whatever body its style has.
         body: what runs in place of the stock forward; None for that.
         replays: whether that is the record of the stock forward, which calls the modules inside.
+        dispatches: whether it exchanges as many rows as the call's numbers say, which no graph can hold.
         weight, bias: how to read these parameters of the module itself; None for one that its body doesn't read.
         table: of an embedding table split by rows, the first that this rank holds, and the number of all.
         shared: whether one tensor sits in several places of the arguments or results, to be resharded once for all.
@@ -114,6 +115,7 @@ class ModuleRuntime:
     split_classes: tuple[int, ...] = ()
     body: Body | None = None
     replays: bool = False
+    dispatches: bool = False
     weight: Reader | None = None
     bias: Reader | None = None
     table: tuple[int, int] = (0, 0)

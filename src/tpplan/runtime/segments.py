@@ -51,9 +51,12 @@ def in_packs(tensor: Tensor, dim: int, packs: tuple[Pack, ...], size: int) -> Te
             if length:
                 places[start] = (offset, length)
             offset += length
-    made = taken(tensor, dim, _merged([places[start] for start in sorted(places)]))
-    # No view: autograd lets nobody write to one that a function of ours returns.
-    return tensor if made.shape == tensor.shape else made.clone(memory_format=torch.contiguous_format)
+    intervals = _merged([places[start] for start in sorted(places)])
+    made = taken(tensor, dim, intervals)
+    if len(intervals) > 1 or made.shape == tensor.shape:
+        return made
+    # No view of the padded ones: autograd lets nobody write to one that a function of ours returns.
+    return made.clone(memory_format=torch.contiguous_format)
 
 
 def _by_rank(packs: tuple[Pack, ...], size: int) -> list[list[tuple[int, int]]]:

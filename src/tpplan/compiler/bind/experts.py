@@ -18,7 +18,7 @@ from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
 from tpplan.compiler.ir.program import SharedExperts
-from tpplan.plan import Diagnostic, Style
+from tpplan.plan import Diagnostic, Exchange, Style
 
 INSIDE = "split each expert inside instead: `colwise` and `rowwise` on its matrices"
 
@@ -36,7 +36,7 @@ def share_out(model: nn.Module, binding: Binding, size: int) -> tuple[Binding, l
         findings += [_two_rules(bound, other) for other in inside]
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             experts = {f"{bound.name}.{key}": expert for key, expert in module.named_children()}
-            findings += _too_few(bound, len(experts), size)
+            findings += [*_too_few(bound, len(experts), size), *_dispatched(bound)]
             found |= _listed(bound, experts, size)
         else:
             count = stacked_count(module)
@@ -58,7 +58,9 @@ def _stacked(bound: Bound, module: nn.Module, count: int) -> dict[str, Bound]:
         for leaf, parameter in own_parameters(module).items()
         if parameter is not None and parameter.dim() and parameter.shape[0] == count
     }
-    return {bound.name: replace(bound, experts=SharedExperts(count=count))} | _of_parameters(bound, held)
+    return {
+        bound.name: replace(bound, experts=SharedExperts(count=count, exchange=bound.rule.exchange))
+    } | _of_parameters(bound, held)
 
 
 def _listed(bound: Bound, experts: Mapping[str, nn.Module], size: int) -> dict[str, Bound]:
@@ -96,6 +98,21 @@ def _two_rules(bound: Bound, other: Bound) -> Diagnostic:
         help=f"remove this rule, or the one for `{bound.name}` ({bound.rule.origin})",
         subject=other.name,
     )
+
+
+def _dispatched(bound: Bound) -> list[Diagnostic]:
+    """Refuse to send tokens to the experts of a list, of which each is called with tokens that its caller finds."""
+    if bound.rule.exchange is not Exchange.ALL_TO_ALL:
+        return []
+    return [
+        Diagnostic(
+            code="TP146",
+            message=f"`{bound.name}` is a list of experts, and tokens go all-to-all to stacked experts only",
+            span=bound.rule.span_of("exchange"),
+            help="remove `exchange`: each rank then gets all tokens, and the ranks' results are summed",
+            subject=bound.name,
+        )
+    ]
 
 
 def _too_few(bound: Bound, count: int, size: int) -> list[Diagnostic]:

@@ -96,10 +96,12 @@ class _Builder:
         shared = bool(exits) and bound is not None and bound.experts is not None
         recurrent = bound.recurrent if bound is not None and exits else None
         exit_packs = [_exit_packs(c.path, recurrent, packs) for c in frame.exits]
+        stack = bound.experts if shared and bound is not None and bound.experts is not None else None
+        stack = None if stack is None or stack.owner is not None else stack
         fixed = frame.module in self.fixed
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
-            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent,
+            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent, stack,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:
@@ -113,7 +115,7 @@ class _Builder:
                 tuple(Boundary(*held, exit_pin, own) for held, own in zip(exits, exit_packs, strict=True)),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
                 style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared,
-                recurrent,
+                recurrent, stack,
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 

@@ -15,7 +15,8 @@ An expert in a list makes a tensor of its arguments on the rank that holds it, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -203,11 +204,11 @@ class _Prover:
         reason: NotRoutedError | None = None
         for attributes in _counts(module, experts.count, self.size):
             try:
-                local = _run(module, experts, given, (rows, 1), attributes, self.size, *around)
-                own = replace(experts, count=experts.count // self.size)
-                if _read(local, local.root, "", own, terms) == whole:
-                    return Proved(experts, attributes)
-                reason = reason or NotRoutedError("it computes something else with a rank's experts alone")
+                # As it will be called, with few pairs and with all that there are.
+                for pairs in (rows, _no_fewer(given, given[experts.chosen].shape[0] * chosen)):
+                    if set(_as_called(module, experts, given, pairs, attributes, self.size, *around, terms)) != {whole}:
+                        raise NotRoutedError("it computes something else with a rank's experts alone")
+                return Proved(experts, attributes)
             except NotRoutedError as error:
                 reason = reason or error
         raise reason or NotRoutedError("it can't run with a rank's experts alone")
@@ -225,14 +226,21 @@ class Argument(NamedTuple):
 class OtherCounts:
     """Whether a stack computes for other numbers of tokens what was proved; asked at the first call with each."""
 
-    def __init__(self, stock: nn.Module, experts: SharedExperts) -> None:
-        """Ask the stock module, on meta tensors."""
-        self._stock, self._experts = stock, experts
+    def __init__(
+        self, stock: nn.Module, experts: SharedExperts, attributes: Sequence[LocalAttribute], size: int
+    ) -> None:
+        """Ask the stock module, on meta tensors, as it is and as one of `size` ranks with these attributes."""
+        self._stock, self._experts, self._attributes, self._size = stock, experts, attributes, size
         self._terms = Terms()
         self._seen: set[object] = set()
 
     def ask(self, given: Mapping[str, Argument], device: torch.device, name: str) -> None:
-        """Record the module as it is called.
+        """Record the module as it is called unsharded, and as a rank may call it.
+
+        Args:
+            given: its arguments, whole.
+            device: where they are.
+            name: the module's, for errors.
 
         Raises:
             CompileError: it computes something else.
@@ -241,14 +249,16 @@ class OtherCounts:
         if key in self._seen:
             return
         chosen = given[self._experts.chosen].shape
-        proved = _unlike(given, chosen[1])[0]
+        proved, around = _unlike(given, chosen[1])[0], (self._stock.training, device)
+        most = _no_fewer(given, chosen[0] * chosen[1])
         try:
-            terms = {
+            own = _as_called(
+                self._stock, self._experts, given, most, self._attributes, self._size, *around, self._terms
+            )
+            terms = {*own} | {
                 _read(trace, trace.root, "", self._experts, self._terms)
                 for rows in (chosen[0], proved)
-                for trace in (
-                    _run(self._stock, self._experts, given, (rows, chosen[1]), (), 1, self._stock.training, device),
-                )
+                for trace in (_run(self._stock, self._experts, given, (rows, chosen[1]), (), 1, *around),)
             }
             if len(terms) > 1:
                 raise NotRoutedError(_BY_COUNT)
@@ -306,6 +316,37 @@ def _run(
     except BodyError as error:
         cause = error.__cause__ or error
         raise NotRoutedError(f"it can't run with a part of the pairs: {str(cause) or type(cause).__name__}") from error
+
+
+def _as_called(
+    module: nn.Module,
+    experts: SharedExperts,
+    given: Mapping[str, Argument],
+    pairs: int,
+    attributes: Iterable[LocalAttribute],
+    size: int,
+    training: bool,
+    device: torch.device,
+    terms: Terms,
+) -> Iterator[int]:
+    """The terms of the module as one of `size` ranks calls it, with so many pairs, also if it has no pair for some."""
+    own = replace(experts, count=experts.count // size)
+    missing = {0, 1, own.count - 1}
+    for missed in sorted(n for n in missing if n < own.count):
+        local = _run(module, experts, given, (pairs, 1), attributes, size, training, device, missed)
+        yield _read(local, local.root, "", own, terms)
+        if not local.chosen:
+            return
+
+
+def _no_fewer(given: Mapping[str, Argument], pairs: int) -> int:
+    """A number of pairs that is no other size, and no smaller than this."""
+    used = {n for held in given.values() for n in held.shape}
+    return next(n for n in itertools.count(max(pairs, 2)) if n not in used and _is_prime(n))
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 def _unlike(given: Mapping[str, Argument], choices: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,7 @@ from tpplan.compiler.emit.class_calls import class_calls, counted_among, statist
 from tpplan.compiler.emit.recurrent import gathered_states
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.dispatch import exchanged, summed
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, Layout, reshard_between
 from tpplan.compiler.ir.program import (
     Boundary,
@@ -32,6 +33,7 @@ from tpplan.compiler.ir.program import (
     ParameterPlacement,
     Program,
     Reshard,
+    SharedExperts,
     SplitNorm,
     dtype_name,
 )
@@ -41,7 +43,8 @@ from tpplan.compiler.rewrite.replay import recorded_body
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.trace.choices import called_with_found
 from tpplan.compiler.trace.draws import random_draws
-from tpplan.plan import Diagnostic, Plan, Style
+from tpplan.cost.program import reshard_traffic
+from tpplan.plan import Diagnostic, Exchange, Plan, Style
 
 
 def emit(
@@ -192,6 +195,7 @@ def _modules(
     reads, drawn = _reads(trace, binding), random_draws(trace, assignment.layouts)
     of_classes = class_calls(trace, assignment)
     apart = frozenset[str]().union(*(counted_among(trace, module) for module, _ in of_classes))
+    splits_sequence = any(bound.style is Style.SEQUENCE for bound in binding.modules.values())
     found: list[ModuleProgram] = []
     modules = dict(named_modules(model))
     for name, module in modules.items():
@@ -205,6 +209,7 @@ def _modules(
             random = "same"  # the body that takes its place drops what it has gathered
         normed = next((decided for decided in calls if decided.normed is not None), None)
         classes = of_classes.get((name, 0), ())
+        experts = _experts(trace, bound, calls, size, splits_sequence)
         changed = own or entries or exits or bound or random or normed or name in attributes or name in recorded
         changed = changed or classes or name in apart
         if not changed and name:
@@ -221,7 +226,7 @@ def _modules(
                 reads=own,
                 random=random,
                 local_attributes=attributes.get(name, ()),
-                inner=_inner(trace, assignment, calls, size, bound),
+                inner=_inner(trace, assignment, calls, size, bound, experts),
                 recorded=recorded_body(calls[0].frame, assignment.layouts, assignment.heads)
                 if name in recorded
                 else None,
@@ -229,7 +234,7 @@ def _modules(
                 walked=bound is not None and bound.walked,
                 class_calls=classes,
                 counted_apart=name in apart,
-                experts=bound.experts if bound is not None and calls else None,
+                experts=experts,
                 recurrent=bound.recurrent if bound is not None and calls else None,
                 transposed=bound is not None and isinstance(bound.form, LinearForm) and bound.form.transposed,
             )
@@ -333,8 +338,42 @@ def _largest_part(layout: Layout, shape: tuple[int, ...], size: int) -> tuple[in
     return layout.local_shape(shape, size, 0 if layout.dim is None else layout.fullest(shape[layout.dim], size))
 
 
+def _experts(
+    trace: Trace, bound: Bound | None, calls: list[FrameAssignment], size: int, splits_sequence: bool
+) -> SharedExperts | None:
+    """Whole experts, with how their tokens are exchanged."""
+    if bound is None or bound.experts is None or not calls:
+        return None
+    experts, first = bound.experts, calls[0]
+    if experts.owner is not None or not splits_sequence:
+        return replace(experts, exchange=None)
+    tokens = next(c.target for c in first.frame.entries if c.path == (experts.tokens,))
+    sums = summed(trace.values[tokens], trace.values[first.frame.exits[0].source])
+    sent = [_bytes(way, size) for way in (_exchanged(trace, first.frame, experts, size), sums)]
+    exchange = None if first.dispatched is None else Exchange.ALL_TO_ALL
+    return replace(experts, exchange=exchange, sent=(sent[0], sent[1]))
+
+
+def _bytes(moves: Iterable[Reshard], size: int) -> int:
+    """What a rank sends in a call and its backward."""
+    steps = [reshard_traffic(move, size) for move in moves]
+    return sum(step.forward.total + step.backward.total for step in steps)
+
+
+def _exchanged(trace: Trace, frame: Frame, experts: SharedExperts, size: int) -> tuple[Reshard, ...]:
+    """What the ranks exchange where tokens go to those with their experts."""
+    given = {crossing.path[0]: trace.values[crossing.target] for crossing in frame.entries}
+    arguments = (given[experts.tokens], given[experts.chosen], given[experts.weights])
+    return exchanged(*arguments, trace.values[frame.exits[0].source], experts.count, size)
+
+
 def _inner(
-    trace: Trace, assignment: Assignment, calls: list[FrameAssignment], size: int, bound: Bound | None
+    trace: Trace,
+    assignment: Assignment,
+    calls: list[FrameAssignment],
+    size: int,
+    bound: Bound | None,
+    experts: SharedExperts | None,
 ) -> tuple[Reshard, ...]:
     """What the ranks exchange inside of a body."""
     if bound is not None and bound.recurrent is not None:
@@ -342,6 +381,8 @@ def _inner(
     normed = next((decided for decided in calls if decided.normed is not None), None)
     if normed is not None:
         return _statistics(trace, normed)
+    if experts is not None and experts.dispatches:
+        return _exchanged(trace, calls[0].frame, experts, size)
     if not calls:
         return ()
     return (*statistics(calls[0].frame, trace, assignment, size), *_kept(trace, assignment, calls[0].frame))

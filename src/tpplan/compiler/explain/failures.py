@@ -52,6 +52,8 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
     bound = binding.modules.get(here.frame.module) if cause is None else cause.bound
     option, parameter = ("", "") if cause is None else (cause.option, cause.parameter)
     node = None if failure.node is None else here.region.nodes[failure.node]
+    if refusal.kind == "dispatch" and bound is not None:
+        return _undispatched(here, binding.modules.get(here.frame.module) or bound, refusal, trace.batch)
     if refusal.kind == "pin" or not isinstance(node, OperationNode):
         return _pin(here, refusal, bound, binding, size)
     split = _sharded_operand(here.region, node, refusal)
@@ -79,6 +81,22 @@ def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Bi
         _operands(here.region, refusal),
         option=option,
     )  # fmt: skip
+
+
+def _undispatched(here: Instance, bound: Bound, refusal: Refusal, batch: int) -> Diagnostic:
+    """Tokens are to go to the ranks with their experts, and aren't split."""
+    return Diagnostic(
+        code="TP146",
+        message=f"`{here.frame.module}` is to get its tokens all-to-all, which takes tokens, choices and weights that "
+        "are split along the sequence",
+        span=bound.rule.span_of("exchange"),
+        help="write `sequence` for the norms around the mixture, whose router then runs on split tokens, or remove "
+        "`exchange`"
+        if batch > 1
+        else "give example inputs with a batch of 2 or more, so that the sequence shows, or remove `exchange`",
+        notes=tuple(note for note in (_operands(here.region, refusal),) if note),
+        subject=here.frame.module,
+    )
 
 
 def _finding(

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter
 
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
-from tpplan.plan import Diagnostic
+from tpplan.plan import Diagnostic, Exchange
 
 PROGRAM_VERSION = 3
 
@@ -182,6 +182,10 @@ class SharedExperts:
         count: of a stack: how many experts there are on all ranks.
         tokens, chosen, weights: of a stack: the arguments with the tokens, with the numbers of the experts that were
             chosen for each, and with these choices' weights.
+        exchange: of a stack: `all-to-all` if each token goes to the ranks with its experts; None if all ranks have all
+            tokens, and their results are summed. Until that is decided, what the plan asks for.
+        sent: of a stack in a model whose sequence is split: the bytes that a rank sends in the example call and its
+            backward, all-to-all and by sums.
     """
 
     owner: int | None = None
@@ -189,6 +193,13 @@ class SharedExperts:
     tokens: str = ""
     chosen: str = ""
     weights: str = ""
+    exchange: Exchange | None = None
+    sent: tuple[int, int] | None = field(default=None, compare=False)
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether each token goes to the ranks with its experts."""
+        return self.exchange is Exchange.ALL_TO_ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,6 +565,9 @@ class Program:
             for name in ("walked", "class_calls", "counted_apart", "experts", "recurrent"):
                 if not module[name]:
                     del module[name]
+            for name in ("exchange", "sent") if "experts" in module else ():
+                if module["experts"][name] is None:
+                    del module["experts"][name]
         return _without_defaults(json.loads(json.dumps(_plain(plain))))
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack
-from tpplan.compiler.ir.program import Recurrence
+from tpplan.compiler.ir.program import Recurrence, SharedExperts
 from tpplan.compiler.ir.trace import Frame, Location, Path, operator_name
 from tpplan.plan import Pin, Style
 
@@ -110,8 +110,9 @@ class Region:
         example: the module and call that it was first met in; a name for the region.
         has_own_backward: whether there is code in its backward that torch didn't derive, so that what computes the same
             forward can't take its place.
-        shared: whether each rank runs whole experts of its own, so that the result is partial.
+        shared: whether each rank runs whole experts of its own.
         recurrent: what recurrent layer it is, if each rank computes its features of the hidden state.
+        stack: the experts, if they are stacked.
     """
 
     values: tuple[LocalValue, ...]
@@ -128,6 +129,7 @@ class Region:
     has_own_backward: bool = False
     shared: bool = False
     recurrent: Recurrence | None = None
+    stack: SharedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Frame, Path
-from tpplan.compiler.place.solution import Called, Choice, Entered, Normed, Ran, Recurred, Solution
+from tpplan.compiler.place.solution import Called, Choice, Dispatched, Entered, Normed, Ran, Recurred, Solution
 from tpplan.compiler.rewrite.recognise import Norm
 
 
@@ -52,12 +52,20 @@ class PlacedNorm:
 
 @dataclass(slots=True)
 class FrameAssignment:
-    """What was decided for one call; `normed` if its body is replaced by a norm over split features."""
+    """What was decided for one call.
+
+    Attributes:
+        frame: the call.
+        entries, exits: its reshards.
+        normed: the norm over split features that takes the body's place.
+        dispatched: how tokens lie that go to the ranks with their experts.
+    """
 
     frame: Frame
     entries: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     exits: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     normed: PlacedNorm | None = None
+    dispatched: Layout | None = None
 
 
 @dataclass(slots=True)
@@ -149,10 +157,12 @@ class _Reader:
             elif isinstance(choice, Recurred):
                 for boundary, layout in zip(region.exits, choice.layouts, strict=True):
                     held[values[boundary.source]] = layout
+            elif isinstance(choice, Dispatched):
+                decided.dispatched = held[values[region.exits[0].source]] = choice.layout
             elif isinstance(choice, Entered):
                 self._cross(instance, region.entries, choice.layouts, decided.entries)
             else:
-                if region.reduced or region.shared:
+                if region.reduced or (region.shared and decided.dispatched is None):
                     held[values[region.exits[0].source]] = PARTIAL
                 self._cross(instance, region.exits, choice.layouts, decided.exits)
                 self._note(choice.partial_parameters, self.assignment.partial, instance)

@@ -23,7 +23,7 @@ from tpplan.compiler.ir.layout import (
     sharded,
 )
 from tpplan.compiler.ir.operators import lookup
-from tpplan.compiler.ir.program import splits_sequence
+from tpplan.compiler.ir.program import Reshard, splits_sequence
 from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
 from tpplan.compiler.place.solution import Constraints, Cost
 from tpplan.compiler.rules.propagate import Propagator, flat_heads
@@ -164,6 +164,14 @@ class Boundaries:
             if way.communicates
         )
         return (time, tie)
+
+    def exchange(self, moves: Iterable[Reshard]) -> int:
+        """The time of what a body exchanges."""
+        ways = [(way, move) for move in moves for way in (move.forward, move.backward) if way.communicates]
+        return sum(
+            self.topology.time(ring_steps(way, self.size), bytes_sent(way, move.padded_bytes(self.size), self.size))
+            for way, move in ways
+        )
 
     def gradient_sum(self, value: LocalValue) -> int:
         """A parameter's share of the coalesced sum; its latency is paid once for all."""

@@ -28,7 +28,8 @@ def conflicting_modules(assignment: Assignment) -> frozenset[str]:
         entries = frozenset((r.path, r.source, r.target) for r in held.entries)
         exits = frozenset((r.path, r.source, r.target) for r in held.exits)
         normed = held.normed is not None and held.normed.layout
-        decided[held.frame.module].add((entries, exits, normed, _split_classes(held.frame, assignment)))
+        ways = (entries, exits, normed, held.dispatched is not None)
+        decided[held.frame.module].add((*ways, _split_classes(held.frame, assignment)))
     return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
 
 

@@ -19,8 +19,9 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from tpplan.compiler.ir.dispatch import exchanged, splits_tokens
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
-from tpplan.compiler.ir.program import Recurrence
+from tpplan.compiler.ir.program import Recurrence, Reshard
 from tpplan.compiler.ir.region import CallNode, OperationNode, Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
@@ -29,6 +30,7 @@ from tpplan.compiler.place.solution import (
     Choice,
     Constraints,
     Cost,
+    Dispatched,
     Entered,
     Failure,
     Left,
@@ -43,6 +45,7 @@ from tpplan.compiler.place.split_norms import SplitNorms
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.rules.recurrent import GATHERED, gathers, gathers_first, made_layout, taken_layouts
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
+from tpplan.plan import Exchange
 
 # What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later.
 _Step = tuple[Codes, Cost, Choice]
@@ -278,21 +281,41 @@ class Placer:
                 _keep(finished, (self._numbering.code(target),), total, left, Steps(choice, None))
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 
+    def _splits_tokens(self, region: Region, layouts: State) -> bool:
+        """Whether all arguments of stacked experts are split by tokens, alike and evenly."""
+        if region.stack is None:
+            return False
+        count = region.values[region.entries[0].target].shape[0]
+        return splits_tokens(layouts) and layouts[0].is_even(count, self.propagator.size)
+
     # -- whole experts, of which each rank runs its own ---------------------------------------------------------------
     def _solve_shared(self, region: Region, inputs: Codes) -> _States | Failure:
-        """Each rank's experts see whole tokens, of which some are theirs; the result is a sum over the ranks."""
+        """Each rank's experts see whole tokens, of which some are theirs; the result is a sum over the ranks.
+
+        Or tokens that are split go to the ranks with their experts, and what these make of them comes back.
+        """
         body = Body(region, self._numbering)
         (exit_boundary,) = region.exits
+        asked = None if region.stack is None else region.stack.exchange
+        entered = (region.values[boundary.target].differentiable for boundary in region.entries)
+        whole = tuple(REPLICATED_PARTIAL if differentiable else REPLICATED for differentiable in entered)
         finished: _States = {}
         for _, cost, choice in self._entered(region, body, inputs):
             assert isinstance(choice, Entered)
-            held = zip(region.entries, choice.layouts, strict=True)
-            wanted = (REPLICATED_PARTIAL if region.values[b.target].differentiable else REPLICATED for b, _ in held)
-            if tuple(wanted) != choice.layouts:
+            if choice.layouts == whole and asked is not Exchange.ALL_TO_ALL:
+                made, sent, steps = PARTIAL, 0, Steps(choice, None)
+            elif asked is not Exchange.SUMS and self._splits_tokens(region, choice.layouts):
+                made, sent = choice.layouts[0], self.boundaries.exchange(_dispatched(region, self.propagator.size))
+                steps = Steps(Dispatched(made), Steps(choice, None))
+            else:
                 continue
-            for target, extra in self.boundaries.exit_options(region, exit_boundary, PARTIAL):
-                total = (cost[0] + extra[0], cost[1] + extra[1])
-                _keep(finished, (self._numbering.code(target),), total, Left((target,)), Steps(choice, None))
+            for target, extra in self.boundaries.exit_options(region, exit_boundary, made):
+                total = (cost[0] + sent + extra[0], cost[1] + extra[1])
+                _keep(finished, (self._numbering.code(target),), total, Left((target,)), steps)
+        if not finished and asked is Exchange.ALL_TO_ALL:
+            held = zip(region.entries, self._numbering.layouts(body.entries(inputs + body.constants)), strict=True)
+            refusal = Refusal("dispatch", "its tokens aren't split", tuple((b.source, layout) for b, layout in held))
+            return Failure((), None, refusal, (-1,))
         return finished or self._entry_failure(region, body.entries(inputs + body.constants))
 
     # -- recurrent layers, whose hidden state is split ----------------------------------------------------------------
@@ -334,6 +357,15 @@ class Placer:
             for times, batch in moved
             for way in ways
         )
+
+
+def _dispatched(region: Region, size: int) -> tuple[Reshard, ...]:
+    """What ranks exchange where tokens go to the ranks with their experts."""
+    stack, values = region.stack, region.values
+    assert stack is not None
+    given = {boundary.path[0]: values[boundary.target] for boundary in region.entries}
+    arguments = (given[stack.tokens], given[stack.chosen], given[stack.weights])
+    return exchanged(*arguments, values[region.exits[0].source], stack.count, size)
 
 
 def _combined(branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> Iterator[tuple[State, Cost]]:

@@ -107,7 +107,14 @@ class Recurred:
     layouts: State
 
 
-Choice = Entered | Ran | Called | Left | Normed | Recurred
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """Tokens of this layout go to the ranks that hold their experts; the result lies like them."""
+
+    layout: Layout
+
+
+Choice = Entered | Ran | Called | Left | Normed | Recurred | Dispatched
 
 
 @dataclass(frozen=True, slots=True)

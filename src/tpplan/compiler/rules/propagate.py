@@ -86,8 +86,8 @@ class Refusal:
     """Why an operation can't run on local tensors.
 
     Attributes:
-        kind: "no-rule", "communication", "gradient", "in-place", "reduction", or "unaudited" for an operator outside of
-            the table.
+        kind: "no-rule", "communication", "gradient", "in-place", "reduction", "dispatch" for tokens that aren't split,
+            or "unaudited" for an operator outside of the table.
         reason: in words.
         operands: the operands' layouts, by local number.
     """
@@ -322,7 +322,8 @@ class Propagator:
             ):
                 retried = self._packed(node, values, layouts)
                 return Refusal(kind, reason, operands) if isinstance(retried, Refusal) else retried
-            return Refusal(kind, reason, operands)
+            strided = self._strided(node, values, layouts)
+            return Refusal(kind, reason, operands) if strided is None else strided
         assert known is not None
         outputs: list[Layout] = []
         for held in known:
@@ -337,6 +338,25 @@ class Propagator:
             reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
             return Refusal("communication", reason, operands)
         return tuple(outputs)
+
+    def _strided(
+        self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]
+    ) -> tuple[Layout, ...] | None:
+        """What comes of sequences flattened with their batch where DTensor has a rule for plain shards alone.
+
+        A strided shard is as many packs as there are sequences, and rules for packs don't mind the order of rows.
+        """
+        if all(held.interleave == 1 for held in layouts.values()):
+            return None
+        made = self._packed(node, values, {i: in_packs(held, values[i].shape) for i, held in layouts.items()})
+        if isinstance(made, Refusal):
+            return None
+        return tuple(
+            sharded(0, interleave=self.batch)
+            if o is not None and held.dim == 0 and held == in_packs(sharded(0, interleave=self.batch), values[o].shape)
+            else held
+            for o, held in zip(node.outputs, made, strict=True)
+        )
 
     def _views_uneven(self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
         """Whether it is a view of a dim that the axis doesn't divide: DTensor's rules of views aren't made for that."""

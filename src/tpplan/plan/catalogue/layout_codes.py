@@ -153,12 +153,14 @@ module `replicate`, or remove what's in the way first.
         severity=Severity.ERROR,
         summary="Experts that can't be shared out whole.",
         explanation="""
-With `experts`, each rank holds whole experts and runs those alone; the ranks' sums are the result. For experts that are
-stacked in one tensor this is proved if the module is called with tokens, the numbers of the experts that were chosen
-for each, and their weights, and if its result is a sum over the choices of what each chosen expert makes of the token.
-The message names the first operation that isn't part of such a sum. For a list of modules, each expert must make a
-tensor of its input and nothing else: it may draw no random numbers, and write to no buffer. Where that can't be had,
-split each expert inside: `colwise` and `rowwise` on its matrices.
+With `experts`, each rank holds whole experts and runs those alone; the ranks' sums are the result, or each token goes
+to the ranks with its experts, and the results come back. For experts that are stacked in one tensor this is proved if
+the module is called with tokens, the numbers of the experts that were chosen for each, and their weights, and if its
+result is a sum over the choices of what each chosen expert makes of the token. The message names the first operation
+that isn't part of such a sum. For a list of modules, each expert must make a tensor of its input and nothing else: it
+may draw no random numbers, and write to no buffer. Where that can't be had, split each expert inside: `colwise` and
+`rowwise` on its matrices. With `exchange: all-to-all` the experts must be stacked, and the tokens, choices and weights
+split along the sequence: the norms around the mixture are `sequence`.
 """,
         bad="""
 version: 1

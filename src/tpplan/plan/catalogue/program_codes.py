@@ -708,7 +708,8 @@ torchrun --nproc-per-node=2 train.py
         summary="A body that runs from its record is to be part of a graph.",
         explanation="""
 A body whose sizes can't be made local runs from a record of its operations (TP124), by a loop in Python that isn't
-compiled. Without `fullgraph=True` the graph ends before such a module and goes on after it.
+compiled. Nor are experts to which tokens go all-to-all: how many rows are sent is in the call's numbers. Without
+`fullgraph=True` the graph ends before such a module and goes on after it.
 """,
         bad="""
 model.compile(fullgraph=True)
