@@ -35,7 +35,7 @@ from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
-from tpplan.compiler.problem import Learned, Placed, Problem
+from tpplan.compiler.problem import Learned, Placed, Problem, stays_split
 from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
@@ -43,7 +43,7 @@ from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings
-from tpplan.plan import CompileError, Diagnostic, Pin, Severity, Style
+from tpplan.plan import CompileError, Diagnostic, Severity, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,10 @@ def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace
 def _dearer(request: Request, error: UnplacedError) -> Iterator[Request]:
     """Other requests, where bodies can't work on parts."""
     reducing = request.reducing | error.modules
-    if reducing != request.reducing and any(rule.output is Pin.SHARD for rule in request.plan.rules):
+    if reducing != request.reducing and stays_split(request.plan):
         yield replace(request, reducing=reducing)  # where a result stays split, they may reduce its classes
+    if request.moves is None and stays_split(request.plan):
+        yield replace(request, moves=True)
     if request.members is None and error.bases:
         yield replace(request, members=error.bases)  # what stands beside a layer may be whole
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import has_inference_kernels
-from tpplan.compiler.ir.layout import PARTIAL, Layout
+from tpplan.compiler.ir.layout import PARTIAL, Layout, reshard_between
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.trace import quoted
+from tpplan.compiler.rewrite.localise import Mover
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.class_rows import ClassPart
@@ -205,7 +206,9 @@ def _replaced(
         return None
     prefix = f"{spec.name}." if spec.name else ""
     own = {name.removeprefix(prefix): held.layout for name, held in placements.items() if name.startswith(prefix)}
-    replay = Replay(stock[spec.name], spec.recorded, own, axis.size, axis.rank, lambda: context.batch)
+    replay = Replay(
+        stock[spec.name], spec.recorded, own, axis.size, axis.rank, lambda: context.batch, steps.inside(spec.name)
+    )
     return lambda stock, args, kwargs: replay(module, args, kwargs)
 
 
@@ -355,6 +358,20 @@ class _Steps:
         if key not in self._made:
             self._made[key] = make_reshard(*ways, axis, fresh, self._context, reshard.shape, self._twice)
         return self._made[key]
+
+
+    def inside(self, module: str) -> Mover:
+        """The reshards between the operations of a body that runs from its record."""
+
+        def make(source: Layout, target: Layout, shape: tuple[int, ...], before: str) -> Move:
+            place = f"`{before}` in the body of `{module}`"
+            axis, ways = placed(self._axis, place), reshard_between(source, target)
+            assert ways is not None
+            return make_reshard(
+                source, target, ways.forward, ways.backward, axis, False, self._context, shape, self._twice
+            )
+
+        return make
 
 
 def _place(spec: ModuleProgram, reshard: Reshard, inward: bool) -> str:

@@ -65,11 +65,15 @@ class _Seen:
         return [name for name, bound in held if bound is None or bound.style is not style]
 
 
-def gathers_columns(flow: DataFlow, binding: Binding, assignment: Assignment) -> bool:
-    """Whether a column-wise result is gathered though the plan doesn't ask for it."""
+def gathered_columns(flow: DataFlow, binding: Binding, assignment: Assignment) -> frozenset[str]:
+    """The modules at whose boundaries a column-wise result is gathered though the plan doesn't ask for it."""
     origins = Origins(flow, binding)
-    placed = (r for decided in assignment.frames for r in (*decided.entries, *decided.exits))
-    return any(_gathers_columns(reshard, flow.trace, assignment, origins) is not None for reshard in placed)
+    placed = ((decided, r) for decided in assignment.frames for r in (*decided.entries, *decided.exits))
+    return frozenset(
+        decided.frame.module
+        for decided, reshard in placed
+        if _gathers_columns(reshard, flow.trace, assignment, origins) is not None
+    )
 
 
 def _gathers_columns(reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins) -> Bound | None:

@@ -10,10 +10,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
+from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, OperationNode, Region
-from tpplan.compiler.ir.trace import Frame, Path
+from tpplan.compiler.ir.trace import Frame, Path, Trace
 from tpplan.compiler.place.solution import Called, Choice, Entered, Normed, Ran, Solution
 from tpplan.compiler.rewrite.recognise import Norm
+from tpplan.compiler.rewrite.replay import recorded_body
+from tpplan.compiler.rewrite.settle import moved_operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,26 @@ class PlacedNorm:
     bias: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedMove:
+    """A change of layout inside of a body, before an operation.
+
+    Attributes:
+        place: which operation of the body, and which of its operands.
+        operation: the operation.
+        value: the operand's value of the trace.
+        source, target: the layouts before and after.
+        again: whether the same value was moved so before, for another operation, and nothing was written since.
+    """
+
+    place: MovedOperand
+    operation: OperationNode
+    value: int
+    source: Layout
+    target: Layout
+    again: bool
+
+
 @dataclass(slots=True)
 class FrameAssignment:
     """What was decided for one call; `normed` if its body is replaced by a norm over split features."""
@@ -58,6 +81,7 @@ class FrameAssignment:
     entries: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     exits: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     normed: PlacedNorm | None = None
+    moves: list[PlacedMove] = field(default_factory=list[PlacedMove])
 
 
 @dataclass(slots=True)
@@ -72,6 +96,7 @@ class Assignment:
         once: names of biases that one rank alone adds to a partial result, with the modules that they are added in.
         heads: the numbers of heads, as packs, by which values could be split.
         sliced: modules whose bodies take parts of whole values, with the operations that read these.
+        moved: modules whose bodies reshard values between their operations.
     """
 
     layouts: dict[int, Layout] = field(default_factory=dict[int, Layout])
@@ -81,6 +106,12 @@ class Assignment:
     once: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     heads: Features = frozenset()
     sliced: dict[str, list[OperationNode]] = field(default_factory=lambda: defaultdict(list))
+    moved: set[str] = field(default_factory=set[str])
+
+    @property
+    def replayed(self) -> set[str]:
+        """Modules whose bodies have to run from their records."""
+        return {*self.sliced, *self.moved}
 
 
 def assign(
@@ -105,6 +136,14 @@ def assign(
     return reader.assignment
 
 
+def record_of(assignment: Assignment, trace: Trace, module: str) -> RecordedBody:
+    """What a module's record has to know of an assignment."""
+    decided = next(held for held in assignment.frames if held.frame.module == module)
+    partial = [name for names in trace.parameters.values() if names[0] in assignment.partial for name in names]
+    moves = [move.place for move in decided.moves]
+    return recorded_body(decided.frame, assignment.layouts, assignment.heads, moves, partial)
+
+
 class _Reader:
     """Reads solutions back; what equal layers share, a region or a solution, is looked at once."""
 
@@ -125,6 +164,7 @@ class _Reader:
         decided = FrameAssignment(instance.frame)
         self.assignment.frames.append(decided)
         children = dict(zip(self._calls[id(region)], instance.children, strict=True))
+        fresh: set[tuple[int, Layout]] = set()
         for choice in self._chosen(solution):
             if isinstance(choice, Ran):
                 for output, layout in zip(region.nodes[choice.node].outputs, choice.outcome.outputs, strict=True):
@@ -134,6 +174,7 @@ class _Reader:
                     node = region.nodes[choice.node]
                     assert isinstance(node, OperationNode)
                     self.assignment.sliced[instance.frame.module].append(node)
+                self._move(instance, choice, decided, fresh)
                 self._note(choice.outcome.partial_parameters, self.assignment.partial, instance)
                 self._note(choice.outcome.replicated_parameters, self.assignment.whole, instance)
             elif isinstance(choice, Called):
@@ -155,6 +196,20 @@ class _Reader:
                 self._note(choice.partial_parameters, self.assignment.partial, instance)
                 self._note(choice.replicated_parameters, self.assignment.whole, instance)
                 self._note(choice.added_once, self.assignment.once, instance)
+
+    def _move(self, instance: Instance, choice: Ran, decided: FrameAssignment, fresh: set[tuple[int, Layout]]) -> None:
+        """Note what an operation's operands are moved to; `fresh` are the moves since something was written."""
+        node = instance.region.nodes[choice.node]
+        assert isinstance(node, OperationNode)
+        if node.overwritten:
+            fresh.clear()
+        for number, target in choice.outcome.moves:
+            value = instance.values[number]
+            place = moved_operand(instance.region, choice.node, number, target)
+            source, again = self.assignment.layouts.get(value, REPLICATED), (value, target) in fresh
+            decided.moves.append(PlacedMove(place, node, value, source, target, again))
+            fresh.add((value, target))
+            self.assignment.moved.add(instance.frame.module)
 
     def _cross(
         self,

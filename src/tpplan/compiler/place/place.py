@@ -72,6 +72,7 @@ class Placer:
         self.constraints = constraints
         self.propagator = propagator.splitting(constraints.heads, constraints.features)
         self._slicing = propagator.splitting(constraints.heads, constraints.features, constraints.slices)
+        self._moving = propagator.splitting(constraints.heads, constraints.features, constraints.slices, moves=True)
         self.boundaries = Boundaries(self.propagator, self._topology, constraints)
 
     def _forget(self, constraints: Constraints) -> None:
@@ -166,7 +167,8 @@ class Placer:
         numbers = (*node.inputs, *node.overwritten)
         known = dict(zip(numbers, self._numbering.layouts(operands), strict=True))
         sliced = region.example[0] and region.example not in self.constraints.unsliced
-        rules = self._slicing if sliced else self.propagator
+        recorded = self._moving if region.example in self.constraints.moving else self._slicing
+        rules = recorded if sliced else self.propagator
         outcomes = rules.outcomes(node, region.values, known.__getitem__)
         if isinstance(outcomes, Refusal):
             if (region.example, position) not in self.constraints.forgiven:
@@ -180,8 +182,12 @@ class Placer:
             if self._splits_unsharded(region, made):
                 continue
             extra = sum(self.boundaries.gradient_sum(region.values[i]) for i in outcome.partial_parameters)
+            cost = (extra, len(outcome.slices))
+            for i, held in outcome.moves:
+                price = self.boundaries.move(known[i], held, region.values[i])
+                cost = (cost[0] + price[0], cost[1] + price[1])
             codes = tuple(self._numbering.code(held) for _, held in made)
-            found.append((codes, (extra, len(outcome.slices)), Ran(position, outcome)))
+            found.append((codes, cost, Ran(position, outcome)))
         return found
 
     def _called(self, region: Region, position: int, node: CallNode, operands: Codes) -> list[_Step] | Failure:

@@ -1,0 +1,69 @@
+"""Moves: values that a body makes, which ranks exchange before an operation that can't run as they lie.
+
+in:  the operands of such an operation
+out: other layouts for some of them, each a reshard inside of the body
+
+    softmax(scores: S(2), -1)   ->   scores: R or R·∂P, by an all-gather
+    add(mean: P, eps)           ->   mean: R or R·∂P, by an all-reduce
+
+A boundary can't serve a value that its body makes and reads. Nor is every operation worth a move: where a result is
+viewed or taken apart in a way that doesn't fit its split, the plan splits it wrongly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, reshard_between
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.rules.packed import SELECT, SPLITS, VIEWS
+
+_MOST = 4
+_TAKES_APART = VIEWS | SPLITS | {SELECT, "aten.slice.Tensor", "aten.unbind.int"}
+
+
+def may_move(node: OperationNode) -> bool:
+    """Whether operands of an operation may be moved before it."""
+    return not node.overwritten and node.name not in _TAKES_APART
+
+
+def ways_to_move(
+    numbers: Sequence[int], values: Sequence[LocalValue], layout: Callable[[int], Layout]
+) -> Iterator[dict[int, Layout]]:
+    """Other layouts for operands, those of fewer operands first.
+
+    Args:
+        numbers: of the operands, by local number.
+        values: the body's.
+        layout: how each operand lies.
+    """
+    operands = [i for i in dict.fromkeys(numbers) if values[i].parameter is None and not values[i].constant]
+    known: list[dict[int, Layout]] = []
+    for targets in _targets(operands, [*dict.fromkeys(numbers)], values, layout):
+        movable = [i for i in targets if layout(i) != targets[i] and reshard_between(layout(i), targets[i]) is not None]
+        counts = range(1, len(movable) + 1) if len(movable) <= _MOST else (1, len(movable))
+        for chosen in itertools.chain.from_iterable(itertools.combinations(movable, count) for count in counts):
+            way = {i: targets[i] for i in chosen}
+            if way not in known:
+                known.append(way)
+    yield from sorted(known, key=len)
+
+
+def _targets(
+    operands: Sequence[int], numbers: Sequence[int], values: Sequence[LocalValue], layout: Callable[[int], Layout]
+) -> Iterator[dict[int, Layout]]:
+    """Layouts that operands could have together: whole ones, or like one that is split."""
+    for whole in (REPLICATED_PARTIAL, REPLICATED):
+        yield {i: whole if values[i].differentiable else REPLICATED for i in operands}
+    for other in numbers:
+        held, shape = layout(other), values[other].shape
+        if held.dim is None or held.interleave != 1 or held.within:
+            continue
+        for i in operands:
+            alike = [d for d, count in enumerate(values[i].shape) if count == shape[held.dim] and i != other]
+            yield from ({i: replace(held, dim=dim)} for dim in alike)
+
+
+__all__ = ["may_move", "ways_to_move"]
