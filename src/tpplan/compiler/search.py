@@ -20,9 +20,10 @@ from tpplan.compiler.check.compare import Mismatch
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.explain import failures
 from tpplan.compiler.explain.warnings import gathered_columns
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import splits_sequence
-from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.region import Instance, OperationNode
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.place.assign import assign
 from tpplan.compiler.place.conflicts import (
@@ -196,14 +197,18 @@ def _reached(instance: Instance, modules: Collection[str]) -> Iterator[Instance]
 
 
 def _moving(problem: Problem, learned: Learned, instances: Iterable[Instance]) -> Learned | None:
-    """Let operations of these bodies move their operands."""
+    """Let operations of these bodies move their operands; a record knows no functions over classes."""
     constraints = learned.constraints
     if not problem.moves:
         return None
-    found = {i.region.example for i in instances if i.frame.module and i.frame.module not in problem.request.reducing}
+    found = {i.region.example for i in instances if i.frame.module and not _reduces_classes(i)}
     if found <= constraints.moving | constraints.unsliced:
         return None
     return learned.constrained(moving=constraints.moving | found)
+
+
+def _reduces_classes(instance: Instance) -> bool:
+    return any(isinstance(n, OperationNode) and n.target in CLASS_OPERATIONS for n in instance.region.nodes)
 
 
 def _on_the_way(instance: Instance, path: Sequence[int]) -> Iterator[Instance]:

@@ -38,7 +38,7 @@ Mover = Callable[[Layout, Layout, tuple[int, ...], str], Callable[[Tensor], Tens
 """Makes a reshard: of the layouts before and after it, the whole's shape, and the operation that it stands before."""
 
 
-def local_steps(trace: Trace, settled: Settled, size: int, rank: int, mover: Mover) -> Iterator[Run | Frame]:
+def local_steps(trace: Trace, settled: Settled, size: int, rank: int, mover: Mover | None) -> Iterator[Run | Frame]:
     """What a rank runs of a body, and the bodies that it calls, in order.
 
     Raises:
@@ -58,7 +58,7 @@ def local_steps(trace: Trace, settled: Settled, size: int, rank: int, mover: Mov
             if (value, target) not in moved:
                 count += 1
                 moved[value, target] = -count
-                assert isinstance(node, Operation)
+                assert mover is not None and isinstance(node, Operation)
                 shape = trace.values[value].shape
                 step = mover(settled.layouts.get(value, REPLICATED), target, shape, node.name)
                 local = target.local_shape(shape, size, rank)

@@ -49,7 +49,7 @@ class Replay:
         size: int,
         rank: int,
         batch: Callable[[], int | None],
-        mover: Mover,
+        mover: Mover | None = None,
     ) -> None:
         """Replay a body.
 
