@@ -25,7 +25,7 @@ from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
-from tpplan.compiler.explain.warnings import warnings_for
+from tpplan.compiler.explain.warnings import exchanges, warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
@@ -229,7 +229,8 @@ def _warnings(problem: Problem, placed: Placed) -> list[Diagnostic]:
         propagator = Propagator(request.size, problem.trace.batch, constraints.heads, constraints.features)
         return Neighbours(request.model, problem.flow, placed.instance, propagator)
 
-    return warnings_for(problem.flow, problem.binding, placed.assignment, request.size, around)
+    found = warnings_for(problem.flow, problem.binding, placed.assignment, request.size, around)
+    return [*found, *exchanges(problem.trace, problem.binding, placed.assignment, request.size)]
 
 
 def _recorded_findings(binding: Binding, recorded: frozenset[str], assignment: Assignment) -> list[Diagnostic]:
@@ -240,6 +241,8 @@ def _recorded_findings(binding: Binding, recorded: frozenset[str], assignment: A
         why = "as its own code can't work on shards"
         if slicing:
             why = f"so that values that are whole can be sliced beside split ones{', and'.join(dict.fromkeys(slicing))}"
+        elif name in assignment.moved:
+            why = "so that values can be exchanged between its operations"
         findings.append(
             Diagnostic(
                 code="TP124",

@@ -123,6 +123,7 @@ class _Rows:
 def _reshards(unit: Unit) -> Iterator[tuple[str, Reshard]]:
     if unit.module is not None:
         yield from (("in", reshard) for reshard in unit.module.entries)
+        yield from (("mid", reshard) for reshard in unit.module.inner)
         yield from (("out", reshard) for reshard in unit.module.exits)
 
 

@@ -150,6 +150,7 @@ def _key(unit: Unit) -> object:
             reads=relative(module.reads),
             entries=_without_origin(module.entries),
             exits=_without_origin(module.exits),
+            inner=_without_origin(module.inner),
         )
     parameters = tuple(replace(parameter, names=relative(parameter.names)) for parameter in unit.parameters)
     return unit.name, module, parameters, tuple((leaf, *relative([name])) for leaf, name in unit.tied)

@@ -57,7 +57,7 @@ def _names(wanted: Pattern, name: str) -> bool:
 
 
 def _is_around(unit: Unit, inside: Sequence[Unit], wanted: Pattern) -> bool:
-    if unit.module is None or not (unit.module.entries or unit.module.exits):
+    if unit.module is None or not unit.module.reshards:
         return False
     if any(unit is held for held in inside):
         return False
@@ -108,7 +108,8 @@ def _tie(tie: tuple[str, str]) -> tuple[str, str]:
 
 def _boundaries(module: ModuleProgram, size: int) -> list[tuple[str, str]]:
     entries = [_boundary("in", reshard, module, size) for reshard in module.entries]
-    return entries + [_boundary("out", reshard, module, size) for reshard in module.exits]
+    inside = [_boundary("mid", reshard, module, size) for reshard in module.inner]
+    return entries + inside + [_boundary("out", reshard, module, size) for reshard in module.exits]
 
 
 def _boundary(way: str, reshard: Reshard, module: ModuleProgram, size: int) -> tuple[str, str]:

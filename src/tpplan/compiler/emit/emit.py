@@ -346,7 +346,7 @@ def _moved(trace: Trace, move: PlacedMove) -> Reshard:
     ways = reshard_between(move.source, move.target)
     assert ways is not None
     where = f" at {location.short}" if location is not None else ""
-    name, place = move.place.operation.removeprefix("aten.").partition(".")[0], move.place
+    name, place = move.place.operation.removeprefix("aten.").partition(".")[0].strip("_"), move.place
     return Reshard(
         path=(name, place.number, place.operand), source=move.source, target=move.target, forward=ways.forward,
         backward=ways.backward if value.differentiable else Collective.NONE, shape=value.shape,
