@@ -188,7 +188,7 @@ def _record(record: RecordedBody | None, batch: int) -> object:
         frozenset((name, number, shown(held)) for name, number, held in every)
         for every in (record.calls, record.passed)
     )
-    return shown(record.inputs), calls, shown(record.results), record.moves, passed, record.partial
+    return shown(record.inputs), calls, shown(record.results), record.moves, passed, record.partial, record.averages
 
 
 def _kernels(program: Program, called: set[str]) -> frozenset[KernelUse]:

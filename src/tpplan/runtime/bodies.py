@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import has_inference_kernels
-from tpplan.compiler.ir.layout import PARTIAL, Layout, reshard_between
+from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.program import Boundary, KernelUse, ModuleProgram, ParameterPlacement, Program, Reshard
 from tpplan.compiler.ir.trace import quoted
-from tpplan.compiler.rewrite.localise import Mover
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.class_rows import ClassPart
@@ -27,6 +26,7 @@ from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
+from tpplan.runtime.inside import Inside
 from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
@@ -359,19 +359,9 @@ class _Steps:
             self._made[key] = make_reshard(*ways, axis, fresh, self._context, reshard.shape, self._twice)
         return self._made[key]
 
-
-    def inside(self, module: str) -> Mover:
-        """The reshards between the operations of a body that runs from its record."""
-
-        def make(source: Layout, target: Layout, shape: tuple[int, ...], before: str) -> Move:
-            place = f"`{before}` in the body of `{module}`"
-            axis, ways = placed(self._axis, place), reshard_between(source, target)
-            assert ways is not None
-            return make_reshard(
-                source, target, ways.forward, ways.backward, axis, False, self._context, shape, self._twice
-            )
-
-        return make
+    def inside(self, module: str) -> Inside:
+        """What stands between the operations of a body that runs from its record."""
+        return Inside(self._axis, self._context, self._twice, module)
 
 
 def _place(spec: ModuleProgram, reshard: Reshard, inward: bool) -> str:

@@ -35,7 +35,6 @@ from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.place.assign import PlacedReshard, record_of
-from tpplan.compiler.rewrite.localise import Mover
 from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
@@ -313,27 +312,33 @@ def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: froze
             given.size,
             given.rank,
             lambda: batch,
-            _mover(given),
+            _Shapes(given.size, given.rank),
         )
         modules[name].__dict__["forward"] = _bound(replay, modules[name])
 
 
-def _mover(given: CheckInput) -> Mover:
-    """Reshards shapes between operations, by operators that models don't call, by which the comparison knows them."""
+class _Shapes:
+    """Exchanges shapes, by operators that models don't call, by which the comparison knows them."""
 
-    def make(source: Layout, target: Layout, shape: tuple[int, ...], before: str) -> Callable[[Tensor], Tensor]:
-        wanted = target.local_shape(shape, given.size, given.rank)
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def reshard(
+        self, source: Layout, target: Layout, shape: tuple[int, ...], before: str
+    ) -> Callable[[Tensor], Tensor]:
+        wanted = target.local_shape(shape, self._size, self._rank)
 
         def move(tensor: Tensor) -> Tensor:
             if tuple(tensor.shape) == wanted:
                 return torch.ops.aten.alias_copy.default(tensor)
-            if tensor.numel() == 0:
+            if not tensor.numel():
                 return _like(wanted, tensor.dtype, tensor.requires_grad)
             return torch.ops.aten.as_strided_copy.default(tensor, wanted, [0] * len(wanted))
 
         return move
 
-    return make
+    def mean(self, count: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return stock
 
 
 def _bound(replay: Replay, module: nn.Module) -> Callable[..., Any]:

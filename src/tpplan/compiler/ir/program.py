@@ -243,6 +243,7 @@ class RecordedBody:
         moves: operands that are resharded between its operations.
         passed: where there are any, how the arguments of its calls lie outside of these, as `calls`.
         partial: likewise, the parameters whose gradients are summed over the ranks, by their names in the module.
+        averages: whether of means over split dims each rank makes its part.
     """
 
     inputs: PathLayouts
@@ -252,6 +253,7 @@ class RecordedBody:
     moves: tuple[MovedOperand, ...] = ()
     passed: tuple[tuple[str, int, PathLayouts], ...] = ()
     partial: tuple[str, ...] = ()
+    averages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,7 +533,7 @@ class Program:
             for name in ("walked", "class_calls", "counted_apart", "experts"):
                 if not module[name]:
                     del module[name]
-            for name in ("moves", "passed", "partial"):
+            for name in ("moves", "passed", "partial", "averages"):
                 if module["recorded"] is not None and not module["recorded"][name]:
                     del module["recorded"][name]
         return _without_defaults(json.loads(json.dumps(_plain(plain))))

@@ -7,7 +7,7 @@ out: `Assignment`: the layout of every value of the trace, the reshards of every
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
 from tpplan.compiler.ir.program import MovedOperand, RecordedBody
@@ -75,13 +75,22 @@ class PlacedMove:
 
 @dataclass(slots=True)
 class FrameAssignment:
-    """What was decided for one call; `normed` if its body is replaced by a norm over split features."""
+    """What was decided for one call.
+
+    Attributes:
+        frame: the call.
+        entries, exits: reshards of its arguments and results.
+        normed: the norm over split features that its body is replaced by.
+        moves: reshards inside of its body.
+        averages: whether ranks make their parts of a mean.
+    """
 
     frame: Frame
     entries: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     exits: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     normed: PlacedNorm | None = None
     moves: list[PlacedMove] = field(default_factory=list[PlacedMove])
+    averages: bool = False
 
 
 @dataclass(slots=True)
@@ -141,7 +150,8 @@ def record_of(assignment: Assignment, trace: Trace, module: str) -> RecordedBody
     decided = next(held for held in assignment.frames if held.frame.module == module)
     partial = [name for names in trace.parameters.values() if names[0] in assignment.partial for name in names]
     moves = [move.place for move in decided.moves]
-    return recorded_body(decided.frame, assignment.layouts, assignment.heads, moves, partial)
+    body = recorded_body(decided.frame, assignment.layouts, assignment.heads, moves, partial)
+    return replace(body, averages=decided.averages)
 
 
 class _Reader:
@@ -203,6 +213,9 @@ class _Reader:
         assert isinstance(node, OperationNode)
         if node.overwritten:
             fresh.clear()
+        if choice.outcome.averages:
+            decided.averages = True
+            self.assignment.moved.add(instance.frame.module)
         for number, target in choice.outcome.moves:
             value = instance.values[number]
             place = moved_operand(instance.region, choice.node, number, target)

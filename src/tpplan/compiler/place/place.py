@@ -72,7 +72,9 @@ class Placer:
         self.constraints = constraints
         self.propagator = propagator.splitting(constraints.heads, constraints.features)
         self._slicing = propagator.splitting(constraints.heads, constraints.features, constraints.slices)
-        self._moving = propagator.splitting(constraints.heads, constraints.features, constraints.slices, moves=True)
+        self._moving = propagator.splitting(
+            constraints.heads, constraints.features, constraints.slices, moves=True, averages=True
+        )
         self.boundaries = Boundaries(self.propagator, self._topology, constraints)
 
     def _forget(self, constraints: Constraints) -> None:

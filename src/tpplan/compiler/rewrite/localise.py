@@ -9,9 +9,10 @@ out: its operations with the sizes that a rank has; attention as one call; slice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from tpplan.compiler.rewrite.settle import Settled
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
 from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
+from tpplan.compiler.rules.moves import MEANS, mean_dims
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, in_packs
 
@@ -34,11 +36,21 @@ _SHAPED = VIEWS | NEW | {"aten.expand.default"}
 _FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", "empty"))
 
 
-Mover = Callable[[Layout, Layout, tuple[int, ...], str], Callable[[Tensor], Tensor]]
-"""Makes a reshard: of the layouts before and after it, the whole's shape, and the operation that it stands before."""
+class Exchanges(Protocol):
+    """What a body does between its operations, at run time or on shapes."""
+
+    def reshard(
+        self, source: Layout, target: Layout, shape: tuple[int, ...], before: str
+    ) -> Callable[[Tensor], Tensor]:
+        """A reshard: of the layouts before and after, the whole's shape, and the operation that it stands before."""
+        ...
+
+    def mean(self, count: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What runs in place of a mean over `count` entries of which a rank has a part."""
+        ...
 
 
-def local_steps(trace: Trace, settled: Settled, size: int, rank: int, mover: Mover | None) -> Iterator[Run | Frame]:
+def local_steps(trace: Trace, settled: Settled, size: int, rank: int, exchanges: Exchanges | None) -> Iterator[Run | Frame]:
     """What a rank runs of a body, and the bodies that it calls, in order.
 
     Raises:
@@ -58,9 +70,9 @@ def local_steps(trace: Trace, settled: Settled, size: int, rank: int, mover: Mov
             if (value, target) not in moved:
                 count += 1
                 moved[value, target] = -count
-                assert mover is not None and isinstance(node, Operation)
+                assert exchanges is not None and isinstance(node, Operation)
                 shape = trace.values[value].shape
-                step = mover(settled.layouts.get(value, REPLICATED), target, shape, node.name)
+                step = exchanges.reshard(settled.layouts.get(value, REPLICATED), target, shape, node.name)
                 local = target.local_shape(shape, size, rank)
                 yield Run(step, (Reference(value),), {}, (-count,), (local,), False)
             instead[value] = moved[value, target]
@@ -75,7 +87,19 @@ def local_steps(trace: Trace, settled: Settled, size: int, rank: int, mover: Mov
             if isinstance(node, Attention)
             else localised(node, trace, layouts, size, rank)
         )
+        if exchanges is not None and isinstance(node, Operation) and node.name in MEANS:
+            run = _averaged(run, node, trace, layouts, exchanges)
         yield _reading(run, instead) if instead else run
+
+
+def _averaged(run: Run, node: Operation, trace: Trace, layouts: Mapping[int, Layout], exchanges: Exchanges) -> Run:
+    """A mean; over a split dim a rank makes its part of the whole's."""
+    (x,) = node.inputs
+    shape, held = trace.values[x].shape, layouts.get(x, REPLICATED)
+    dims = mean_dims(node.arguments, len(shape))
+    if held.dim not in dims:
+        return run
+    return replace(run, target=exchanges.mean(math.prod(shape[dim] for dim in dims), node.target))
 
 
 def _attended(node: Attention, trace: Trace, layouts: Mapping[int, Layout], size: int, rank: int) -> Run:
@@ -179,4 +203,4 @@ def _reading(run: Run, parts: Mapping[int, int]) -> Run:
     return replace(run, arguments=instead(run.arguments), keywords={k: instead(v) for k, v in run.keywords.items()})
 
 
-__all__ = ["Mover", "local_steps", "localised"]
+__all__ = ["Exchanges", "local_steps", "localised"]

@@ -28,7 +28,7 @@ from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
-from tpplan.compiler.rewrite.localise import Mover, local_steps
+from tpplan.compiler.rewrite.localise import Exchanges, local_steps
 from tpplan.compiler.rewrite.settle import Settled, settle
 from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
@@ -49,7 +49,7 @@ class Replay:
         size: int,
         rank: int,
         batch: Callable[[], int | None],
-        mover: Mover | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         """Replay a body.
 
@@ -59,14 +59,14 @@ class Replay:
             parameters: the layouts of all parameters, and of split buffers, in it, by their names there.
             size, rank: the number of ranks, and which of them this is.
             batch: tells the batch size of the model's call, for sequences flattened with their batch.
-            mover: makes the reshards between the body's operations.
+            exchanges: makes what stands between the body's operations.
         """
         self._stock = stock
         self._body = body
         self._parameters = parameters
         self._size, self._rank = size, rank
         self._batch = batch
-        self._mover = mover
+        self._exchanges = exchanges
         self._names = argument_names(type(stock).forward)
         self._scripts: dict[object, Script] = {}
 
@@ -167,7 +167,7 @@ class Replay:
             else:
                 constants.append((value, numbers))
         steps: list[Run | Call] = []
-        for node in local_steps(trace, settled, self._size, self._rank, self._mover):
+        for node in local_steps(trace, settled, self._size, self._rank, self._exchanges):
             if isinstance(node, Run):
                 steps.append(node)
                 continue

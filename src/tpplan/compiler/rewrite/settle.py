@@ -80,6 +80,7 @@ class _Settler:
         self.calls = {(module, call): dict(results) for module, call, results in body.calls}
         self.passed = {(module, call): dict(arguments) for module, call, arguments in body.passed}
         self.moves, self.partial = body.moves, frozenset(body.partial)
+        self.averages = body.averages
         self.followed = False
         self.refused: Refusal | None = None
         self.own = {v: held.parameter for v, held in zip(root.values, root.region.values, strict=True) if held.parameter}
@@ -89,7 +90,7 @@ class _Settler:
     def settled(self) -> Settled:
         known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
         for self.followed, slices, moves in self._ways():
-            self.rules = self.rules.splitting(self.rules.heads, slices=slices, moves=moves)
+            self.rules = self.rules.splitting(self.rules.heads, slices=slices, moves=moves, averages=self.averages)
             self.dead.clear()
             found = self._from(0, Settled(known, {}, {}))
             if found is not None:

@@ -6,6 +6,11 @@ out: other layouts for some of them, each a reshard inside of the body
     softmax(scores: S(2), -1)   ->   scores: R or R·∂P, by an all-gather
     add(mean: P, eps)           ->   mean: R or R·∂P, by an all-reduce
 
+Of a mean over a split dim each rank has its part of the sum, divided by the whole's count: a partial value, which is
+summed like any other.
+
+    mean(x: S(2), -1)           ->   P
+
 A boundary can't serve a value that its body makes and reads. Nor is every operation worth a move: where a result is
 viewed or taken apart in a way that doesn't fit its split, the plan splits it wrongly.
 """
@@ -15,13 +20,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, reshard_between
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.rules.packed import SELECT, SPLITS, VIEWS
 
+MEANS = frozenset(("aten.mean.dim", "aten.mean.default"))
 _MOST = 4
 _TAKES_APART = VIEWS | SPLITS | {SELECT, "aten.slice.Tensor", "aten.unbind.int"}
+
+
+def averages(node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]) -> bool:
+    """Whether it is a mean over a dim of which each rank has its own part."""
+    if node.name not in MEANS:
+        return False
+    (x,) = node.inputs
+    held = layout(x)
+    if held.dim is None or held.has_replicas or held.within or any(pack.among for pack in held.packs):
+        return False
+    return held.dim in mean_dims(node.arguments, len(values[x].shape))
+
+
+def mean_dims(arguments: Sequence[Any], rank: int) -> list[int]:
+    """The dims that a mean is over, counted from the front."""
+    dims = arguments[1] if len(arguments) > 1 and arguments[1] else range(rank)
+    return [dim % rank for dim in dims]
 
 
 def may_move(node: OperationNode) -> bool:
@@ -66,4 +90,4 @@ def _targets(
             yield from ({i: replace(held, dim=dim)} for dim in alike)
 
 
-__all__ = ["may_move", "ways_to_move"]
+__all__ = ["MEANS", "averages", "may_move", "mean_dims", "ways_to_move"]

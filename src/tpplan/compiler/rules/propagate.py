@@ -41,7 +41,7 @@ from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts
 from tpplan.compiler.rules.gradient import gradient_layouts
-from tpplan.compiler.rules.moves import may_move, ways_to_move
+from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
 
 _COPY = "aten.copy_.default"
@@ -75,6 +75,7 @@ class Outcome:
         replicated_parameters: replicated parameters whose gradient comes out whole here.
         slices: whole operands (local numbers) of which the operation takes a part, with the layouts of these.
         moves: operands that are resharded before the operation, with their layouts after that; slices come later.
+        averages: whether it is a mean of which each rank makes its part.
     """
 
     outputs: tuple[Layout, ...]
@@ -82,6 +83,7 @@ class Outcome:
     replicated_parameters: frozenset[int] = frozenset()
     slices: tuple[tuple[int, Layout], ...] = ()
     moves: tuple[tuple[int, Layout], ...] = ()
+    averages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,14 @@ class Propagator:
         features: Features = frozenset(),
         slices: bool = False,
         moves: bool = False,
+        averages: bool = False,
     ) -> None:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`.
 
         A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or for
         one of `features`, may be split. With `slices`, an operation that can't run otherwise may take parts of whole
-        operands; with `moves`, its operands may be resharded before it.
+        operands; with `moves`, its operands may be resharded before it. With `averages`, of a mean over a split dim
+        each rank may make its part.
         """
         self.size = size
         self.batch = batch
@@ -124,13 +128,19 @@ class Propagator:
         self.features = features
         self.slices = slices
         self.moves = moves
+        self.averages = averages
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
     def splitting(
-        self, heads: Features, features: Features = frozenset(), slices: bool = False, moves: bool = False
+        self,
+        heads: Features,
+        features: Features = frozenset(),
+        slices: bool = False,
+        moves: bool = False,
+        averages: bool = False,
     ) -> Propagator:
         """The same rules for these numbers of heads and features; what either asks, both remember."""
-        other = Propagator(self.size, self.batch, heads, features, slices, moves)
+        other = Propagator(self.size, self.batch, heads, features, slices, moves, averages)
         other._rules = self._rules
         return other
 
@@ -139,11 +149,14 @@ class Propagator:
     ) -> list[Outcome] | Refusal:
         """The ways in which `node` can run, given its operands' layouts by local number."""
         found = self._unmoved(node, values, layout)
-        if not self.moves or not isinstance(found, Refusal) or not may_move(node):
+        if not isinstance(found, Refusal):
             return found
-        ways = ways_to_move(_meaningful_inputs(node, values), values, layout)
-        moved = (self.moved(node, values, layout, way) for way in ways)
-        return [outcome for way in moved if not isinstance(way, Refusal) for outcome in way] or found
+        ways = [Outcome((PARTIAL,), averages=True)] if self.averages and averages(node, values, layout) else []
+        if self.moves and may_move(node):
+            numbers = _meaningful_inputs(node, values)
+            moved = (self.moved(node, values, layout, way) for way in ways_to_move(numbers, values, layout))
+            ways += [outcome for way in moved if not isinstance(way, Refusal) for outcome in way]
+        return ways or found
 
     def moved(
         self,
