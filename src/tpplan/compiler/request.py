@@ -36,8 +36,8 @@ class Request:
         members: what the first call has made of rules on wrappers; None if this is the first.
         device: where the model will run; None for where its parameters are.
         reducing: modules whose bodies may reduce split classes by a collective; see `ir/class_reductions`.
-        moves: whether operations of bodies may have their operands resharded where nothing else works; None for where no
-            result is to stay split, as functions over split classes come first.
+        moves: whether operands may be resharded inside of bodies where nothing else works; None for where no result is
+            to stay split, as functions over split classes come first.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
     """
 

@@ -27,12 +27,14 @@ class Inside:
         context: tells the batch size of a call.
         twice: whether backwards may be differentiated.
         module: the module's name, for errors.
+        strict: see `Exchanges`.
     """
 
     axis: Communicator
     context: CallContext
     twice: bool
     module: str
+    strict: bool = False
 
     def reshard(self, source: Layout, target: Layout, shape: tuple[int, ...], before: str) -> Move:
         """A change of layout of a value whose whole has this shape, before an operation."""
@@ -43,7 +45,9 @@ class Inside:
     def mean(self, count: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The sum of what this rank has of `count` entries, divided by all of them."""
 
-        def part(tensor: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+        def part(
+            tensor: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+        ) -> Tensor:
             return torch.sum(tensor, dims, keepdim, dtype=dtype) / count
 
         return part

@@ -73,7 +73,11 @@ def judge(subject: Subject, settings: Mapping[str, Setting]) -> Verdict:
     try:
         program = compile_call(
             Request(
-                subject.model, plan_of(subject, settings), subject.size, subject.arguments, subject.keywords,
+                subject.model,
+                plan_of(subject, settings),
+                subject.size,
+                subject.arguments,
+                subject.keywords,
                 moves=False,  # what is exchanged inside of a body is for a plan's author to weigh
             )
         ).program

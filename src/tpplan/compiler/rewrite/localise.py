@@ -37,7 +37,13 @@ _FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", 
 
 
 class Exchanges(Protocol):
-    """What a body does between its operations, at run time or on shapes."""
+    """What a body does between its operations, at run time or on shapes.
+
+    Attributes:
+        strict: whether it must be what the program says, as in the example; calls of other sizes may need more.
+    """
+
+    strict: bool
 
     def reshard(
         self, source: Layout, target: Layout, shape: tuple[int, ...], before: str
@@ -50,7 +56,9 @@ class Exchanges(Protocol):
         ...
 
 
-def local_steps(trace: Trace, settled: Settled, size: int, rank: int, exchanges: Exchanges | None) -> Iterator[Run | Frame]:
+def local_steps(
+    trace: Trace, settled: Settled, size: int, rank: int, exchanges: Exchanges | None
+) -> Iterator[Run | Frame]:
     """What a rank runs of a body, and the bodies that it calls, in order.
 
     Raises:

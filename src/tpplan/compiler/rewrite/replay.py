@@ -117,7 +117,11 @@ class Replay:
         number = batch if batch is not None else (given[0].shape[0] if given and isinstance(given[0], Tensor) else 1)
         held = {value: parameters[names[0]] for value, names in trace.stored.items()}
         found = settle(root, trace, self._body, self._size, number)
-        return self._script(trace, state, skeleton.model, Settled(held, {}, {}).also(found.layouts, found.slices, found.moves))
+        if self._exchanges is not None and self._exchanges.strict and not found.followed:
+            raise ReplayError("its record would exchange other values than the placement")
+        return self._script(
+            trace, state, skeleton.model, Settled(held, {}, {}).also(found.layouts, found.slices, found.moves)
+        )
 
     def _wanted(self, trace: Trace, effects: Collection[int]) -> Trace:
         """The record without results that the caller drops, and without what only these are made by."""
@@ -220,7 +224,12 @@ def _readable(model: nn.Module, name: str, tensor: Tensor) -> str:
 
 
 def _strides(local: Tensor, shape: Sequence[int]) -> list[int]:
-    """The strides of a whole tensor that lies in memory as its part does: its dims in the same order."""
+    """The strides of a whole tensor that lies in memory as its part does: its dims in the same order.
+
+    Of one that is whole, its own, gaps and all.
+    """
+    if tuple(shape) == tuple(local.shape):
+        return [*local.stride()]
     made, inner = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
         if local.stride(dim) or local.shape[dim] == 1 == shape[dim]:

@@ -8,7 +8,7 @@ out: the layouts of its values; of which whole ones its operations take parts (`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpplan.compiler.ir.layout import REPLICATED, Layout, reshard_between
 from tpplan.compiler.ir.program import MovedOperand, RecordedBody
@@ -16,7 +16,6 @@ from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.script import ReplayError
 from tpplan.compiler.ir.trace import Frame, Trace
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
-
 
 Layouts = Mapping[int, Layout]
 
@@ -29,11 +28,13 @@ class Settled:
         layouts: by value of the record.
         slices: by the first result of an operation, the whole operands of which it takes parts, and how these lie.
         moves: likewise, the operands that are resharded, and how they lie then; before they are sliced.
+        followed: whether these are the program's.
     """
 
     layouts: Layouts
     slices: Mapping[int, Layouts]
     moves: Mapping[int, Layouts]
+    followed: bool = True
 
     def also(
         self, layouts: Layouts, slices: Mapping[int, Layouts] | None = None, moves: Mapping[int, Layouts] | None = None
@@ -83,18 +84,22 @@ class _Settler:
         self.averages = body.averages
         self.followed = False
         self.refused: Refusal | None = None
-        self.own = {v: held.parameter for v, held in zip(root.values, root.region.values, strict=True) if held.parameter}
+        self.own = {
+            v: held.parameter for v, held in zip(root.values, root.region.values, strict=True) if held.parameter
+        }
         self.live = _live(root)
         self.dead: set[tuple[int, tuple[Layout, ...]]] = set()
 
     def settled(self) -> Settled:
         known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
-        for self.followed, slices, moves in self._ways():
+        for followed, slices, moves in self._ways():
+            self.followed = followed
             self.rules = self.rules.splitting(self.rules.heads, slices=slices, moves=moves, averages=self.averages)
             self.dead.clear()
             found = self._from(0, Settled(known, {}, {}))
             if found is not None:
-                return found
+                made = sum(map(len, found.moves.values()))
+                return replace(found, followed=followed == bool(self.moves) and made == len(self.moves))
         raise ReplayError(self.refused.reason if self.refused is not None else "its results would have other layouts")
 
     def _ways(self) -> Iterator[tuple[bool, bool, bool]]:
