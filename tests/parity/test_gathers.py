@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.runtime.simulated import first_tensor, on_ranks, worst
@@ -58,6 +59,17 @@ class Experts(nn.Module):
         weights = (flat @ self.w).softmax(-1)
         made = torch.bmm(torch.bmm(flat.expand(EXPERTS, -1, -1), self.first).relu(), self.second)
         return (made * weights.T[..., None]).sum(0).view_as(x)
+
+
+class Routed(Experts):
+    """Each token is for two experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        chosen = (flat @ self.w).softmax(-1).topk(2, -1)
+        weights = torch.zeros(len(flat), EXPERTS, dtype=x.dtype).scatter(-1, chosen.indices, chosen.values)
+        made = torch.bmm(torch.bmm(flat.expand(EXPERTS, -1, -1), self.first).relu(), self.second)
+        return torch.einsum("etd,te->td", made, weights).view_as(x)
 
 
 class Twice(Chooser):
@@ -220,7 +232,23 @@ class Shared(nn.Module):
         return self.first(x) + self.first(x[:, :4]).mean(1, keepdim=True) + self.first(x.flip(1))
 
 
-KINDS = (Chooser, Experts, Twice, Returned, Passed, Written, WrittenThrough, Dropped, Talking, Mixed, Summed, Averaged, AllAveraged, Heads)
+KINDS = (
+    Chooser,
+    Experts,
+    Routed,
+    Twice,
+    Returned,
+    Passed,
+    Written,
+    WrittenThrough,
+    Dropped,
+    Talking,
+    Mixed,
+    Summed,
+    Averaged,
+    AllAveraged,
+    Heads,
+)
 
 
 class Net(nn.Module):
@@ -297,6 +325,32 @@ def test_calls_without_gradients_are_right(kind: Any) -> None:
     for found in on_ranks(stock, kind.rules, 2, ((x_of(8),), {}), work):
         for mine, its in zip(expected, found, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Chooser, Twice, Averaged, AllAveraged])
+def test_a_rank_may_have_nothing_of_it(kind: Any) -> None:
+    report = tpplan.verify(made(kind), plan_of(kind), 5, (x_of(8),))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("kind", [Chooser, Averaged, Talking])
+def test_beside_a_split_sequence(kind: Any) -> None:
+    plan = {"version": 1, "modules": {**kind.rules, "norm": "sequence"}}
+    report = tpplan.verify(made(kind), plan, 2, (x_of(8),))
+    assert report.ok, report.problems
+
+
+class Recomputed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(self.first, self.norm(x), use_reentrant=False)
+        return x + self.second(x)
+
+
+@pytest.mark.parametrize("kind", [Chooser, Averaged])
+def test_what_is_exchanged_is_exchanged_again_when_recomputed(kind: Any) -> None:
+    torch.manual_seed(0)
+    report = tpplan.verify(Recomputed(kind).double(), plan_of(kind), 2, (x_of(8),))
+    assert report.ok, report.problems
 
 
 def test_what_costs_least_is_exchanged() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, without_dispatch_modes
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.check.backward import backward_fault
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, Mismatch, compare, promised_shape
@@ -333,8 +333,9 @@ class _Shapes:
         def move(tensor: Tensor) -> Tensor:
             if tuple(tensor.shape) == wanted:
                 return torch.ops.aten.alias_copy.default(tensor)
-            if not tensor.numel():
-                return _like(wanted, tensor.dtype, tensor.requires_grad)
+            if not tensor.numel():  # nothing can be repeated; whose value the result is isn't followed then
+                with without_dispatch_modes():
+                    return _like(wanted, tensor.dtype, tensor.requires_grad)
             return torch.ops.aten.as_strided_copy.default(tensor, wanted, [0] * len(wanted))
 
         return move
