@@ -18,7 +18,7 @@ SOURCES = src tests docs/tutorials
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow mutations sweep zoo states generation demo lint layers style types format docs bench gpu wheel clean
+.PHONY: help setup bytecode test test-slow mutations sweep zoo states generation demo lint layers style types format docs bench gpu wheel clean
 
 help:
 	@echo "make test       run the tests                       make test-slow  run the slow ones"
@@ -50,10 +50,14 @@ $(VENV)/.extra-%: pyproject.toml $(TORCH_STAMP)
 
 setup: $(VENV)/.extra-dev
 
-test: $(VENV)/.extra-dev
+# Processes that tests start read bytecode, also where PYTHONDONTWRITEBYTECODE keeps them from writing any.
+bytecode: $(VENV)/.extra-dev
+	@$(BIN)/python -m compileall -q src tests
+
+test: bytecode
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-test-slow: $(VENV)/.extra-dev
+test-slow: bytecode
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not sweep" $(ARGS)
 
 mutations: $(VENV)/.extra-dev

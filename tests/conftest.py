@@ -19,6 +19,8 @@ if "PYTHONPATH" in os.environ:
     folders = os.environ["PYTHONPATH"].split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
+_TURNS = 3
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None:
@@ -26,6 +28,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the slow cases of one test every third runs with the slow tests; the others are left to the sweep."""
+    slow: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("sweep") is None:
+            slow.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for cases in slow.values():
+        for place, item in enumerate(cases):
+            if place % _TURNS:
+                item.add_marker("sweep")
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

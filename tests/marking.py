@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,12 @@ def in_thirds(quick: Collection[Any], slow: Collection[Any], cases: Iterable[Any
     """The cases, of which those in `slow` are marked as slow, and what isn't `quick` either is left to the sweep."""
     mark = pytest.mark
     return [case if case in quick else _marked(case, mark.slow if case in slow else mark.sweep) for case in cases]
+
+
+def in_turns(cases: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Pairs of both. Each case has one of the others, in turns; what remains is left to the sweep."""
+    quick = [(case, others[place % len(others)]) for place, case in enumerate(cases)]
+    return sweep_but(quick, [(case, other) for case in cases for other in others])
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:

@@ -36,7 +36,7 @@ def _pair(
     return ours, stock
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("plan", sweep_but(["llama-sequence"], ["llama", "llama-sequence"]))
 def test_life_with_one_adapter_is_that_of_the_unsharded_model(plan: str) -> None:
     world(2).run(_life, plan)
@@ -130,6 +130,7 @@ def _saved(member: Member, plan: str, make: Callable[[], nn.Module], options: di
     assert_same_step(tpplan.parallelize(loaded, PLANS / f"{plan}.yaml", member.mesh()), stock)
 
 
+@pytest.mark.slow
 def test_what_changes_the_modules_is_refused_on_every_rank_with_the_way_out() -> None:
     for texts in world(2).run(_changed):
         for text in texts:

@@ -142,7 +142,7 @@ def test_each_plan_compiles_in_processes_of_its_own() -> None:
     assert result["environment"]["versions"]["torch"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_training_steps_are_held_against_a_floor_written_by_hand() -> None:
     result = run("training", quick=True)
     by = {(row["model"], row["way"], row["form"]): row for row in result["rows"]}
@@ -155,7 +155,7 @@ def test_training_steps_are_held_against_a_floor_written_by_hand() -> None:
     assert len(verdicts(result)) == 3 and all(tables_of(result))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_serving_is_measured_for_every_form() -> None:
     result = run("serving", quick=True)
     speed = {(row["way"], row["form"]): row for row in result["rows"]}
@@ -167,7 +167,7 @@ def test_serving_is_measured_for_every_form() -> None:
     assert len(verdicts(result)) == 2 and all(tables_of(result))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_first_requests_are_measured_beside_later_ones() -> None:
     result = run("requests", quick=True)
     assert [row["way"] for row in result["rows"]] == ["greedy", "prompt lookup"]

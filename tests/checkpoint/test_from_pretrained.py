@@ -111,20 +111,13 @@ def _stock(folder: str, dtype: Any) -> Any:
     return getattr(transformers, names[0]).from_pretrained(folder, dtype=dtype)
 
 
-QUICK: list[Any] = [
-    ("llama tied", "auto", {}),
-    ("llama bfloat16", "llama-sequence", {}),
-    ("gpt2", "auto", {}),
-    ("mixtral", "mixtral", {}),
-]
-SLOW: list[Any] = [
-    ("llama", "auto", {"sequence_parallel": True}),
-    ("llama bfloat16", "auto", {"dtype": torch.float32}),
-    ("bert", "auto", {}),
-]
+QUICK: list[Any] = [("llama tied", "auto", {}), ("mixtral", "mixtral", {})]
+SLOW: list[Any] = [("llama bfloat16", "llama-sequence", {}), ("gpt2", "auto", {}), ("bert", "auto", {})]
 WAYS: list[Any] = [
     *QUICK,
     *SLOW,
+    ("llama", "auto", {"sequence_parallel": True}),
+    ("llama bfloat16", "auto", {"dtype": torch.float32}),
     ("llama", "auto", {}),
     ("llama", "llama", {}),
     ("llama", "llama", {"dtype": "bfloat16"}),
@@ -271,7 +264,7 @@ def _scale(folder: Path) -> None:
     safetensors.torch.save_file({name: 2 * tensor for name, tensor in held.items()}, folder / SINGLE)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", in_thirds([*FAULTS][::3], [*FAULTS][1::3], FAULTS))
 def test_a_fault_on_one_rank_is_told_on_all(tmp_path: Path, fault: str) -> None:
     make, expected = FAULTS[fault]
     folders = [_folder("llama", tmp_path / str(rank)) for rank in range(2)]
@@ -342,6 +335,7 @@ def _base(member: Member, folder: str) -> tuple[str, list[str], list[str]]:
     return said, made, [str(one.message) for one in caught if "TP121" in str(one.message)]
 
 
+@pytest.mark.slow
 def test_a_base_model_in_a_folder_that_promises_a_head(tmp_path: Path) -> None:
     model = _made("bert")
     model.bert.save_pretrained(tmp_path)
@@ -369,7 +363,7 @@ def _by_hand(member: Member, folder: str, kind: str) -> None:
     torch.testing.assert_close(model(input_ids=IDS).logits, expected)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("kind", slow_but(["llama"], ["gpt_neox", "llama"]))
 def test_a_model_built_on_meta_by_hand(tmp_path: Path, kind: str) -> None:
     settings = _BERT if kind == "gpt_neox" else _SMALL
     torch.manual_seed(3)

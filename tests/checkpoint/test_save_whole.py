@@ -150,8 +150,14 @@ def assert_tidy(folder: Path, version: int) -> None:
 
 
 CHANGES = [(old, new) for old in (None, *FORMS) for new in ("one file", "index")] + [("index", "longer index")]
-QUICK = [(None, "index"), ("index", "one file"), ("index", "longer index")]
-SLOW = [("one file", "index"), ("longer index", "index"), ("index", "index")]
+QUICK = [("index", "one file")]
+SLOW = [
+    (None, "index"),
+    ("index", "longer index"),
+    ("one file", "index"),
+    ("longer index", "index"),
+    ("index", "index"),
+]
 
 
 @pytest.mark.parametrize(("old", "new"), in_thirds(QUICK, SLOW, CHANGES), ids=str)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.checkpoint.cells import CELLS, run_cells
 from tests.checkpoint.subjects import SUBJECTS
+from tests.marking import slow_but
 from tests.runtime.world import world
 
 pytestmark = pytest.mark.processes
@@ -29,7 +30,9 @@ def outcomes(name: str, shape: tuple[int, ...], cells: list[str], folder: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("shared in packs", (4,)), ("uneven", (4,)), ("heads in packs", (4,))], ids=str
+    ("name", "shape"),
+    slow_but([("uneven", (4,))], [("shared in packs", (4,)), ("uneven", (4,)), ("heads in packs", (4,))]),
+    ids=str,
 )
 def test_a_state_is_the_unsharded_models(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     assert not outcomes(name, shape, SOME, tmp_path)

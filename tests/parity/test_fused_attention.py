@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import tpplan
+from tests.marking import in_turns
 from tests.runtime.simulated import on_ranks, plan_of, worst
 
 WIDTH, HEADS = 16, 4
@@ -103,8 +104,7 @@ def x_of(length: int = 6, batch: int = 2) -> Tensor:
     return torch.randn(batch, length, WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "tp"), in_turns([*CASES], [2, 4]))
 def test_it_is_one_call(name: str, tp: int) -> None:
     made, count = CASES[name]
     model = made().double()

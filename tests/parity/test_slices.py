@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tpplan
+from tests.marking import in_turns, slow_but
 from tests.runtime.simulated import worst
 from tests.runtime.world import Member, world
 from tpplan.compat import fake_process_group
@@ -155,8 +156,7 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
     return Net(kind).double()
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tp"), in_turns(KINDS, [2, 3, 4]))
 def test_each_rank_takes_the_part_of_its_heads(kind: Callable[[], nn.Module], tp: int) -> None:
     model = made(kind)
     report = tpplan.verify(model, PLAN, tp, (x_of(8),))
@@ -167,7 +167,7 @@ def test_each_rank_takes_the_part_of_its_heads(kind: Callable[[], nn.Module], tp
     assert len(notes) == 2 and all("can be sliced beside split ones at " in note for note in notes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS[::3], KINDS))
 def test_calls_of_other_sizes_are_right(kind: Callable[[], nn.Module]) -> None:
     example, *calls = [((x_of(*sizes),), {}) for sizes in ((8,), (8,), (5, 3), (1, 1), (12, 4))]
     assert max(worst(made(kind), RULES, 2, example, calls)) < 1e-12

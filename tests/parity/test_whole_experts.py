@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import tpplan
+from tests.marking import in_turns
 from tests.parity.test_expert_lists import Block as ListBlock
 from tests.parity.test_expert_lists import Dispatch, of_all, of_any, of_each, of_hit, of_scatter
 from tpplan.compat import fake_process_group
@@ -192,11 +193,14 @@ def test_ranks_whose_experts_nobody_chose(body: Body, first: int) -> None:
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
-@pytest.mark.parametrize("dispatch", [of_hit, of_each, of_any, of_scatter, of_all])
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_list_takes_one_reduction_each_way(dispatch: Dispatch, plan: dict[str, Any], size: int) -> None:
+LISTS = [of_hit, of_each, of_any, of_scatter, of_all]
+WAYS = [(2, True), (4, False), (2, False), (4, True)]  # the number of ranks, and whether sequences are split
+
+
+@pytest.mark.parametrize(("dispatch", "way"), in_turns(LISTS, WAYS))
+def test_a_list_takes_one_reduction_each_way(dispatch: Dispatch, way: tuple[int, bool]) -> None:
     """Six experts on four ranks, too: two, one, two and one."""
+    size, plan = way[0], SEQUENCE if way[1] else PLAN
     model = ListBlock(dispatch)
     program = tpplan.compile_plan(model, plan, size, ACTIVATIONS)
     counts = program.count_collectives()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tpplan
-from tests.marking import sweep_but
+from tests.marking import slow_but, sweep_but
 from tests.plans.parity import PLANS
 from tests.zoo.architectures import build
 from tpplan.compiler.ir.layout import REPLICATED
@@ -41,7 +41,10 @@ def test_a_plan_computes_what_the_stock_model_computes(plan: str, size: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("mamba", 2), ("mixtral", 2), ("mixtral", 4), ("mixtral-experts", 2), ("olmo2", 2), ("torch_encoder", 2)],
+    [
+        *(("mamba", 2), ("mixtral", 4), ("olmo2", 2), ("torch_encoder", 2)),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mixtral", "mixtral-experts")),
+    ],
 )
 def test_a_family_of_each_kind(name: str, size: int) -> None:
     model, inputs = build(ARCHITECTURES.get(name, name))
@@ -55,7 +58,7 @@ def test_gradients_of_experts_are_rehearsed_in_their_own_dtype() -> None:
     assert tpplan.compile_plan(model.double(), PLANS / "mixtral.yaml", 4, inputs).size == 4
 
 
-@pytest.mark.parametrize("plan", ["qwen3_next", "gpt_bigcode-sequence"])
+@pytest.mark.parametrize("plan", slow_but(["gpt_bigcode-sequence"], ["qwen3_next", "gpt_bigcode-sequence"]))
 def test_on_one_rank_everything_is_whole(plan: str) -> None:
     model, inputs = build(plan.removesuffix("-sequence"))
     program = tpplan.compile_plan(model, PLANS / f"{plan}.yaml", 1, inputs)

@@ -19,7 +19,7 @@ from tests.runtime.world import Member, world
 pytestmark = pytest.mark.processes
 
 # They differ most; the others are slow for their number.
-QUICK = ("gpt2", "llama", "phi3")
+QUICK = ("gpt2", "llama")
 # On four ranks each holds a single KV head of llama.
 ON_FOUR_RANKS = ("llama",)
 

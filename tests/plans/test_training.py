@@ -45,6 +45,7 @@ def pair(name: str, member: Member, plan: str | None = None, **settings: Any) ->
     return stock, tpplan.parallelize(copy.deepcopy(stock), path, member.mesh(), keywords), keywords
 
 
+@pytest.mark.slow
 def test_one_axis_of_a_larger_mesh_shards_the_model() -> None:
     world(4).run(_in_a_larger_mesh)
 

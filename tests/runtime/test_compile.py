@@ -279,7 +279,7 @@ def _compare(sharded: nn.Module, stock: nn.Module, batch: int, length: int) -> N
     assert_same_run(run(sharded, {"ids": ids}), run(stock, {"ids": ids}), tolerance(torch.float64))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_dropout_draws_what_it_draws_without_a_compiler() -> None:
     world(2).run(_dropout)
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tpplan
+from tests.marking import in_turns
 from tests.plans.parity import counted
 from tests.runtime.test_caches import tiny
 from tpplan.compat import fake_process_group
@@ -16,8 +17,7 @@ from tpplan.runtime.module_runtime import RUNTIME
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(("name", "recorded"), in_turns(["gpt2", "llama"], [False, True]))
 def test_a_call_that_is_counted_is_proved_as_any_other(name: str, recorded: bool) -> None:
     stock, example = tiny(name)
     with fake_process_group(2):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.marking import in_thirds
+from tests.marking import in_thirds, slow_but
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
 from tpplan.calls.inference import inference
@@ -166,7 +166,7 @@ def check(case: str, guarded: bool) -> None:
         assert (dict(view.prefill.sent), dict(view.decode.sent)) == (sent, sent_for_one)
 
 
-@pytest.mark.parametrize("case", ["fewer heads than ranks", "gpt2", "windows"])
+@pytest.mark.parametrize("case", slow_but(["windows"], ["fewer heads than ranks", "gpt2", "windows"]))
 def test_a_rank_caches_and_sends_what_is_said(case: str) -> None:
     check(case, guarded=False)
 

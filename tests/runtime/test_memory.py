@@ -117,6 +117,7 @@ def give_back_at_once() -> None:
 def _takes(member: Member, broadcast: bool) -> tuple[int, int]:
     """The bytes of a tensor, and the most memory that sharding takes beside the model."""
     give_back_at_once()
+    _sharded(member, Stack(WIDTH, 1), WIDTH, broadcast=broadcast)  # what a first compile imports isn't the model's
     model = Stack(1024, 16)
     largest = max(p.nbytes for p in model.parameters())
     with peak(0.005) as seen:

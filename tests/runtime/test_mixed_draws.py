@@ -79,6 +79,7 @@ def _masks(member: Member, name: str) -> None:
             assert all(torch.equal(part, local) for part in gathered(local)), key
 
 
+@pytest.mark.slow
 def test_collectives_in_training_are_those_that_were_predicted() -> None:
     world(2).run(_collectives)
 

@@ -97,7 +97,7 @@ def straddling(member: Member) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_groups_that_lie_in_two_heads_are_refused_at_the_lengths_at_which_they_do() -> None:
     for even, odd, other in world(RANKS).run(straddling):
@@ -118,7 +118,7 @@ def one_group(member: Member) -> list[str]:
     return str(caught.value).splitlines()[:1]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_a_size_that_has_dims_exchanged_on_a_rank_alone_is_refused() -> None:
     for said in world(RANKS).run(one_group):

@@ -46,7 +46,7 @@ REPLICATED = ["dropout", "blocks.0.attention_dropout", "blocks.1.mlp_dropout"]
 @pytest.mark.parametrize(
     ("plan", "same", "split"),
     [
-        ("torch_transformer", REPLICATED, ["blocks.0.mlp.dropout"]),
+        pytest.param("torch_transformer", REPLICATED, ["blocks.0.mlp.dropout"], marks=pytest.mark.slow),
         ("torch_transformer-sequence", [], ["blocks.0.mlp.dropout", "blocks.0.attention_dropout"]),
     ],
 )

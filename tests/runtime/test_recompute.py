@@ -364,7 +364,7 @@ def test_a_checkpoint_recomputes_as_its_call_ran() -> None:
     check(world(2).run(ways, "sequence", ["reentrant", "selective", "direct in reentrant"], seconds=120), 15)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", sweep_but(["sequence"], PLANS))
 def test_each_way_recomputes_as_its_call_ran(plan: str) -> None:

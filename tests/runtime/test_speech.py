@@ -104,7 +104,7 @@ def differing(member: Member, plan: str, ways: Sequence[str]) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["whisper", "whisper-sequence"])
 def test_long_recordings_and_times_are_those_of_the_stock_model(plan: str) -> None:

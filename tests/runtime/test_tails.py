@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
 from tests.compiler.toys import HIDDEN, Mlp
+from tests.marking import in_turns
 from tests.plans.parity import PLANS, counted
 from tests.runtime.simulated import Call, on_ranks, plan_of, worst
 from tests.runtime.test_caches import tiny, tokens
@@ -119,8 +120,9 @@ def tails(program: Program) -> list[int]:
     return [reshard.target.tail for _, reshard in program.reshards() if reshard.target.tail]
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [Last, Viewed, Returned, Twice, AlsoWhole, ButTheLast, Scaled])
+@pytest.mark.parametrize(
+    ("kind", "tp"), in_turns([Last, Viewed, Returned, Twice, AlsoWhole, ButTheLast, Scaled], [2, 4])
+)
 def test_results_and_gradients_for_prompts_of_all_lengths(kind: type[nn.Module], tp: int) -> None:
     """Of fewer entries on a rank than are read, of fewer in all, and of lengths that the ranks can't share."""
     calls = [((x(3, length),), {"last": last}) for last in (1, 3, 5) for length in (16, 4, 8, 5, 24)]

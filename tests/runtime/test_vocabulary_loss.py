@@ -39,7 +39,7 @@ def test_the_loss_by_labels_is_that_of_the_unsharded_model() -> None:
     check(world(2).run(vocabulary.by_labels, "llama", LLAMA | SEQUENCE, CALLS[:2]))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rules", [LLAMA, LLAMA | SEQUENCE], ids=["tp", "tp+sp"])
 def test_the_loss_by_labels_in_all_kinds_of_calls(rules: dict[str, object]) -> None:
     check(world(2).run(vocabulary.by_labels, "llama", rules, CALLS))
@@ -70,12 +70,14 @@ def test_logits_that_cannot_be_placed_are_refused() -> None:
         assert all(text.startswith("TP165") for text in texts), texts
 
 
+@pytest.mark.slow
 def test_generation_chooses_among_all_classes() -> None:
     for rank, (made, expected, shape) in enumerate(world(2).run(vocabulary.generated)):
         assert made == expected
         assert shape == (1, 5, (49, 48)[rank])
 
 
+@pytest.mark.slow
 def test_no_rank_ever_has_all_logits() -> None:
     split, gathered = world(2).run(vocabulary.largest, "shard"), world(2).run(vocabulary.largest, "replicate")
     assert min(gathered) == 2 * 64 * 4096

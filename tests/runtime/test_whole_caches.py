@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tpplan
+from tests.marking import slow_but
 from tests.runtime.simulated import on_ranks
 from tests.runtime.test_caches import made_whole, tiny, tokens
 from tpplan.compiler.ir.hidden import hidden_tensors
@@ -76,24 +77,24 @@ def heads_of(cache: Any, dim: int) -> set[int]:
 CASES = {"dynamic": (dynamic, 1), "upright": (layered(Upright), 2)}
 
 
+@pytest.mark.parametrize("name", slow_but(["upright"], CASES))
 @pytest.mark.parametrize("plan", ["llama", pytest.param("llama-sequence", marks=pytest.mark.sweep)])
-def test_whole_caches_are_cut_to_parts_by_the_guess_that_can_be_proved(plan: str) -> None:
+def test_whole_caches_are_cut_to_parts_by_the_guess_that_can_be_proved(plan: str, name: str) -> None:
     stock, example = tiny("llama")
-    key_heads = stock.config.num_key_value_heads
-    for name, (make, dim) in CASES.items():
-        cache = filled(stock, make)
-        expected = continued(stock, copy.deepcopy(cache))
+    make, dim = CASES[name]
+    cache = filled(stock, make)
+    expected = continued(stock, copy.deepcopy(cache))
 
-        def work(model: Any, _: object, cache: Any = cache) -> tuple[list[Tensor], set[int]]:
-            model.eval()
-            caches = [copy.deepcopy(cache) for _ in range(6)]
-            found = [continued(model, caches[i], positional=i == 1) for i in range(6)]
-            return found, heads_of(caches[0], dim)  # noqa: B023
+    def work(model: Any, _: object) -> tuple[list[Tensor], set[int]]:
+        model.eval()
+        caches = [copy.deepcopy(cache) for _ in range(3)]
+        found = [continued(model, caches[i], positional=i == 1) for i in range(3)]
+        return found, heads_of(caches[0], dim)
 
-        for logits, heads in on_ranks(stock, f"plans/{plan}.yaml", RANKS, ((), example), work):
-            assert heads == {key_heads // RANKS}, name
-            for one in logits:
-                torch.testing.assert_close(one, expected, msg=lambda text, name=name: f"{name}: {text}")
+    for logits, heads in on_ranks(stock, f"plans/{plan}.yaml", RANKS, ((), example), work):
+        assert heads == {stock.config.num_key_value_heads // RANKS}
+        for one in logits:
+            torch.testing.assert_close(one, expected)
 
 
 @pytest.mark.slow
@@ -115,3 +116,21 @@ def test_a_cache_that_tells_heads_apart_is_refused() -> None:
 
     for said in on_ranks(stock, "plans/llama.yaml", RANKS, ((), example), work):
         assert "operations that treat all heads alike" in said
+
+
+FILLED = [("gpt2", 2), ("gemma3_text", 2), ("llama", 4)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), slow_but(FILLED[:1], FILLED))
+def test_a_cache_that_a_module_inside_has_filled_serves_the_model(name: str, ranks: int) -> None:
+    stock, example = tiny(name)
+
+    def generated(model: Any) -> list[Tensor]:
+        cache, inner = dynamic(stock.config), model.base_model
+        with torch.no_grad():
+            found = [inner(tokens(2, n, n), past_key_values=cache, use_cache=True).last_hidden_state for n in (6, 1, 3)]
+        return [*found, continued(model, cache)]
+
+    expected = generated(stock)
+    for found in on_ranks(stock, f"plans/{name}.yaml", ranks, ((), example), lambda m, _: generated(m.eval())):
+        torch.testing.assert_close(found, expected)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
+from tests.marking import in_turns
 from tests.runtime.simulated import Call, worst
 from tpplan.api import suggest_text
 from tpplan.plan import CompileError
@@ -138,8 +139,7 @@ def test_a_rule_may_name_the_modules(plan: dict[str, Any]) -> None:
     assert max(worst(Pair().double(), plan, 2, calls[0], calls)) < 1e-12
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("make", [Bottleneck, Stacked, Inverted])
+@pytest.mark.parametrize(("make", "tp"), in_turns([Bottleneck, Stacked, Inverted], [2, 4]))
 def test_batch_norms_and_pools_between_them_follow(make: type[nn.Module], tp: int) -> None:
     model, call = make().double(), images(3, 8)[0]
     plan = suggest_text(model, tp, inputs=call)

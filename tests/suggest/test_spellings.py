@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
+from tests.marking import in_turns
 from tpplan.api import suggest_text
 from tpplan.suggest.share import block_share
 
@@ -129,8 +130,9 @@ class WithoutPadding(ChannelsFirst):
         return self.head(x)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", [SequenceFirst, BiasesByHead, Pair, ChannelsFirst, WithoutPadding])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), in_turns([SequenceFirst, BiasesByHead, Pair, ChannelsFirst, WithoutPadding], [2, 4])
+)
 def test_it_is_sharded_whole_and_computes_the_same(kind: type[nn.Module], ranks: int) -> None:
     model = nn.Sequential(kind(), kind()) if kind in (SequenceFirst, BiasesByHead) else kind()
     plan = tpplan.load_plan(suggest_text(model, ranks, False, (SAMPLE,)))

@@ -106,7 +106,7 @@ def _served(member: Member) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_each_prompt_is_compared_before_anything_is_generated() -> None:
     """Without it, ranks would wait for each other, or give numbers that no model makes."""
     first, second = world(2).run(_served, seconds=60.0)

@@ -49,6 +49,7 @@ def _without_last(source: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_the_unsharded_model_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run = Run({"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2, **SAVING}, split=True)
     stock = outcome(made("llama"), run, tmp_path / "stock")
@@ -95,7 +96,7 @@ SWEPT = ("sgd", "adamw, each device's own tokens", "no clipping", "no length")
 SLOW = [name for name in RUNS if name not in SWEPT]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("names", "sequence"), sweep_but([(SLOW, True)], [(SLOW, True), (SWEPT, True), ([*RUNS], False)])
 )
@@ -108,7 +109,7 @@ def test_runs_of_all_kinds(names: list[str], sequence: bool, tmp_path: Path) -> 
         assert_alike(ours, stock, LIMITS.get(name, EXACT))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_unsharded_models_checkpoint_goes_on_sharded(tmp_path: Path) -> None:
     run = Run(SAVING, model="gpt2")
     stock = outcome(made("gpt2"), run, tmp_path / "stock")

@@ -19,16 +19,15 @@ SLOW = (
     "whisper", "qwen3_next",
 )  # fmt: skip
 QUICK_SUBJECTS = (
-    "dinov2", "swin", "convnext", "wav2vec2", "musicgen_decoder", "llava", "plain_talking_heads",
-    "plain_adapted", "plain_tree", "timm_vit", "flux", "torchtune_llama3", "litgpt_llama", "esm2",
+    "dinov2", "swin", "wav2vec2", "llava", "plain_talking_heads", "plain_adapted", "plain_tree", "timm_vit",
+    "torchtune_llama3",
 )  # fmt: skip
 # Of each kind some.
 SLOW_SUBJECTS = (
-    "swinv2", "segformer", "detr", "sam", "hiera", "wavlm", "speecht5", "clipseg", "blip", "blip2", "mllama",
-    "idefics3", "dit", "pixart", "unet_2d_condition", "timm_swin", "sd3", "x_decoder", "torch_transformer",
-    "torchvision_swin",
-    "open_clip", "torchtune_llama3_lora", "litgpt_moe", "x_decoder_rotary", "plain_modulated", "plain_crossing",
-    "plain_one_hot_experts",
+    "convnext", "musicgen_decoder", "flux", "litgpt_llama", "esm2", "segformer", "detr", "sam", "hiera", "wavlm",
+    "speecht5", "clipseg", "blip", "blip2", "mllama", "idefics3", "dit", "pixart", "unet_2d_condition", "timm_swin",
+    "sd3", "x_decoder", "torch_transformer", "torchvision_swin", "open_clip", "torchtune_llama3_lora", "litgpt_moe",
+    "x_decoder_rotary", "plain_modulated", "plain_crossing", "plain_one_hot_experts",
 )  # fmt: skip
 _SHARE = re.compile(
     r"^\| (?P<name>[\w-]+) \| (?:(?P<on_2>[\d.]+)%[^|]*|refused) \| (?:(?P<on_4>[\d.]+)%|refused)", re.MULTILINE

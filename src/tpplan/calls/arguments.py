@@ -6,14 +6,16 @@ program says which. A later call is proved with these parts as they lie; by its 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tpplan.compiler.ir.layout import Layout, sharded
+from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
 from tpplan.compiler.ir.objects import PLAIN, is_object, is_opaque, note_alike
 from tpplan.compiler.ir.program import LeftTensor, Program
 from tpplan.compiler.ir.pytree import children, has_own_state, tensors_in, with_items
@@ -98,9 +100,17 @@ class Parts(dict[Path, Layout]):
 
     Attributes:
         key: the same, quick to hash and to compare.
+        wholes: the shapes of the wholes of those that nobody knows but by a guess.
     """
 
     key: tuple[str, ...] = ()
+    wholes: Mapping[Path, tuple[int, ...]] = MappingProxyType({})
+
+    def beside(self, known: Parts) -> Parts:
+        """With those that are known."""
+        found = Parts({**known, **self})
+        found.wholes = self.wholes
+        return found
 
 
 class _Place:
@@ -211,30 +221,45 @@ class Left:
 
     def guesses(
         self, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]
-    ) -> Iterator[dict[Path, Layout]]:
-        """How whole tensors in objects may lie of which nothing is known; a proof has to say whether they can.
+    ) -> Iterator[Parts | None]:
+        """How tensors in objects may lie of which nothing is known; a proof has to say whether they can.
 
-        They are what a caller made before any call: a cache for all heads, which stand before or after the sequence.
+        They are whole, as a caller made them before any call: a cache for all heads, which stand before or after the
+        sequence. Or they are parts, as modules that were called by themselves have left them. There are as many guesses
+        on each rank; None stands for one that can't be true of what this rank has.
         """
         called = [*zip(names, arguments, strict=False), *keywords.items()]
-        whole = {
+        unknown = {
             path: tensor
             for name, held in called
             if is_object(held)
             for path, tensor in tensors_in(held, (name,), objects=True)
             if path not in self._known and tensor.dim() > 2 and tensor.is_floating_point()
         }
+        if not unknown:
+            return
+        plain = not any(map(is_wrapper, unknown.values()))
         for dim in (1, 2):
-            found = {
-                path: sharded(dim)
-                for path, tensor in whole.items()
-                if tensor.shape[dim] >= self._size and not is_wrapper(tensor)
-            }
-            if found and len(found) == len(whole):
-                yield found
+            divides = plain and all(tensor.shape[dim] >= self._size for tensor in unknown.values())
+            yield Parts(dict.fromkeys(unknown, sharded(dim))) if divides else None
+        for dim, replicas in itertools.product((1, 2), range(1, self._size)):
+            if self._size % replicas == 0:
+                yield self._as_parts(unknown, dim, replicas) if plain else None
 
-    def whole_shape(self, path: Path, tensor: Tensor, parts: Mapping[Path, Layout]) -> tuple[int, ...] | None:
+    def _as_parts(self, tensors: Mapping[Path, Tensor], dim: int, replicas: int) -> Parts:
+        """These as parts along a dim, each on so many ranks."""
+        found, shapes = Parts(), dict[Path, tuple[int, ...]]()
+        for path, tensor in tensors.items():
+            count = tensor.shape[dim] * self._size // replicas
+            found[path] = sharded(dim) if replicas == 1 else packed(dim, [Pack(count, replicas)])
+            shapes[path] = (*tensor.shape[:dim], count, *tensor.shape[dim + 1 :])
+        found.wholes = shapes
+        return found
+
+    def whole_shape(self, path: Path, tensor: Tensor, parts: Parts) -> tuple[int, ...] | None:
         """The shape of the whole of which a call's tensor is a part; None if it is whole."""
+        if path in parts.wholes:
+            return parts.wholes[path]
         if path not in parts or parts[path].dim is None or path not in self._known:
             return None
         dim = parts[path].dim or 0

@@ -427,10 +427,12 @@ class CallGuard:
 
     # -- proofs ---------------------------------------------------------------------------------------------------
     def _cuts(self, call: Call) -> bool:
-        """Whether the call can be proved once what its objects hold whole is cut to parts; later calls are then cut."""
-        for parts in self._left.guesses(call.arguments, call.keywords, self._names):
+        """Whether the call can be proved with a guess of how what its objects hold lies; later calls go by that."""
+        for guess in self._left.guesses(call.arguments, call.keywords, self._names):
+            if self.on_any_rank(guess is None) or guess is None:
+                continue
             try:
-                self._prove(call._replace(parts=Parts({**call.parts, **parts})))
+                self._prove(call._replace(parts=guess.beside(call.parts)))
             except (UnprovedCallError, UnevenShardError):
                 continue
             return True
@@ -509,7 +511,8 @@ class CallGuard:
     def _refuse_difference(self, program: Program, plan: Plan, call: Call, wraps: bool) -> None:
         """Raise if one model can't be run by the programs that are there and by this one."""
         difference = placement_difference(self.main.program, program) or left_difference(self._left.layouts, program)
-        if not difference and (wraps or any(self._left.guesses(call.arguments, call.keywords, self._names))):
+        guesses = self._left.guesses(call.arguments, call.keywords, self._names)
+        if not difference and (wraps or any(guess is not None and not guess.wholes for guess in guesses)):
             difference = self._foreign(program, plan)
         if difference:
             advice = _OF_CACHES if wraps or _passes_caches(call) else _OF_CALLS

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import count, repeat
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,15 @@ from torch import Tensor, nn
 from tpplan.compiler.ir.pytree import children
 
 _PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+_SETS = frozenset((set, frozenset))
+_STORES = _SETS | {list, tuple, dict}
+_Trail = tuple["_Trail | None", Any]  # the step before, and a key in a tuple of its own, or a name or place
 _CLOSED = (type, ModuleType, nn.Module, torch.Generator)
+
+
+def holds_only(kinds: frozenset[type], held: Any) -> bool:
+    """Whether all that a container stores is of these types, found in C: a library's tables have thousands of texts."""
+    return kinds.issuperset(map(type, held.values() if isinstance(held, dict) else held))  # pyright: ignore
 
 
 def is_plain(held: object) -> bool:
@@ -77,16 +86,38 @@ def _attributes(held: object) -> Iterator[tuple[str, Any]]:
 def hidden_tensors(held: object, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """The tensors behind an object, with the names that lead to them; modules aren't looked into."""
     seen = set[int]() if seen is None else seen
-    waiting: list[tuple[str, Any]] = [("", held)]
+    waiting: list[tuple[_Trail | None, Any]] = [(None, held)]
     while waiting:
-        name, item = waiting.pop()
-        if type(item) in _PLAIN or id(item) in seen:
+        trail, item = waiting.pop()
+        kind = cast("type[Any]", type(item))
+        if kind in _PLAIN or id(item) in seen:
+            continue
+        stores = kind in _STORES
+        if stores and holds_only(_PLAIN, item):
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            yield name, item
+            yield _named(trail), item
+        elif stores and kind is dict:
+            keys = ((key,) for key in item)
+            waiting += zip(zip(repeat(trail), keys), item.values(), strict=False)
+        elif stores:
+            leaves = repeat("") if kind in _SETS else count()
+            waiting += zip(zip(repeat(trail), leaves), item, strict=False)
         else:
-            waiting += [(f"{name}.{leaf}" if name else leaf, inner) for leaf, inner in members(item)]
+            waiting += [((trail, leaf), inner) for leaf, inner in members(item)]
 
 
-__all__ = ["hidden_tensors", "is_plain", "members"]
+def _named(trail: _Trail | None) -> str:
+    """The name of what a trail leads to, as `state.tables.'sin'.0`."""
+    steps: list[str] = []
+    while trail is not None:
+        trail, leaf = trail
+        steps.append(repr(leaf[0]) if isinstance(leaf, tuple) else str(leaf))  # pyright: ignore[reportUnknownArgumentType]
+    name = ""
+    for step in reversed(steps):
+        name = f"{name}.{step}" if name else step
+    return name
+
+
+__all__ = ["hidden_tensors", "holds_only", "is_plain", "members"]

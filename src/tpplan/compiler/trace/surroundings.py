@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from operator import is_
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import global_hooks, hooks_of, named_modules, random_state, set_random_state
-from tpplan.compiler.ir.hidden import hidden_tensors
+from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
@@ -94,6 +95,8 @@ class Surroundings:
         else:
             copied: Any = dict(held) if isinstance(held, dict) else list(held)  # pyright: ignore
             self._contents[id(held)] = (held, copied)  # pyright: ignore[reportUnknownArgumentType]
+            if holds_only(_SCALARS, copied):
+                return
             for item in copied.values() if isinstance(held, dict) else copied:
                 if type(item) not in _SCALARS:
                     self._note(item)  # pyright: ignore[reportUnknownArgumentType]
@@ -286,10 +289,11 @@ def _refill(held: Any, contents: Any) -> None:
             with torch.no_grad():
                 held.copy_(numbers)
     elif isinstance(held, dict):
-        if len(held) != len(contents) or any(held.get(k, held) is not v for k, v in contents.items()):  # pyright: ignore
+        kept = held.keys() == contents.keys() and all(map(is_, map(held.get, contents), contents.values()))  # pyright: ignore
+        if not kept:
             held.clear()
             held.update(contents)
-    elif len(held) != len(contents) or any(a is not b for a, b in zip(held, contents, strict=True)):
+    elif len(held) != len(contents) or not all(map(is_, held, contents)):
         held.clear()
         (held.update if isinstance(held, set) else held.extend)(contents)  # pyright: ignore
 
