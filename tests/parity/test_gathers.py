@@ -233,22 +233,9 @@ class Shared(nn.Module):
 
 
 KINDS = (
-    Chooser,
-    Experts,
-    Routed,
-    Twice,
-    Returned,
-    Passed,
-    Written,
-    WrittenThrough,
-    Dropped,
-    Talking,
-    Mixed,
-    Summed,
-    Averaged,
-    AllAveraged,
-    Heads,
-)
+    Chooser, Experts, Routed, Twice, Returned, Passed, Written, WrittenThrough, Dropped,
+    Talking, Mixed, Summed, Averaged, AllAveraged, Heads,
+)  # fmt: skip
 
 
 class Net(nn.Module):
