@@ -366,6 +366,14 @@ def test_counted_as_predicted(kind: Any) -> None:
     assert counted == [forward, whole] * 2
 
 
+@pytest.mark.parametrize("kind", [Chooser, AllAveraged, Passed])
+def test_a_program_survives_json(kind: Any) -> None:
+    program = compiled(kind)
+    again = Program.from_dict(program.to_dict())
+    assert again.digest == program.digest
+    assert [module.recorded for module in again.modules] == [module.recorded for module in program.modules]
+
+
 def test_attention_gathers_where_it_is_cheaper_than_at_a_boundary() -> None:
     """Of scores, whose number grows with the square of the length, or of queries, keys and values."""
     assert moves(compiled(Talking))
