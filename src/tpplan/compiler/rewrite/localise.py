@@ -37,13 +37,12 @@ _FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", 
 
 
 class Exchanges(Protocol):
-    """What a body does between its operations, at run time or on shapes.
+    """What a body does between its operations, at run time or on shapes."""
 
-    Attributes:
-        strict: whether it must be what the program says, as in the example; calls of other sizes may need more.
-    """
-
-    strict: bool
+    @property
+    def strict(self) -> bool:
+        """Whether it must be what the program says, as in the example; calls of other sizes may need more."""
+        ...
 
     def reshard(
         self, source: Layout, target: Layout, shape: tuple[int, ...], before: str
