@@ -383,7 +383,7 @@ def test_attention_gathers_where_it_is_cheaper_than_at_a_boundary() -> None:
     assert not moves(long) and {"TP104"} <= {finding.code for finding in long.diagnostics}
     assert not moves(compiled(Queries))  # a few numbers are gathered as soon as summed
     reduce = Collective.ALL_REDUCE
-    assert moves(compiled(Queries, length=16384)) == [("add", reduce, reduce)]
+    assert moves(compiled(Queries, length=32768)) == [("add", reduce, reduce)]
 
 
 def test_explain_shows_what_is_exchanged_and_where() -> None:

@@ -157,20 +157,10 @@ class Boundaries:
         return (time, tie)
 
     def move(self, source: Layout, target: Layout, value: LocalValue) -> Cost:
-        """What it costs to reshard a value inside of a body.
-
-        Of a gather as much latency is counted as of a sum: what is small takes as long either way, and ranks repeat the
-        work on what is gathered, of which this model of cost knows nothing.
-        """
+        """What it costs to reshard a value inside of a body; of equal ways, those at boundaries come first."""
         collectives = reshard_between(source, target)
         assert collectives is not None
-        ways = [collectives.forward, *([collectives.backward] if value.differentiable else [])]
-        time = sum(
-            self.topology.time(ring_steps("all-reduce", self.size), bytes_sent(way, value.bytes, self.size))
-            for way in ways
-            if way.communicates
-        )
-        return (time, 10_000)
+        return self._price(source, target, collectives, value, 10_000)
 
     def gradient_sum(self, value: LocalValue) -> int:
         """A parameter's share of the coalesced sum; its latency is paid once for all."""

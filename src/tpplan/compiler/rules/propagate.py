@@ -151,12 +151,13 @@ class Propagator:
         found = self._unmoved(node, values, layout)
         if not isinstance(found, Refusal):
             return found
-        ways = [Outcome((PARTIAL,), averages=True)] if self.averages and averages(node, values, layout) else []
-        if self.moves and may_move(node):
-            numbers = _meaningful_inputs(node, values)
-            moved = (self.moved(node, values, layout, way) for way in ways_to_move(numbers, values, layout))
-            ways += [outcome for way in moved if not isinstance(way, Refusal) for outcome in way]
-        return ways or found
+        if self.averages and averages(node, values, layout):
+            return [Outcome((PARTIAL,), averages=True)]  # what is left is less than what would be gathered
+        if not self.moves or not may_move(node):
+            return found
+        ways = ways_to_move(_meaningful_inputs(node, values), values, layout)
+        moved = (self.moved(node, values, layout, way) for way in ways)
+        return [outcome for way in moved if not isinstance(way, Refusal) for outcome in way] or found
 
     def moved(
         self,
