@@ -145,7 +145,7 @@ def _kept(
 ) -> Iterator[tuple[nn.Module, str, Move]]:
     """The buffers of which the body writes a part, with the steps that make them whole."""
     for reshard in spec.inner:
-        held = placements.get(str(reshard.path[0]))
+        held = placements.get(str(reshard.path[0])) if len(reshard.path) == 1 else None
         read = [name for name in spec.reads if held is not None and name in held.names]
         if read:
             yield (*_owner(modules, read[0]), steps(reshard, place=f"`{read[0]}`"))
