@@ -386,6 +386,33 @@ def test_attention_gathers_where_it_is_cheaper_than_at_a_boundary() -> None:
     assert moves(compiled(Queries, length=32768)) == [("add", reduce, reduce)]
 
 
+class Scaled(nn.Module):
+    """A norm of all heads' queries with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(1024, 1024, bias=False) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        q = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        q, k, v = (held.view(*x.shape[:2], 16, -1).transpose(1, 2) for held in (q, self.k(x), self.v(x)))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_no_weight_is_gathered(split: bool) -> None:
+    """Though it may be less than what is made by it."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(Scaled()), torch.empty(2, 8192, 1024, requires_grad=True)
+    rules = RULES | ({"*.scale": "colwise"} if split else {})
+    program = tpplan.compile_plan(model, {"version": 1, "modules": rules}, 4, (x,))
+    assert [module.name for module in program.modules if module.inner] == (["0"] if split else [])
+    assert {module.name for module in program.modules if module.recorded} == {"0"}
+
+
 def test_explain_shows_what_is_exchanged_and_where() -> None:
     program = compiled(Summed)
     assert "mid P → R·∂P      all-reduce 128 B      all-reduce 128 B" in render_program(program)

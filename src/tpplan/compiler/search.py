@@ -197,11 +197,18 @@ def _reached(instance: Instance, modules: Collection[str]) -> Iterator[Instance]
 
 
 def _moving(problem: Problem, learned: Learned, instances: Iterable[Instance]) -> Learned | None:
-    """Let operations of these bodies move their operands; a record knows no functions over classes."""
+    """Let operations of these bodies move their operands.
+
+    A layer that is split has a body of the runtime's own, and a record knows no functions over classes.
+    """
     constraints = learned.constraints
     if not problem.moves:
         return None
-    found = {i.region.example for i in instances if i.frame.module and not _reduces_classes(i)}
+    found = {
+        i.region.example
+        for i in instances
+        if i.frame.module and i.region.style is None and not i.region.shared and not _reduces_classes(i)
+    }
     if found <= constraints.moving | constraints.unsliced:
         return None
     return learned.constrained(moving=constraints.moving | found)

@@ -37,6 +37,7 @@ from tpplan.compiler.place.solution import (
     Steps,
 )
 from tpplan.compiler.place.split_norms import SplitNorms
+from tpplan.compiler.rules.moves import made_of_parameters
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.cost.communication import Topology
 
@@ -59,6 +60,7 @@ class Placer:
         self._solved: dict[int, dict[Codes, _Solved]] = {}
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
         self._inside: dict[int, frozenset[Name]] = {}
+        self._kept: dict[int, frozenset[int]] = {}
 
     def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
         """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
@@ -171,7 +173,8 @@ class Placer:
         sliced = region.example[0] and region.example not in self.constraints.unsliced
         recorded = self._moving if region.example in self.constraints.moving else self._slicing
         rules = recorded if sliced else self.propagator
-        outcomes = rules.outcomes(node, region.values, known.__getitem__)
+        kept = self._made_of_parameters(region) if rules.moves else frozenset[int]()
+        outcomes = rules.outcomes(node, region.values, known.__getitem__, kept)
         if isinstance(outcomes, Refusal):
             if (region.example, position) not in self.constraints.forgiven:
                 return Failure((), position, outcomes, (position,))
@@ -191,6 +194,11 @@ class Placer:
             codes = tuple(self._numbering.code(held) for _, held in made)
             found.append((codes, cost, Ran(position, outcome)))
         return found
+
+    def _made_of_parameters(self, region: Region) -> frozenset[int]:
+        if id(region) not in self._kept:
+            self._kept[id(region)] = made_of_parameters(region)
+        return self._kept[id(region)]
 
     def _called(self, region: Region, position: int, node: CallNode, operands: Codes) -> list[_Step] | Failure:
         solutions = self._solve(node.region, operands)

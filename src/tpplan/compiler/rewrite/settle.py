@@ -15,6 +15,7 @@ from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.script import ReplayError
 from tpplan.compiler.ir.trace import Frame, Trace
+from tpplan.compiler.rules.moves import made_of_parameters
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 
 Layouts = Mapping[int, Layout]
@@ -87,6 +88,7 @@ class _Settler:
         self.own = {
             v: held.parameter for v, held in zip(root.values, root.region.values, strict=True) if held.parameter
         }
+        self.kept = made_of_parameters(root.region)
         self.live = _live(root)
         self.dead: set[tuple[int, tuple[Layout, ...]]] = set()
 
@@ -160,8 +162,10 @@ class _Settler:
             return known.get(values[i]) or self.own.get(values[i], REPLICATED)
 
         way = self._moved(node, position, layout) if self.followed else {}
-        rules = self.rules
-        found = rules.moved(node, region.values, layout, way) if way else rules.outcomes(node, region.values, layout)
+        if way:
+            found = self.rules.moved(node, region.values, layout, way)
+        else:
+            found = self.rules.outcomes(node, region.values, layout, self.kept)
         if isinstance(found, Refusal):
             self.refused = found
             return []

@@ -18,12 +18,12 @@ viewed or taken apart in a way that doesn't fit its split, the plan splits it wr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, reshard_between
-from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.region import LocalValue, OperationNode, Region
 from tpplan.compiler.rules.packed import SELECT, SPLITS, VIEWS
 
 MEANS = frozenset(("aten.mean.dim", "aten.mean.default"))
@@ -53,8 +53,17 @@ def may_move(node: OperationNode) -> bool:
     return not node.overwritten and node.name not in _TAKES_APART
 
 
+def made_of_parameters(region: Region) -> frozenset[int]:
+    """The values of a body that follow from parameters, and from what is there before a call, alone."""
+    found = {i for i, value in enumerate(region.values) if value.parameter is not None or value.constant}
+    for node in region.nodes:
+        if isinstance(node, OperationNode) and found.issuperset(node.inputs):
+            found.update(o for o in node.outputs if o is not None)
+    return frozenset(found)
+
+
 def ways_to_move(
-    numbers: Sequence[int], values: Sequence[LocalValue], layout: Callable[[int], Layout]
+    numbers: Sequence[int], values: Sequence[LocalValue], layout: Callable[[int], Layout], kept: Set[int]
 ) -> Iterator[dict[int, Layout]]:
     """Other layouts for operands, those of fewer operands first.
 
@@ -62,8 +71,9 @@ def ways_to_move(
         numbers: of the operands, by local number.
         values: the body's.
         layout: how each operand lies.
+        kept: values that aren't moved: no parameter is split to be gathered in each call.
     """
-    operands = [i for i in dict.fromkeys(numbers) if values[i].parameter is None and not values[i].constant]
+    operands = [i for i in dict.fromkeys(numbers) if i not in kept and not values[i].constant]
     known: list[dict[int, Layout]] = []
     for targets in _targets(operands, [*dict.fromkeys(numbers)], values, layout):
         movable = [i for i in targets if layout(i) != targets[i] and reshard_between(layout(i), targets[i]) is not None]
@@ -90,4 +100,4 @@ def _targets(
             yield from ({i: replace(held, dim=dim)} for dim in alike)
 
 
-__all__ = ["MEANS", "averages", "may_move", "mean_dims", "ways_to_move"]
+__all__ = ["MEANS", "averages", "made_of_parameters", "may_move", "mean_dims", "ways_to_move"]

@@ -13,7 +13,7 @@ partial, each rank differentiates its own part, so the gradient of a replicated 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,9 +145,13 @@ class Propagator:
         return other
 
     def outcomes(
-        self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]
+        self,
+        node: OperationNode,
+        values: Sequence[LocalValue],
+        layout: Callable[[int], Layout],
+        kept: Set[int] = frozenset(),
     ) -> list[Outcome] | Refusal:
-        """The ways in which `node` can run, given its operands' layouts by local number."""
+        """The ways in which `node` can run, given its operands' layouts by local number; `kept` ones aren't moved."""
         found = self._unmoved(node, values, layout)
         if not isinstance(found, Refusal):
             return found
@@ -155,7 +159,7 @@ class Propagator:
             return [Outcome((PARTIAL,), averages=True)]  # what is left is less than what would be gathered
         if not self.moves or not may_move(node):
             return found
-        ways = ways_to_move(_meaningful_inputs(node, values), values, layout)
+        ways = ways_to_move(_meaningful_inputs(node, values), values, layout, kept)
         moved = (self.moved(node, values, layout, way) for way in ways)
         return [outcome for way in moved if not isinstance(way, Refusal) for outcome in way] or found
 
