@@ -186,8 +186,11 @@ def _record(record: RecordedBody | None, batch: int) -> object:
     def shown(layouts: tuple[tuple[tuple[str | int, ...], Layout], ...]) -> frozenset[object]:
         return frozenset((path, _of_any_batch(layout, batch)) for path, layout in layouts)
 
-    calls = frozenset((name, number, shown(held)) for name, number, held in record.calls)
-    return shown(record.inputs), calls, shown(record.results)
+    calls, passed = (
+        frozenset((name, number, shown(held)) for name, number, held in every)
+        for every in (record.calls, record.passed)
+    )
+    return shown(record.inputs), calls, shown(record.results), record.moves, passed, record.partial, record.averages
 
 
 def _kernels(program: Program, called: set[str]) -> frozenset[KernelUse]:

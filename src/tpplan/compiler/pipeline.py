@@ -26,7 +26,7 @@ from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
-from tpplan.compiler.explain.warnings import warnings_for
+from tpplan.compiler.explain.warnings import exchanges, warnings_for
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
@@ -36,7 +36,7 @@ from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
-from tpplan.compiler.problem import Learned, Placed, Problem
+from tpplan.compiler.problem import Learned, Placed, Problem, stays_split
 from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
@@ -44,7 +44,7 @@ from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings
-from tpplan.plan import CompileError, Diagnostic, Pin, Severity, Style
+from tpplan.plan import CompileError, Diagnostic, Severity, Style
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,10 @@ def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace
 def _dearer(request: Request, error: UnplacedError) -> Iterator[Request]:
     """Other requests, where bodies can't work on parts."""
     reducing = request.reducing | error.modules
-    if reducing != request.reducing and any(rule.output is Pin.SHARD for rule in request.plan.rules):
+    if reducing != request.reducing and stays_split(request.plan):
         yield replace(request, reducing=reducing)  # where a result stays split, they may reduce its classes
+    if request.moves is None and stays_split(request.plan):
+        yield replace(request, moves=True)
     if request.members is None and error.bases:
         yield replace(request, members=error.bases)  # what stands beside a layer may be whole
 
@@ -228,7 +230,8 @@ def _warnings(problem: Problem, placed: Placed) -> list[Diagnostic]:
         propagator = Propagator(request.size, problem.trace.batch, constraints.heads, constraints.features)
         return Neighbours(request.model, problem.flow, placed.instance, propagator)
 
-    return warnings_for(problem.flow, problem.binding, placed.assignment, request.size, around)
+    found = warnings_for(problem.flow, problem.binding, placed.assignment, request.size, around)
+    return [*found, *exchanges(problem.trace, problem.binding, placed.assignment, request.size)]
 
 
 def _recorded_findings(binding: Binding, recorded: frozenset[str], assignment: Assignment) -> list[Diagnostic]:
@@ -239,6 +242,8 @@ def _recorded_findings(binding: Binding, recorded: frozenset[str], assignment: A
         why = "as its own code can't work on shards"
         if slicing:
             why = f"so that values that are whole can be sliced beside split ones{', and'.join(dict.fromkeys(slicing))}"
+        elif name in assignment.moved:
+            why = "so that values can be exchanged between its operations"
         findings.append(
             Diagnostic(
                 code="TP124",

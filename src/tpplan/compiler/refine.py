@@ -7,7 +7,7 @@ out: what is known now: attributes that are local, bodies that run from their re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from tpplan.compat import named_modules
@@ -15,7 +15,6 @@ from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.check.localise import (
     equal_modules,
-    find_instance,
     propose_attributes,
     read_sizes,
     split_size,
@@ -24,6 +23,7 @@ from tpplan.compiler.check.localise import (
 )
 from tpplan.compiler.explain import failures
 from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import ForeignBackward, Frame
 from tpplan.compiler.place.conflicts import uses_of_values
 from tpplan.compiler.place.solution import Name
@@ -39,9 +39,9 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     Raises:
         CompileError: nothing helps, and nothing can be set aside to look for the next mistake.
     """
-    slicing = [n for n in subject.assignment.sliced if f"{mismatch.frame.module}.".startswith(f"{n}.")]
-    if slicing:
-        return _unsliced(subject, learned, slicing)
+    replayed = [n for n in subject.assignment.replayed if f"{mismatch.frame.module}.".startswith(f"{n}.")]
+    if replayed:
+        return unrecorded(subject.instance, learned, replayed)
     if mismatch.backward is not None:
         return _make_whole(problem, subject, learned, mismatch, mismatch.backward)
     if mismatch.cut is not None:
@@ -63,15 +63,20 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     return replace(learned, excused=learned.excused | equal_modules(subject.instance, mismatch.frame))
 
 
-def _unsliced(subject: CheckInput, learned: Learned, modules: Sequence[str]) -> Learned:
-    """Let the own code of bodies run whose records don't, so that they slice nothing."""
-    frames = [frame for frame in subject.trace.root.walk() if frame.module in modules]
+def unrecorded(root: Instance, learned: Learned, modules: Collection[str]) -> Learned:
+    """Let the own code of bodies run whose records don't, so that they slice and move nothing."""
     regions: set[Name] = set()
-    for frame in frames:
-        instance = find_instance(subject.instance, frame.module, frame.call)
-        regions |= set() if instance is None else {instance.region.example}
-        learned = replace(learned, recorded=learned.recorded - equal_modules(subject.instance, frame))
+    for instance in _calls_of(root, modules):
+        regions.add(instance.region.example)
+        learned = replace(learned, recorded=learned.recorded - equal_modules(root, instance.frame))
     return learned.constrained(unsliced=learned.constraints.unsliced | regions)
+
+
+def _calls_of(instance: Instance, modules: Collection[str]) -> Iterator[Instance]:
+    if instance.frame.module in modules:
+        yield instance
+    for child in instance.children:
+        yield from _calls_of(child, modules)
 
 
 def _make_whole(
@@ -195,4 +200,4 @@ def _same_place(one: Mismatch, other: Mismatch) -> bool:
     return one.frame.module == other.frame.module and one.when <= other.when
 
 
-__all__ = ["refine"]
+__all__ = ["refine", "unrecorded"]

@@ -36,6 +36,8 @@ class Request:
         members: what the first call has made of rules on wrappers; None if this is the first.
         device: where the model will run; None for where its parameters are.
         reducing: modules whose bodies may reduce split classes by a collective; see `ir/class_reductions`.
+        moves: whether operands may be resharded inside of bodies where nothing else works; None for where no result is
+            to stay split, as functions over split classes come first.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
     """
 
@@ -52,6 +54,7 @@ class Request:
     device: torch.device | None = None
     reducing: frozenset[str] = frozenset()
     values: bool = False
+    moves: bool | None = None
 
 
 __all__ = ["Request"]

@@ -10,7 +10,7 @@ out: `Solved`: the first placement that passes the check, with the steps that it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.bind.regions import RegionTable, build_regions
@@ -19,14 +19,16 @@ from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import Mismatch
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.explain import failures
-from tpplan.compiler.explain.warnings import gathers_columns
+from tpplan.compiler.explain.warnings import gathered_columns
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import splits_sequence
-from tpplan.compiler.ir.region import Instance
+from tpplan.compiler.ir.region import Instance, OperationNode
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.place.assign import assign
 from tpplan.compiler.place.conflicts import (
     conflicting_modules,
+    differing_moves,
     mixed_gradient_findings,
     mixed_gradients,
     shared_biases,
@@ -38,7 +40,7 @@ from tpplan.compiler.place.place import Placer, root_solution
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.place.tails import tails
 from tpplan.compiler.problem import Learned, Placed, Problem
-from tpplan.compiler.refine import refine
+from tpplan.compiler.refine import refine, unrecorded
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.trace.effects import (
     branch_findings,
@@ -87,8 +89,9 @@ def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
         placed = solver.place(learned)
         dump.assignment(placed.assignment, attempt)
         # Something that counts heads or features too may be in the way: a bias made elsewhere, a head that all share.
-        unasked = gathers_columns(problem.flow, problem.binding, placed.assignment)
-        again = (_widened(problem, placed.learned) if unasked else None) or _constrained(problem, placed)
+        unasked = bool(gathered_columns(problem.flow, problem.binding, placed.assignment))
+        again = _wider_for_columns(problem, placed) if unasked else None
+        again = again or _constrained(problem, placed)
         if again is not None:
             learned = again
             continue
@@ -142,7 +145,7 @@ class _Solver:
         problem, constraints = self._problem, learned.constraints
         if constraints.sequence and not constraints.slice_constants:
             return learned.constrained(slice_constants=True)
-        wider = _widened(problem, learned)
+        wider = _widened(problem, learned) or _moving(problem, learned, _on_the_way(instance, failure.path))
         if wider is not None:
             return wider
         if learned.reasons:
@@ -174,15 +177,71 @@ def _widened(problem: Problem, learned: Learned) -> Learned | None:
     return None
 
 
+def _wider_for_columns(problem: Problem, placed: Placed) -> Learned | None:
+    """As `_widened`; then, let the bodies move values that gathered columns reach."""
+    wider = _widened(problem, placed.learned)
+    if wider is not None:
+        return wider
+    gathered = gathered_columns(problem.flow, problem.binding, placed.assignment)
+    return _moving(problem, placed.learned, _reached(placed.instance, gathered))
+
+
+def _reached(instance: Instance, modules: Collection[str]) -> Iterator[Instance]:
+    """The bodies, but the root's, that call these modules, and all inside of them."""
+    called = [child for child in instance.children if child.frame.module in modules]
+    if called and instance.frame.module:
+        yield from _instances(instance)
+        return
+    for child in instance.children:
+        yield from _instances(child) if child in called else _reached(child, modules)
+
+
+def _moving(problem: Problem, learned: Learned, instances: Iterable[Instance]) -> Learned | None:
+    """Let operations of these bodies move their operands.
+
+    A layer that is split has a body of the runtime's own, and a record knows no functions over classes.
+    """
+    constraints = learned.constraints
+    if not problem.moves:
+        return None
+    found = {
+        i.region.example
+        for i in instances
+        if i.frame.module and i.region.style is None and not i.region.shared and not _reduces_classes(i)
+    }
+    if found <= constraints.moving | constraints.unsliced:
+        return None
+    return learned.constrained(moving=constraints.moving | found)
+
+
+def _reduces_classes(instance: Instance) -> bool:
+    return any(isinstance(n, OperationNode) and n.target in CLASS_OPERATIONS for n in instance.region.nodes)
+
+
+def _on_the_way(instance: Instance, path: Sequence[int]) -> Iterator[Instance]:
+    """The calls that lead to a failure, from the outermost inwards."""
+    for count in range(len(path) + 1):
+        yield failures.instance_at(instance, (*path[:count],))
+
+
+def _instances(instance: Instance) -> Iterator[Instance]:
+    yield instance
+    for child in instance.children:
+        yield from _instances(child)
+
+
 def _recorded(problem: Problem, placed: Placed) -> Learned:
-    """Bodies in which whole values are sliced run from their records: their own code wouldn't."""
-    return placed.learned.recording(placed.assignment.sliced.keys())
+    """Bodies in which whole values are sliced, or others moved, run from their records: their own code wouldn't."""
+    return placed.learned.recording(placed.assignment.replayed)
 
 
 def _constrained(problem: Problem, placed: Placed) -> Learned | None:
     """What one module or one parameter, which can't serve two ways, demands of the next placement."""
     learned, assignment, instance, trace = placed.learned, placed.assignment, placed.instance, problem.trace
     constraints = learned.constraints
+    differing = differing_moves(assignment)
+    if differing:
+        return unrecorded(instance, learned, differing)
     clashes = conflicting_modules(assignment)
     if clashes - learned.fixed:
         return replace(learned, fixed=learned.fixed | clashes)

@@ -57,7 +57,7 @@ def _names(wanted: Pattern, name: str) -> bool:
 
 
 def _is_around(unit: Unit, inside: Sequence[Unit], wanted: Pattern) -> bool:
-    if unit.module is None or not (unit.module.entries or unit.module.exits):
+    if unit.module is None or not unit.module.reshards:
         return False
     if any(unit is held for held in inside):
         return False

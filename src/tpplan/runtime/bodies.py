@@ -27,6 +27,7 @@ from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.dispatch import DispatchBody
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
+from tpplan.runtime.inside import Inside
 from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
@@ -147,7 +148,7 @@ def _kept(
 ) -> Iterator[tuple[nn.Module, str, Move]]:
     """The buffers of which the body writes a part, with the steps that make them whole."""
     for reshard in spec.inner:
-        held = placements.get(str(reshard.path[0]))
+        held = placements.get(str(reshard.path[0])) if len(reshard.path) == 1 else None
         read = [name for name in spec.reads if held is not None and name in held.names]
         if read:
             yield (*_owner(modules, read[0]), steps(reshard, place=f"`{read[0]}`"))
@@ -213,7 +214,9 @@ def _replaced(
         return None
     prefix = f"{spec.name}." if spec.name else ""
     own = {name.removeprefix(prefix): held.layout for name, held in placements.items() if name.startswith(prefix)}
-    replay = Replay(stock[spec.name], spec.recorded, own, axis.size, axis.rank, lambda: context.batch)
+    replay = Replay(
+        stock[spec.name], spec.recorded, own, axis.size, axis.rank, lambda: context.batch, steps.inside(spec.name)
+    )
     return lambda stock, args, kwargs: replay(module, args, kwargs)
 
 
@@ -363,6 +366,10 @@ class _Steps:
         if key not in self._made:
             self._made[key] = make_reshard(*ways, axis, fresh, self._context, reshard.shape, self._twice)
         return self._made[key]
+
+    def inside(self, module: str) -> Inside:
+        """What stands between the operations of a body that runs from its record."""
+        return Inside(self._axis, self._context, self._twice, module)
 
 
 def _place(spec: ModuleProgram, reshard: Reshard, inward: bool) -> str:

@@ -72,7 +72,14 @@ def judge(subject: Subject, settings: Mapping[str, Setting]) -> Verdict:
     """Compile a trial plan."""
     try:
         program = compile_call(
-            Request(subject.model, plan_of(subject, settings), subject.size, subject.arguments, subject.keywords)
+            Request(
+                subject.model,
+                plan_of(subject, settings),
+                subject.size,
+                subject.arguments,
+                subject.keywords,
+                moves=False,  # what is exchanged inside of a body is for a plan's author to weigh
+            )
         ).program
     except PlanError as error:
         return Verdict(None, next(iter((*error.errors, *error.diagnostics))))

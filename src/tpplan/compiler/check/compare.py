@@ -35,7 +35,8 @@ REARRANGING = frozenset(
         "contiguous.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.default",
         "squeeze.dim", "squeeze.dims", "t.default", "alias.default", "detach.default", "_reshape_alias.default",
         "lift_fresh.default", "as_strided.default", "mT.default", "unflatten.int",
-        "slice_copy.Tensor",  # by which a body that runs from its record takes a part of a whole value
+        # By which a body that runs from its record takes a part of a whole value, and reshards one.
+        "slice_copy.Tensor", "alias_copy.default", "as_strided_copy.default",
     )
 )  # fmt: skip
 _PERMUTING = frozenset(("aten.transpose.int", "aten.permute.default"))

@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, without_dispatch_modes
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.check.backward import backward_fault
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, Mismatch, compare, promised_shape
 from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.inner_gradient import GRADIENT
-from tpplan.compiler.ir.layout import REPLICATED, Collective, Pack, reshard_between
+from tpplan.compiler.ir.layout import REPLICATED, Collective, Layout, Pack, reshard_between
 from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
 from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
-from tpplan.compiler.place.assign import PlacedReshard
-from tpplan.compiler.rewrite.replay import Replay, recorded_body
+from tpplan.compiler.place.assign import PlacedReshard, record_of
+from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
@@ -300,7 +300,6 @@ def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: froze
     if not recorded:
         return
     stock = dict(named_modules(make_skeleton(given.model).model))
-    frames = {frame.module: frame for frame in given.trace.root.walk()}
     layouts = given.assignment.layouts
     held = {name: layouts[value] for value, names in given.trace.stored.items() for name in names if value in layouts}
     batch = given.batch
@@ -309,13 +308,41 @@ def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: froze
         own = {n.removeprefix(prefix): layout for n, layout in held.items() if n.startswith(prefix)}
         replay = Replay(
             stock[name],
-            recorded_body(frames[name], layouts, given.assignment.heads),
+            record_of(given.assignment, given.trace, name),
             own,
             given.size,
             given.rank,
             lambda: batch,
+            _Shapes(given.size, given.rank),
         )
         modules[name].__dict__["forward"] = _bound(replay, modules[name])
+
+
+class _Shapes:
+    """Exchanges shapes, by operators that models don't call, by which the comparison knows them."""
+
+    strict = True
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def reshard(
+        self, source: Layout, target: Layout, shape: tuple[int, ...], before: str
+    ) -> Callable[[Tensor], Tensor]:
+        wanted = target.local_shape(shape, self._size, self._rank)
+
+        def move(tensor: Tensor) -> Tensor:
+            if tuple(tensor.shape) == wanted:
+                return torch.ops.aten.alias_copy.default(tensor)
+            if not tensor.numel():  # nothing can be repeated; whose value the result is isn't followed then
+                with without_dispatch_modes():
+                    return _like(wanted, tensor.dtype, tensor.requires_grad)
+            return torch.ops.aten.as_strided_copy.default(tensor, wanted, [0] * len(wanted))
+
+        return move
+
+    def mean(self, count: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return stock
 
 
 def _bound(replay: Replay, module: nn.Module) -> Callable[..., Any]:

@@ -38,8 +38,7 @@ from tpplan.compiler.ir.program import (
     dtype_name,
 )
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
-from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedReshard
-from tpplan.compiler.rewrite.replay import recorded_body
+from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove, PlacedReshard, record_of
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.trace.choices import called_with_found
 from tpplan.compiler.trace.draws import random_draws
@@ -227,9 +226,7 @@ def _modules(
                 random=random,
                 local_attributes=attributes.get(name, ()),
                 inner=_inner(trace, assignment, calls, size, bound, experts),
-                recorded=recorded_body(calls[0].frame, assignment.layouts, assignment.heads)
-                if name in recorded
-                else None,
+                recorded=record_of(assignment, trace, name) if name in recorded else None,
                 split_norm=None if normed is None else _split_norm(trace, normed),
                 walked=bound is not None and bound.walked,
                 class_calls=classes,
@@ -385,7 +382,26 @@ def _inner(
         return _exchanged(trace, calls[0].frame, experts, size)
     if not calls:
         return ()
-    return (*statistics(calls[0].frame, trace, assignment, size), *_kept(trace, assignment, calls[0].frame))
+    return (
+        *statistics(calls[0].frame, trace, assignment, size),
+        *(_moved(trace, move) for move in calls[0].moves if not move.again),
+        *_kept(trace, assignment, calls[0].frame),
+    )
+
+
+def _moved(trace: Trace, move: PlacedMove) -> Reshard:
+    """A value that a body moves between its operations."""
+    value, location = trace.values[move.value], move.operation.location
+    ways = reshard_between(move.source, move.target)
+    assert ways is not None
+    where = f" at {location.short}" if location is not None else ""
+    name, place = move.place.operation.removeprefix("aten.").partition(".")[0].strip("_"), move.place
+    return Reshard(
+        path=(name, place.number, place.operand), source=move.source, target=move.target, forward=ways.forward,
+        backward=ways.backward if value.differentiable else Collective.NONE, shape=value.shape,
+        dtype=dtype_name(value.dtype), bytes=value.bytes, differentiable=value.differentiable,
+        origin=f"`{place.operation}`{where} can't run on what a rank has of it",
+    )  # fmt: skip
 
 
 def _kept(trace: Trace, assignment: Assignment, frame: Frame) -> Iterator[Reshard]:

@@ -2,7 +2,8 @@
 
 in:  a placed program
 out: TP104 for a colwise result that is gathered, TP105 for a rowwise input that is sliced; and where the body that
-     reads a gathered result shows why: TP106 if it takes a packed projection apart, TP103 if the axis cuts a head.
+     reads a gathered result shows why: TP106 if it takes a packed projection apart, TP103 if the axis cuts a head;
+     TP147 for a body that exchanges a value between its operations.
      What to do about the first two is read off the data flow, see `neighbours`
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.bind.packing import packed_option
@@ -18,8 +19,9 @@ from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.explain.neighbours import Neighbours, Reach
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.layout import PARTIAL, reshard_between
 from tpplan.compiler.ir.trace import Frame, Trace, quoted
-from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedReshard
+from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove, PlacedReshard
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import Diagnostic, Style
 from tpplan.plan.wording import all_of
@@ -50,6 +52,56 @@ def warnings_for(
     return found + [_sliced(held, seen) for held in sliced.values()]
 
 
+def exchanges(trace: Trace, binding: Binding, assignment: Assignment, size: int) -> list[Diagnostic]:
+    """Findings on bodies that exchange values between their operations; one for all that do the same by one rule."""
+    found: dict[object, dict[str, Diagnostic]] = defaultdict(dict)
+    for decided in assignment.frames:
+        moves = [(move, _sent(move, trace, size)) for move in decided.moves if not move.again]
+        moves = [(move, sent) for move, sent in moves if sent]
+        name = decided.frame.module
+        if not moves:
+            continue
+        owners = (bound for parameter, bound in binding.owners.items() if parameter.startswith(f"{name}."))
+        bound = binding.first_inside(name) or next(owners, None)
+        span = bound.rule.style_span if bound is not None else None
+        places = ", and ".join(dict.fromkeys(_exchange(move) for move, _ in moves))
+        found[span, places].setdefault(
+            name,
+            Diagnostic(
+                code="TP147",
+                message=f"`{name}` exchanges values between its operations: {places}",
+                span=span,
+                label=f"each rank sends {sum(sent for _, sent in moves):,} bytes a step",
+                help=f"nothing is wrong; if the split isn't worth that, remove the rules for what `{name}` reads there",
+                subject=name,
+            ),
+        )
+    merged: list[Diagnostic] = []
+    for first, *rest in (held.values() for held in found.values()):
+        merged.append(replace(first, notes=_same_for(len(rest))))
+    return merged
+
+
+def _sent(move: PlacedMove, trace: Trace, size: int) -> int:
+    """Bytes that each rank sends for a move, forward and backward."""
+    ways, value = reshard_between(move.source, move.target), trace.values[move.value]
+    assert ways is not None
+    return sum(
+        bytes_sent(way, value.bytes, size)
+        for way in (ways.forward, *([ways.backward] if value.differentiable else []))
+        if way.communicates
+    )
+
+
+def _exchange(move: PlacedMove) -> str:
+    """What is exchanged, in words."""
+    location = move.operation.location
+    where = f" at {location.short}" if location is not None else ""
+    if move.source.is_replicated:
+        return f"the gradient of what `{move.operation.name}` reads{where} is summed"
+    return f"what `{move.operation.name}` reads{where} is {'summed' if move.source == PARTIAL else 'gathered'}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """What findings are explained by."""
@@ -65,11 +117,15 @@ class _Seen:
         return [name for name, bound in held if bound is None or bound.style is not style]
 
 
-def gathers_columns(flow: DataFlow, binding: Binding, assignment: Assignment) -> bool:
-    """Whether a column-wise result is gathered though the plan doesn't ask for it."""
+def gathered_columns(flow: DataFlow, binding: Binding, assignment: Assignment) -> frozenset[str]:
+    """The modules at whose boundaries a column-wise result is gathered though the plan doesn't ask for it."""
     origins = Origins(flow, binding)
-    placed = (r for decided in assignment.frames for r in (*decided.entries, *decided.exits))
-    return any(_gathers_columns(reshard, flow.trace, assignment, origins) is not None for reshard in placed)
+    placed = ((decided, r) for decided in assignment.frames for r in (*decided.entries, *decided.exits))
+    return frozenset(
+        decided.frame.module
+        for decided, reshard in placed
+        if _gathers_columns(reshard, flow.trace, assignment, origins) is not None
+    )
 
 
 def _gathers_columns(reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins) -> Bound | None:

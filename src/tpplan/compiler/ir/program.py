@@ -270,6 +270,23 @@ PathLayouts = tuple[tuple[tuple[str | int, ...], Layout], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class MovedOperand:
+    """An operand that is resharded before an operation of a body.
+
+    Attributes:
+        operation: the operator's name.
+        number: how many such operations come before in the body.
+        operand: which of its operands, each counted once.
+        target: the layout after.
+    """
+
+    operation: str
+    number: int
+    operand: int
+    target: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedBody:
     """A body that runs from its record, since its own Python doesn't work on shards.
 
@@ -278,12 +295,20 @@ class RecordedBody:
         calls: for each call inside the module's name there, the number of its calls before, and how its results lie.
         results: how its results lie on the inside, by path.
         heads: the numbers of heads, as packs, by which what it makes anew or repeats may be split.
+        moves: operands that are resharded between its operations.
+        passed: where there are any, how the arguments of its calls lie outside of these, as `calls`.
+        partial: likewise, the parameters whose gradients are summed over the ranks, by their names in the module.
+        averages: whether of means over split dims each rank makes its part.
     """
 
     inputs: PathLayouts
     calls: tuple[tuple[str, int, PathLayouts], ...]
     results: PathLayouts
     heads: tuple[tuple[Pack, ...], ...] = ()
+    moves: tuple[MovedOperand, ...] = ()
+    passed: tuple[tuple[str, int, PathLayouts], ...] = ()
+    partial: tuple[str, ...] = ()
+    averages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +322,7 @@ class ModuleProgram:
         origin: the plan's line, or "inferred".
         calls: how often the model calls it in one forward.
         entries, exits: reshards of its arguments and of its results.
-        inner: reshards inside of its body, of which it has some only where the body is replaced.
+        inner: reshards inside of its body, of which it has some only where the body is replaced or recorded.
         recorded: for a body that runs from its record: how its values lie; None for one that runs its own Python.
         split_norm: what takes the body's place, if that is a norm over split features.
         reads: names of the parameters, and of split buffers, that its body reads, relative to the root.
@@ -568,6 +593,9 @@ class Program:
             for name in ("exchange", "sent") if "experts" in module else ():
                 if module["experts"][name] is None:
                     del module["experts"][name]
+            for name in ("moves", "passed", "partial", "averages"):
+                if module["recorded"] is not None and not module["recorded"][name]:
+                    del module["recorded"][name]
         return _without_defaults(json.loads(json.dumps(_plain(plain))))
 
     def to_json(self, indent: int | None = 2) -> str:

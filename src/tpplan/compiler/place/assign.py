@@ -7,13 +7,16 @@ out: `Assignment`: the layout of every value of the trace, the reshards of every
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
+from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, OperationNode, Region
-from tpplan.compiler.ir.trace import Frame, Path
+from tpplan.compiler.ir.trace import Frame, Path, Trace
 from tpplan.compiler.place.solution import Called, Choice, Dispatched, Entered, Normed, Ran, Recurred, Solution
 from tpplan.compiler.rewrite.recognise import Norm
+from tpplan.compiler.rewrite.replay import recorded_body
+from tpplan.compiler.rewrite.settle import moved_operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +53,37 @@ class PlacedNorm:
     bias: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedMove:
+    """A change of layout inside of a body, before an operation.
+
+    Attributes:
+        place: which operation of the body, and which of its operands.
+        operation: the operation.
+        value: the operand's value of the trace.
+        source, target: the layouts before and after.
+        again: whether the same value was moved so before, for another operation, and nothing was written since.
+    """
+
+    place: MovedOperand
+    operation: OperationNode
+    value: int
+    source: Layout
+    target: Layout
+    again: bool
+
+
 @dataclass(slots=True)
 class FrameAssignment:
     """What was decided for one call.
 
     Attributes:
         frame: the call.
-        entries, exits: its reshards.
-        normed: the norm over split features that takes the body's place.
+        entries, exits: reshards of its arguments and results.
+        normed: the norm over split features that its body is replaced by.
         dispatched: how tokens lie that go to the ranks with their experts.
+        moves: reshards inside of its body.
+        averages: whether ranks make their parts of a mean.
     """
 
     frame: Frame
@@ -66,6 +91,8 @@ class FrameAssignment:
     exits: list[PlacedReshard] = field(default_factory=list[PlacedReshard])
     normed: PlacedNorm | None = None
     dispatched: Layout | None = None
+    moves: list[PlacedMove] = field(default_factory=list[PlacedMove])
+    averages: bool = False
 
 
 @dataclass(slots=True)
@@ -80,6 +107,7 @@ class Assignment:
         once: names of biases that one rank alone adds to a partial result, with the modules that they are added in.
         heads: the numbers of heads, as packs, by which values could be split.
         sliced: modules whose bodies take parts of whole values, with the operations that read these.
+        moved: modules whose bodies reshard values between their operations.
     """
 
     layouts: dict[int, Layout] = field(default_factory=dict[int, Layout])
@@ -89,6 +117,12 @@ class Assignment:
     once: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     heads: Features = frozenset()
     sliced: dict[str, list[OperationNode]] = field(default_factory=lambda: defaultdict(list))
+    moved: set[str] = field(default_factory=set[str])
+
+    @property
+    def replayed(self) -> set[str]:
+        """Modules whose bodies have to run from their records."""
+        return {*self.sliced, *self.moved}
 
 
 def assign(
@@ -113,6 +147,15 @@ def assign(
     return reader.assignment
 
 
+def record_of(assignment: Assignment, trace: Trace, module: str) -> RecordedBody:
+    """What a module's record has to know of an assignment."""
+    decided = next(held for held in assignment.frames if held.frame.module == module)
+    partial = [name for names in trace.parameters.values() if names[0] in assignment.partial for name in names]
+    moves = [move.place for move in decided.moves]
+    body = recorded_body(decided.frame, assignment.layouts, assignment.heads, moves, partial)
+    return replace(body, averages=decided.averages)
+
+
 class _Reader:
     """Reads solutions back; what equal layers share, a region or a solution, is looked at once."""
 
@@ -133,6 +176,7 @@ class _Reader:
         decided = FrameAssignment(instance.frame)
         self.assignment.frames.append(decided)
         children = dict(zip(self._calls[id(region)], instance.children, strict=True))
+        fresh: set[tuple[int, Layout]] = set()
         for choice in self._chosen(solution):
             if isinstance(choice, Ran):
                 for output, layout in zip(region.nodes[choice.node].outputs, choice.outcome.outputs, strict=True):
@@ -142,6 +186,7 @@ class _Reader:
                     node = region.nodes[choice.node]
                     assert isinstance(node, OperationNode)
                     self.assignment.sliced[instance.frame.module].append(node)
+                self._move(instance, choice, decided, fresh)
                 self._note(choice.outcome.partial_parameters, self.assignment.partial, instance)
                 self._note(choice.outcome.replicated_parameters, self.assignment.whole, instance)
             elif isinstance(choice, Called):
@@ -168,6 +213,23 @@ class _Reader:
                 self._note(choice.partial_parameters, self.assignment.partial, instance)
                 self._note(choice.replicated_parameters, self.assignment.whole, instance)
                 self._note(choice.added_once, self.assignment.once, instance)
+
+    def _move(self, instance: Instance, choice: Ran, decided: FrameAssignment, fresh: set[tuple[int, Layout]]) -> None:
+        """Note what an operation's operands are moved to; `fresh` are the moves since something was written."""
+        node = instance.region.nodes[choice.node]
+        assert isinstance(node, OperationNode)
+        if node.overwritten:
+            fresh.clear()
+        if choice.outcome.averages:
+            decided.averages = True
+            self.assignment.moved.add(instance.frame.module)
+        for number, target in choice.outcome.moves:
+            value = instance.values[number]
+            place = moved_operand(instance.region, choice.node, number, target)
+            source, again = self.assignment.layouts.get(value, REPLICATED), (value, target) in fresh
+            decided.moves.append(PlacedMove(place, node, value, source, target, again))
+            fresh.add((value, target))
+            self.assignment.moved.add(instance.frame.module)
 
     def _cross(
         self,

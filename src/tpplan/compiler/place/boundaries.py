@@ -173,6 +173,12 @@ class Boundaries:
             for way, move in ways
         )
 
+    def move(self, source: Layout, target: Layout, value: LocalValue) -> Cost:
+        """What it costs to reshard a value inside of a body; of equal ways, those at boundaries come first."""
+        collectives = reshard_between(source, target)
+        assert collectives is not None
+        return self._price(source, target, collectives, value, 10_000)
+
     def gradient_sum(self, value: LocalValue) -> int:
         """A parameter's share of the coalesced sum; its latency is paid once for all."""
         return 1 + self.topology.time(0, bytes_sent("all-reduce", value.bytes, self.size))

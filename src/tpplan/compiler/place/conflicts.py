@@ -33,6 +33,14 @@ def conflicting_modules(assignment: Assignment) -> frozenset[str]:
     return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
 
 
+def differing_moves(assignment: Assignment) -> frozenset[str]:
+    """Modules called several times whose calls move other operands inside of their bodies."""
+    decided: dict[str, set[object]] = defaultdict(set)
+    for held in assignment.frames:
+        decided[held.frame.module].add(tuple((m.place, m.source, m.again) for m in held.moves))
+    return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
+
+
 def _split_classes(frame: Frame, assignment: Assignment) -> tuple[bool, ...]:
     """Of each function over classes that a body calls, whether they are split."""
     return tuple(
@@ -137,6 +145,7 @@ def mixed_gradient_findings(names: frozenset[str], assignment: Assignment) -> li
 
 __all__ = [
     "conflicting_modules",
+    "differing_moves",
     "mixed_gradient_findings",
     "mixed_gradients",
     "shared_biases",

@@ -42,6 +42,7 @@ from tpplan.compiler.place.solution import (
     Steps,
 )
 from tpplan.compiler.place.split_norms import SplitNorms
+from tpplan.compiler.rules.moves import made_of_parameters
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.rules.recurrent import GATHERED, gathers, gathers_first, made_layout, taken_layouts
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
@@ -66,6 +67,7 @@ class Placer:
         self._solved: dict[int, dict[Codes, _Solved]] = {}
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
         self._inside: dict[int, frozenset[Name]] = {}
+        self._kept: dict[int, frozenset[int]] = {}
 
     def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
         """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
@@ -79,6 +81,9 @@ class Placer:
         self.constraints = constraints
         self.propagator = propagator.splitting(constraints.heads, constraints.features)
         self._slicing = propagator.splitting(constraints.heads, constraints.features, constraints.slices)
+        self._moving = propagator.splitting(
+            constraints.heads, constraints.features, constraints.slices, moves=True, averages=True
+        )
         self.boundaries = Boundaries(self.propagator, self._topology, constraints)
 
     def _forget(self, constraints: Constraints) -> None:
@@ -174,8 +179,10 @@ class Placer:
         numbers = (*node.inputs, *node.overwritten)
         known = dict(zip(numbers, self._numbering.layouts(operands), strict=True))
         sliced = region.example[0] and region.example not in self.constraints.unsliced
-        rules = self._slicing if sliced else self.propagator
-        outcomes = rules.outcomes(node, region.values, known.__getitem__)
+        recorded = self._moving if region.example in self.constraints.moving else self._slicing
+        rules = recorded if sliced else self.propagator
+        kept = self._made_of_parameters(region) if rules.moves else frozenset[int]()
+        outcomes = rules.outcomes(node, region.values, known.__getitem__, kept)
         if isinstance(outcomes, Refusal):
             if (region.example, position) not in self.constraints.forgiven:
                 return Failure((), position, outcomes, (position,))
@@ -188,9 +195,18 @@ class Placer:
             if self._splits_unsharded(region, made):
                 continue
             extra = sum(self.boundaries.gradient_sum(region.values[i]) for i in outcome.partial_parameters)
+            cost = (extra, len(outcome.slices))
+            for i, held in outcome.moves:
+                price = self.boundaries.move(known[i], held, region.values[i])
+                cost = (cost[0] + price[0], cost[1] + price[1])
             codes = tuple(self._numbering.code(held) for _, held in made)
-            found.append((codes, (extra, len(outcome.slices)), Ran(position, outcome)))
+            found.append((codes, cost, Ran(position, outcome)))
         return found
+
+    def _made_of_parameters(self, region: Region) -> frozenset[int]:
+        if id(region) not in self._kept:
+            self._kept[id(region)] = made_of_parameters(region)
+        return self._kept[id(region)]
 
     def _called(self, region: Region, position: int, node: CallNode, operands: Codes) -> list[_Step] | Failure:
         solutions = self._solve(node.region, operands)

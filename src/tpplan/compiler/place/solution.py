@@ -151,6 +151,7 @@ class Constraints:
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         slices: whether operations may take parts of whole values that their bodies make.
         unsliced: regions whose bodies can't: their own code has to run.
+        moving: regions whose operations may have their operands resharded.
         sequence: whether layouts split along the sequence are tried.
         tails: results of which so many entries from the end of the sequence are read, and no others.
     """
@@ -165,6 +166,7 @@ class Constraints:
     slice_constants: bool = False
     slices: bool = False
     unsliced: frozenset[Name] = frozenset()
+    moving: frozenset[Name] = frozenset()
     sequence: bool = False
     tails: Mapping[Place, int] = field(default_factory=dict[Place, int])
 
@@ -176,7 +178,8 @@ class Constraints:
     def differing(self, other: Constraints) -> frozenset[Name]:
         """The examples of the regions on which the two differ."""
         pairs = ((getattr(self, kind), getattr(other, kind)) for kind in _PLACES)
-        return frozenset(name for ours, theirs in pairs for name, _ in ours ^ theirs) | (self.unsliced ^ other.unsliced)
+        inside = (self.unsliced ^ other.unsliced) | (self.moving ^ other.moving)
+        return frozenset(name for ours, theirs in pairs for name, _ in ours ^ theirs) | inside
 
 
 _PLACES = ("unsharded", "forgiven", "whole_gradients", "reduced_biases", "whole")

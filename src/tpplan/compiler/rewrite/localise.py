@@ -1,16 +1,18 @@
 """Localise: the operations of a record as a rank runs them.
 
 in:  a record, and how its values lie
-out: its operations with the sizes that a rank has; attention as one call; slices of whole values before what reads them
+out: its operations with the sizes that a rank has; attention as one call; slices of whole values, and reshards, before
+     what reads them
 
     view(x, (2, 16, 8, 4)) with x: S(2), 2 ranks   ->   view(x, (2, 16, 4, 4))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from tpplan.compiler.rewrite.settle import Settled
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
 from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
+from tpplan.compiler.rules.moves import MEANS, mean_dims
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, in_packs
 
@@ -33,29 +36,77 @@ _SHAPED = VIEWS | NEW | {"aten.expand.default"}
 _FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", "empty"))
 
 
-def local_steps(trace: Trace, settled: Settled, size: int, rank: int) -> Iterator[Run | Frame]:
+class Exchanges(Protocol):
+    """What a body does between its operations, at run time or on shapes."""
+
+    @property
+    def strict(self) -> bool:
+        """Whether it must be what the program says, as in the example; calls of other sizes may need more."""
+        ...
+
+    def reshard(
+        self, source: Layout, target: Layout, shape: tuple[int, ...], before: str
+    ) -> Callable[[Tensor], Tensor]:
+        """A reshard: of the layouts before and after, the whole's shape, and the operation that it stands before."""
+        ...
+
+    def mean(self, count: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What runs in place of a mean over `count` entries of which a rank has a part."""
+        ...
+
+
+def local_steps(
+    trace: Trace, settled: Settled, size: int, rank: int, exchanges: Exchanges | None
+) -> Iterator[Run | Frame]:
     """What a rank runs of a body, and the bodies that it calls, in order.
 
     Raises:
         ReplayError: an operation can't run on shards that lie so.
     """
     count = 0
+    moved: dict[tuple[int, Layout], int] = {}
     for node in _with_attentions(trace, settled):
         if isinstance(node, Frame):
             yield node
             continue
-        taken = _sliced(node, settled)
-        parts = {value: -count - i for i, value in enumerate(taken, 1)}
-        count += len(parts)
+        if isinstance(node, Operation) and node.overwritten:
+            moved.clear()
+        here = _before(node, settled.moves)
+        instead: dict[int, int] = {}
+        for value, target in here.items():
+            if (value, target) not in moved:
+                count += 1
+                moved[value, target] = -count
+                assert exchanges is not None and isinstance(node, Operation)
+                shape = trace.values[value].shape
+                step = exchanges.reshard(settled.layouts.get(value, REPLICATED), target, shape, node.name)
+                local = target.local_shape(shape, size, rank)
+                yield Run(step, (Reference(value),), {}, (-count,), (local,), False)
+            instead[value] = moved[value, target]
+        taken = _before(node, settled.slices)
         for value, lies in taken.items():
-            yield _slice(value, parts[value], trace, lies, size, rank)
-        layouts = {**settled.layouts, **taken}
+            count += 1
+            yield _slice(instead.get(value, value), -count, trace.values[value].shape, lies, size, rank)
+            instead[value] = -count
+        layouts = {**settled.layouts, **here, **taken}
         run = (
             _attended(node, trace, layouts, size, rank)
             if isinstance(node, Attention)
             else localised(node, trace, layouts, size, rank)
         )
-        yield _reading(run, parts) if parts else run
+        if exchanges is not None and isinstance(node, Operation) and node.name in MEANS:
+            run = _averaged(run, node, trace, layouts, exchanges)
+        yield _reading(run, instead) if instead else run
+
+
+def _averaged(run: Run, node: Operation, trace: Trace, layouts: Mapping[int, Layout], exchanges: Exchanges) -> Run:
+    """A mean; over a split dim a rank makes its part of the whole's."""
+    (x,) = node.inputs
+    shape, held = trace.values[x].shape, layouts.get(x, REPLICATED)
+    dims = mean_dims(node.arguments, len(shape))
+    if held.dim not in dims:
+        return run
+    return replace(run, target=exchanges.mean(math.prod(shape[dim] for dim in dims), node.target))
 
 
 def _attended(node: Attention, trace: Trace, layouts: Mapping[int, Layout], size: int, rank: int) -> Run:
@@ -108,7 +159,8 @@ def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size
 def _with_attentions(trace: Trace, settled: Settled) -> Iterator[Operation | Frame | Attention]:
     """A record's body, in which attention is one call instead of its pieces."""
     found = {held.made: held for held in attentions(trace, settled.layouts)}
-    found = {made: held for made, held in found.items() if _sliced(held, settled).keys() <= {held.mask}}
+    found = {made: held for made, held in found.items() if _before(held, settled.slices).keys() <= {held.mask}}
+    found = {made: held for made, held in found.items() if not _before(held, settled.moves)}
     pieces = frozenset[int]().union(*(held.pieces for held in found.values()))
     for node in trace.root.body:
         made = next((o for o in node.outputs if o is not None), None) if isinstance(node, Operation) else None
@@ -118,15 +170,14 @@ def _with_attentions(trace: Trace, settled: Settled) -> Iterator[Operation | Fra
             yield node
 
 
-def _sliced(node: Operation | Attention, settled: Settled) -> dict[int, Layout]:
-    """The whole operands of which a step takes parts."""
+def _before(node: Operation | Attention, settled: Mapping[int, Mapping[int, Layout]]) -> dict[int, Layout]:
+    """The operands of a step to which something is done before it, and how they lie then."""
     made = node.pieces if isinstance(node, Attention) else [o for o in node.outputs if o is not None][:1]
-    return {value: lies for o in made for value, lies in settled.slices.get(o, {}).items()}
+    return {value: lies for o in made for value, lies in settled.get(o, {}).items()}
 
 
-def _slice(value: int, part: int, trace: Trace, held: Layout, size: int, rank: int) -> Run:
+def _slice(value: int, part: int, shape: tuple[int, ...], held: Layout, size: int, rank: int) -> Run:
     """The part of a whole value that a rank takes, as another value."""
-    shape = trace.values[value].shape
     held = in_packs(held, shape)
     assert held.dim is not None
     packs = held.stretches(shape[held.dim])
@@ -159,4 +210,4 @@ def _reading(run: Run, parts: Mapping[int, int]) -> Run:
     return replace(run, arguments=instead(run.arguments), keywords={k: instead(v) for k, v in run.keywords.items()})
 
 
-__all__ = ["local_steps", "localised"]
+__all__ = ["Exchanges", "local_steps", "localised"]

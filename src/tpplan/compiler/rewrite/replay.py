@@ -24,11 +24,11 @@ from tpplan.compat import without_dispatch_modes
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.layout import REPLICATED, Features, Layout
-from tpplan.compiler.ir.program import RecordedBody
+from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
-from tpplan.compiler.rewrite.localise import local_steps
+from tpplan.compiler.rewrite.localise import Exchanges, local_steps
 from tpplan.compiler.rewrite.settle import Settled, settle
 from tpplan.compiler.trace.capture import Capture, argument_names, record, without_dead_operations
 from tpplan.compiler.trace.effects import held_tensors
@@ -49,6 +49,7 @@ class Replay:
         size: int,
         rank: int,
         batch: Callable[[], int | None],
+        exchanges: Exchanges | None = None,
     ) -> None:
         """Replay a body.
 
@@ -58,12 +59,14 @@ class Replay:
             parameters: the layouts of all parameters, and of split buffers, in it, by their names there.
             size, rank: the number of ranks, and which of them this is.
             batch: tells the batch size of the model's call, for sequences flattened with their batch.
+            exchanges: makes what stands between the body's operations.
         """
         self._stock = stock
         self._body = body
         self._parameters = parameters
         self._size, self._rank = size, rank
         self._batch = batch
+        self._exchanges = exchanges
         self._names = argument_names(type(stock).forward)
         self._scripts: dict[object, Script] = {}
 
@@ -114,7 +117,11 @@ class Replay:
         number = batch if batch is not None else (given[0].shape[0] if given and isinstance(given[0], Tensor) else 1)
         held = {value: parameters[names[0]] for value, names in trace.stored.items()}
         found = settle(root, trace, self._body, self._size, number)
-        return self._script(trace, state, skeleton.model, Settled(held, {}).also(found.layouts, found.slices))
+        if self._exchanges is not None and self._exchanges.strict and not found.followed:
+            raise ReplayError("its record would exchange other values than the placement")
+        return self._script(
+            trace, state, skeleton.model, Settled(held, {}, {}).also(found.layouts, found.slices, found.moves)
+        )
 
     def _wanted(self, trace: Trace, effects: Collection[int]) -> Trace:
         """The record without results that the caller drops, and without what only these are made by."""
@@ -164,7 +171,7 @@ class Replay:
             else:
                 constants.append((value, numbers))
         steps: list[Run | Call] = []
-        for node in local_steps(trace, settled, self._size, self._rank):
+        for node in local_steps(trace, settled, self._size, self._rank, self._exchanges):
             if isinstance(node, Run):
                 steps.append(node)
                 continue
@@ -217,7 +224,12 @@ def _readable(model: nn.Module, name: str, tensor: Tensor) -> str:
 
 
 def _strides(local: Tensor, shape: Sequence[int]) -> list[int]:
-    """The strides of a whole tensor that lies in memory as its part does: its dims in the same order."""
+    """The strides of a whole tensor that lies in memory as its part does: its dims in the same order.
+
+    Of one that is whole, its own, gaps and all.
+    """
+    if tuple(shape) == tuple(local.shape):
+        return [*local.stride()]
     made, inner = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
         if local.stride(dim) or local.shape[dim] == 1 == shape[dim]:
@@ -271,8 +283,22 @@ def _geometry(held: Any, seen: dict[int, int]) -> object:
     raise ReplayError(f"the body takes an object of class `{type(held).__name__}`")
 
 
-def recorded_body(frame: Frame, layouts: Mapping[int, Layout], heads: Features) -> RecordedBody:
-    """How the values at the boundaries of a frame's body lie, in an assignment for these numbers of heads."""
+def recorded_body(
+    frame: Frame,
+    layouts: Mapping[int, Layout],
+    heads: Features,
+    moves: Sequence[MovedOperand] = (),
+    partial: Iterable[str] = (),
+) -> RecordedBody:
+    """How the values at the boundaries of a frame's body lie, and what is moved inside, in an assignment.
+
+    Args:
+        frame: a call.
+        layouts: of the assignment's values.
+        heads: the numbers of heads that it's for.
+        moves: of the body.
+        partial: names of parameters whose gradients are summed over the ranks.
+    """
 
     def at(crossings: Sequence[Crossing], inside: bool) -> tuple[tuple[Path, Layout], ...]:
         return tuple(
@@ -284,13 +310,20 @@ def recorded_body(frame: Frame, layouts: Mapping[int, Layout], heads: Features) 
     prefix = f"{frame.module}." if frame.module else ""
     counts: dict[str, int] = {}
     calls: list[tuple[str, int, tuple[tuple[Path, Layout], ...]]] = []
+    passed: list[tuple[str, int, tuple[tuple[Path, Layout], ...]]] = []
     for node in frame.body:
         if isinstance(node, Frame):
             name = node.module.removeprefix(prefix)
             calls.append((name, counts.get(name, 0), at(node.exits, inside=True)))
+            passed.append((name, counts.get(name, 0), at(node.entries, inside=False)))
             counts[name] = counts.get(name, 0) + 1
-    results = at(frame.exits, inside=False)
-    return RecordedBody(at(frame.entries, inside=True), tuple(calls), results, tuple(sorted(heads)))
+    body = RecordedBody(
+        at(frame.entries, inside=True), tuple(calls), at(frame.exits, inside=False), tuple(sorted(heads))
+    )
+    if not moves:
+        return body
+    own = tuple(sorted(name.removeprefix(prefix) for name in partial if name.startswith(prefix)))
+    return replace(body, moves=tuple(moves), passed=tuple(passed), partial=own)
 
 
 __all__ = ["Replay", "ReplayError", "recorded_body"]

@@ -13,7 +13,7 @@ partial, each rank differentiates its own part, so the gradient of a replicated 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts
 from tpplan.compiler.rules.gradient import gradient_layouts
+from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
 
 _COPY = "aten.copy_.default"
@@ -73,12 +74,16 @@ class Outcome:
         partial_parameters: replicated parameters (local numbers) whose gradient comes out partial here.
         replicated_parameters: replicated parameters whose gradient comes out whole here.
         slices: whole operands (local numbers) of which the operation takes a part, with the layouts of these.
+        moves: operands that are resharded before the operation, with their layouts after that; slices come later.
+        averages: whether it is a mean of which each rank makes its part.
     """
 
     outputs: tuple[Layout, ...]
     partial_parameters: frozenset[int] = frozenset()
     replicated_parameters: frozenset[int] = frozenset()
     slices: tuple[tuple[int, Layout], ...] = ()
+    moves: tuple[tuple[int, Layout], ...] = ()
+    averages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +112,71 @@ class Propagator:
         heads: Features = frozenset(),
         features: Features = frozenset(),
         slices: bool = False,
+        moves: bool = False,
+        averages: bool = False,
     ) -> None:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`.
 
         A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or for
         one of `features`, may be split. With `slices`, an operation that can't run otherwise may take parts of whole
-        operands.
+        operands; with `moves`, its operands may be resharded before it. With `averages`, of a mean over a split dim
+        each rank may make its part.
         """
         self.size = size
         self.batch = batch
         self.heads = heads
         self.features = features
         self.slices = slices
+        self.moves = moves
+        self.averages = averages
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
-    def splitting(self, heads: Features, features: Features = frozenset(), slices: bool = False) -> Propagator:
+    def splitting(
+        self,
+        heads: Features,
+        features: Features = frozenset(),
+        slices: bool = False,
+        moves: bool = False,
+        averages: bool = False,
+    ) -> Propagator:
         """The same rules for these numbers of heads and features; what either asks, both remember."""
-        other = Propagator(self.size, self.batch, heads, features, slices)
+        other = Propagator(self.size, self.batch, heads, features, slices, moves, averages)
         other._rules = self._rules
         return other
 
     def outcomes(
+        self,
+        node: OperationNode,
+        values: Sequence[LocalValue],
+        layout: Callable[[int], Layout],
+        kept: Set[int] = frozenset(),
+    ) -> list[Outcome] | Refusal:
+        """The ways in which `node` can run, given its operands' layouts by local number; `kept` ones aren't moved."""
+        found = self._unmoved(node, values, layout)
+        if not isinstance(found, Refusal):
+            return found
+        if self.averages and averages(node, values, layout):
+            return [Outcome((PARTIAL,), averages=True)]  # what is left is less than what would be gathered
+        if not self.moves or not may_move(node):
+            return found
+        ways = ways_to_move(_meaningful_inputs(node, values), values, layout, kept)
+        moved = (self.moved(node, values, layout, way) for way in ways)
+        return [outcome for way in moved if not isinstance(way, Refusal) for outcome in way] or found
+
+    def moved(
+        self,
+        node: OperationNode,
+        values: Sequence[LocalValue],
+        layout: Callable[[int], Layout],
+        way: Mapping[int, Layout],
+    ) -> list[Outcome] | Refusal:
+        """The ways in which `node` can run after some of its operands were resharded."""
+        found = self._unmoved(node, values, lambda i: way.get(i) or layout(i))
+        return found if isinstance(found, Refusal) else [replace(held, moves=(*way.items(),)) for held in found]
+
+    def _unmoved(
         self, node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]
     ) -> list[Outcome] | Refusal:
-        """The ways in which `node` can run, given its operands' layouts by local number."""
         found = self._unsliced(node, values, layout)
         if not self.slices or not isinstance(found, Refusal) or node.overwritten:
             return found

@@ -174,6 +174,32 @@ modules:
 """,
     ),
     Entry(
+        code="TP147",
+        name="exchange-inside",
+        severity=Severity.WARNING,
+        summary="A body exchanges a value between its operations.",
+        explanation="""
+An operation needs all of what a rank has a part of, and no module's boundary stands before it where that could be
+gathered: one softmax over all experts' scores, a mix of attention heads, a norm over the features of all heads. The
+body then runs from its record (TP124), and the value is gathered, or summed over the ranks, before that operation. It
+is tried last, where a plan would be refused otherwise or a column-wise result would be gathered at a boundary for more.
+The message names the operation and its line, and how many bytes each rank sends; `tpplan explain` lists it with the
+other reshards. The program is right. Whether the split is worth these bytes is yours to say: scores of attention grow
+with the square of the length.
+""",
+        bad="""
+version: 1
+modules:
+  moe.gate.weight: colwise       # scores = (x @ self.weight).softmax(-1), in the body of `moe.gate`
+""",
+        good="""
+version: 1
+modules:
+  moe.experts.*.up: colwise      # the scores of all experts are few, and whole
+  moe.experts.*.down: rowwise
+""",
+    ),
+    Entry(
         code="TP114",
         name="pin-not-satisfiable",
         severity=Severity.ERROR,

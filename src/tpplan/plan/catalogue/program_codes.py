@@ -225,8 +225,8 @@ Some bodies derive sizes from sizes, so that no attribute of theirs could be mad
 `nn.MultiheadAttention`, whose heads are counted inside of torch. Such a body is recorded on tensors of whole
 shapes, and its operations then run on a rank's shards with the sizes made local; the check runs them as well. The
 result is the same. So does a body that makes a whole value and reads it beside heads that are split, such as biases by
-distance: between its operations each rank takes the part of its heads. What is lost is speed: a call with new shapes is
-recorded first. `scaled_dot_product_attention` stays one call.
+distance: between its operations each rank takes the part of its heads, or exchanges a value (TP147). What is lost is
+speed: a call with new shapes is recorded first. `scaled_dot_product_attention` stays one call.
 """,
         bad="""
 class Attention(nn.Module):
