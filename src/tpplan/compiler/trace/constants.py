@@ -20,6 +20,7 @@ from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.steps import form_of, side_of, step_of
 from tpplan.compiler.ir.trace import Cut
+from tpplan.compiler.trace.counts import SPLITS, with_counted
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
@@ -127,6 +128,11 @@ class ConstantWatcher(TorchFunctionMode):
     ) -> Any:
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
+        if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
+            return counts
+        if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
+            self._recorder.note_found()
+            args, keywords = counted
         if func in _VALUE_READS and args[0].is_meta:
             args = (self._recorder.read(args[0]).to("cpu", copy=True), *args[1:])
         if func in self._device.answers:
