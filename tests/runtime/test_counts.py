@@ -16,6 +16,7 @@ from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.counts import shared_out
 from tpplan.plan import CompileError
+from tpplan.suggest import search
 
 TOLERANCE = 1e-12
 WIDTH, EXPERTS = 24, 4
@@ -132,3 +133,9 @@ def test_no_axis_divides_what_each_gets_in_a_trace() -> None:
         for among in range(2, 9):
             counts = shared_out(rows, among)
             assert len(counts) == among and sum(counts) == rows and min(counts) >= 0
+
+
+def test_all_matrices_of_a_stack_are_split_by_a_suggested_plan() -> None:
+    found = search(model(), 2, *call(0), False)
+    styles = {name: held.style.value for name, held in found.settings.items() if name.startswith("experts.")}
+    assert styles == {"experts.up": "colwise", "experts.down": "rowwise"}

@@ -47,14 +47,18 @@ _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
 def _index_of(index: Any) -> Any:
-    """An index with tensors for lists of numbers, which torch itself would turn into tensors without entries."""
+    """An index with tensors for lists of numbers and for sequences of tensors of one, which torch itself would turn into tensors without entries."""
     if type(index) is tuple:
         return tuple(_row(item) for item in index)  # pyright: ignore[reportUnknownVariableType]
     return _row(index)
 
 
 def _row(item: Any) -> Any:
-    return torch.tensor(item) if type(item) is list and item and all(type(n) is int for n in item) else item  # pyright: ignore
+    if type(item) is list and item and all(type(n) is int for n in item):  # pyright: ignore
+        return torch.tensor(item)
+    if type(item) in (list, tuple) and item and all(isinstance(n, Tensor) and not n.dim() for n in item):
+        return torch.stack([n if n.dtype in (torch.bool, torch.uint8) else n.long() for n in item])
+    return item
 
 
 def _stops(index: Any, dims: int) -> Iterator[tuple[int, int]]:
