@@ -122,9 +122,7 @@ class _Walk:
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
         self.products = {
-            part.made: (n, part)
-            for n, product in subject.products.items()
-            for part in (*product.parts, *product.alike)
+            part.made: (n, part) for n, product in subject.products.items() for part in (*product.parts, *product.alike)
         }
         self.addends = {
             part.made: n

@@ -47,7 +47,7 @@ _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
 def _index_of(index: Any) -> Any:
-    """An index with tensors for lists of numbers and for sequences of tensors of one, which torch itself would turn into tensors without entries."""
+    """An index with tensors for what torch would turn into ones without entries: lists of numbers or of scalars."""
     if type(index) is tuple:
         return tuple(_row(item) for item in index)  # pyright: ignore[reportUnknownVariableType]
     return _row(index)
