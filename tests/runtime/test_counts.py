@@ -33,7 +33,7 @@ def by_keyword(rows: Tensor, counts: list[int]) -> Any:
 
 
 def by_function(rows: Tensor, counts: list[int]) -> Any:
-    return torch.split(rows, tuple(counts), 0)
+    return torch.split(rows, counts, 0)
 
 
 def by_sizes(rows: Tensor, counts: list[int]) -> Any:

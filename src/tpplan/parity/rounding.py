@@ -45,10 +45,11 @@ class OtherRounding(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation, and change its result."""
-        result = func(*args, **(kwargs or {}))
+        result: Any = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if name.removeprefix("aten::") in _SUMMING or name.startswith(_ATTENTION):
-            for tensor in result if isinstance(result, (tuple, list)) else (result,):  # pyright: ignore
+            results: Sequence[Any] = result if type(result) in (tuple, list) else (result,)
+            for tensor in results:
                 self._disturb(tensor)
         return result
 

@@ -56,9 +56,10 @@ def _index_of(index: Any) -> Any:
 def _row(item: Any) -> Any:
     if type(item) is list and item and all(type(n) is int for n in item):  # pyright: ignore
         return torch.tensor(item)
-    if type(item) in (list, tuple) and item and all(isinstance(n, Tensor) and not n.dim() for n in item):
-        return torch.stack([n if n.dtype in (torch.bool, torch.uint8) else n.long() for n in item])
-    return item
+    scalars: list[Any] = [*item] if type(item) in (list, tuple) else []  # pyright: ignore[reportUnknownArgumentType]
+    if scalars and all(isinstance(n, Tensor) and not n.dim() for n in scalars):
+        return torch.stack([n if n.dtype in (torch.bool, torch.uint8) else n.long() for n in scalars])
+    return item  # pyright: ignore[reportUnknownVariableType]
 
 
 def _stops(index: Any, dims: int) -> Iterator[tuple[int, int]]:

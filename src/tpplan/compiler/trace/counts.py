@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tpplan.compiler.trace.choices import found_count
 
-SPLITS: frozenset[Any] = frozenset((Tensor.split, torch.split))
+SPLITS: frozenset[Any] = frozenset((Tensor.split, torch.split))  # pyright: ignore
 
 
 class Count:
@@ -50,12 +50,12 @@ def with_counted(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple
     sizes = keywords[name] if name is not None else args[1]
     if not isinstance(sizes, (list, tuple)) or not any(isinstance(size, Count) for size in sizes):  # pyright: ignore
         return None
-    tensor = args[0] if args else keywords["tensor"]
+    tensor = keywords.get("tensor", args[0] if args else None)
     dim = keywords.get("dim", args[2] if len(args) > 2 else 0)
-    counted = shared_out(tensor.shape[dim], len(sizes))  # pyright: ignore[reportUnknownArgumentType]
+    counted = shared_out(tensor.shape[dim], len(sizes))  # pyright: ignore
     if name is not None:
         return args, {**keywords, name: counted}
-    return (args[0], counted, *args[2:]), keywords
+    return (*args[:1], counted, *args[2:]), keywords
 
 
 def shared_out(rows: int, among: int) -> list[int]:
