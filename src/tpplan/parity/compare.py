@@ -174,12 +174,15 @@ def _input_gradients(reference: Reference, ranks: Sequence[RankResult], toleranc
 
 
 def _undefined(reference: Reference) -> Iterable[str]:
-    """Results of the unsharded model that are no numbers: there any program would seem to agree."""
+    """Results of the unsharded model that are no numbers, or nothing but zeros: any program would seem to agree."""
     seen = reference.seen
     found = [name for name, held in (*seen.outputs.items(), *seen.gradients.items()) if bool(held.isnan().any())]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         yield f"the unsharded model itself gives NaN for `{found[0]}`{more}, where nothing can be compared"
+    results = [held for held in seen.outputs.values() if held.is_floating_point()]
+    if results and not any(bool(held.any()) for held in (*results, *seen.gradients.values())):
+        yield "the unsharded model itself gives nothing but zeros, where nothing can be compared; pass other numbers"
 
 
 def _disagreements(compared: Sequence[TensorParity], what: str) -> Iterable[str]:
