@@ -69,9 +69,8 @@ def test_every_architecture_is_right_or_refused_on_two_ranks(name: str) -> None:
 @pytest.mark.slow
 def test_where_nothing_can_be_sharded_the_first_cause_is_told() -> None:
     (reason,) = run("convnextv2", 2, sequence=False).refused
-    assert reason.startswith("TP123") and re.search(
-        r"layers\.\d\.grn` needs its result whole: .*convnextv2\.py:\d+", reason
-    )
+    assert reason.startswith("TP123")
+    assert re.search(r"layers\.\d\.grn` needs its result whole: .*convnextv2\.py:\d+", reason)
 
 
 def test_the_page_has_a_row_for_whatever_is_tried_by_default() -> None:
