@@ -176,3 +176,12 @@ def test_a_model_that_gives_no_numbers_shows_nothing():
     report = tpplan.verify(model, plan, 2, (torch.randn(3, 8),))
     assert not report.ok
     assert report.problems[0].startswith("the unsharded model itself gives NaN for ")
+
+
+def test_a_model_that_gives_nothing_but_zeros_shows_nothing():
+    last = torch.nn.Linear(8, 8)
+    torch.nn.init.constant_(last.bias, -1e3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), last, torch.nn.ReLU())
+    plan = {"version": 1, "modules": {"0": "colwise", "1": "rowwise"}}
+    report = tpplan.verify(model, plan, 2, (torch.randn(3, 8),))
+    assert report.problems[0].startswith("the unsharded model itself gives nothing but zeros")

@@ -113,6 +113,13 @@ def by_selected(h: Tensor, numbers: Tensor) -> Tensor:
     return torch.cat([kept.softmax(-1), h], 1)[:, : h.shape[1]] * numbers[2].item()
 
 
+def by_pairs(h: Tensor, numbers: Tensor) -> Tensor:
+    met = torch.zeros(2, 64, dtype=torch.int64, device=h.device)
+    rows, columns = zip(*torch.stack([numbers % 2, numbers], -1), strict=True)
+    met[rows, columns] = 1  # torch makes an index of each of the two
+    return h.softmax(-1) if met[0].sum().item() > 1 else h.relu()
+
+
 def model(between: Between) -> Steered:
     torch.manual_seed(0)
     return Steered(between).double()
@@ -149,7 +156,7 @@ def test_calls_without_gradients_look_at_numbers_too() -> None:
         assert all(map(torch.allclose, found, expected))
 
 
-WAYS = (by_view, by_places, by_constant, by_list_of_tensors, by_larger, by_expanded, by_selected)
+WAYS = (by_view, by_places, by_constant, by_list_of_tensors, by_larger, by_expanded, by_selected, by_pairs)
 
 
 @pytest.mark.parametrize("between", WAYS)

@@ -164,6 +164,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": _causal("granite", **_GROUPED),
     "gpt_oss": _causal("gpt_oss", **_GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     "olmoe": _causal("olmoe", num_key_value_heads=4, num_experts=4, num_experts_per_tok=2),
+    "jetmoe": _causal("jetmoe", num_key_value_heads=4, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
     "granitemoe": _causal("granitemoe", **_GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": _causal(
         "deepseek_v3", **_EXPERTS, num_key_value_heads=8, n_routed_experts=4, n_group=2, topk_group=1, q_lora_rank=20,

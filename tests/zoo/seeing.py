@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.zoo.subject import Inputs, Subject, numbers, of_transformers, steady
 
@@ -29,6 +31,17 @@ _RESNET: dict[str, Any] = {
     "layer_type": "basic", "out_features": ["stage4"],
 }  # fmt: skip
 _THREE: dict[str, Any] = {**_RESNET, "out_features": ["stage2", "stage3", "stage4"]}
+
+
+def _lit(subject: Subject) -> Subject:
+    """With a last bias of ones, where a ReLU after it would else leave zeros alone."""
+
+    def make() -> nn.Module:
+        model = subject.make()
+        nn.init.ones_([p for name, p in model.named_parameters() if name.endswith("bias")][-1])
+        return model
+
+    return replace(subject, make=make)
 
 
 def _pictures(side: int = 32, batch: int = 3) -> Callable[[int], Inputs]:
@@ -160,14 +173,14 @@ SEEING: dict[str, Subject] = {
         encoder_in_channels=[16, 24, 32], decoder_in_channels=[32, 32, 32], num_denoising=0, anchor_image_size=None,
         backbone_config={**_THREE, "model_type": "rt_detr_resnet"},
     ),
-    "dpt": _vit("dpt", "DPTForDepthEstimation", backbone_out_indices=[0, 1, 2, 3], num_hidden_layers=4,
-                neck_hidden_sizes=[8, 16, 24, 32], fusion_hidden_size=16),
-    "depth_anything": of_transformers(
+    "dpt": _lit(_vit("dpt", "DPTForDepthEstimation", backbone_out_indices=[0, 1, 2, 3], num_hidden_layers=4,
+                     neck_hidden_sizes=[8, 16, 24, 32], fusion_hidden_size=16)),
+    "depth_anything": _lit(of_transformers(
         "depth_anything", "DepthAnythingForDepthEstimation", _pictures(), patch_size=8, reassemble_hidden_size=32,
         neck_hidden_sizes=[8, 16], reassemble_factors=[2, 1], fusion_hidden_size=16,
         backbone_config={"model_type": "dinov2", **_VISION, "mlp_ratio": 2, "out_features": ["stage1", "stage2"],
                          "reshape_hidden_states": False},
-    ),
+    )),
     "vitpose": of_transformers(
         "vitpose", "VitPoseForPoseEstimation", _pictures(), num_labels=5,
         backbone_config={"model_type": "vitpose_backbone", **_VISION, "image_size": [32, 32], "patch_size": [8, 8],

@@ -65,6 +65,13 @@ def test_every_architecture_is_right_or_refused_on_two_ranks(name: str) -> None:
     check(run(name, 2, sequence=False))
 
 
+@pytest.mark.slow
+def test_where_nothing_can_be_sharded_the_first_cause_is_told() -> None:
+    (reason,) = run("convnextv2", 2, sequence=False).refused
+    assert reason.startswith("TP123")
+    assert re.search(r"layers\.\d\.grn` needs its result whole: .*convnextv2\.py:\d+", reason)
+
+
 def test_the_page_has_a_row_for_whatever_is_tried_by_default() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert [name for name in (*ARCHITECTURES, *QUICK_SUBJECTS) if f"\n| {name} |" not in text] == []

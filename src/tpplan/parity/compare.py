@@ -7,8 +7,8 @@ out: `ParityReport`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from tpplan.parity.measure import joined, magnitude, relative_error
 from tpplan.parity.parity import Divergence, ParityReport, TensorParity
 from tpplan.parity.rank import RankResult, SimulatedDistributor
 from tpplan.parity.reference import Reference
+from tpplan.parity.rounding import Moved
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator
-from tpplan.parity.tolerance import tolerance_for
+from tpplan.parity.tolerance import bound_of, tolerance_for
 
 _SMALL = 1e-3
 
@@ -35,12 +36,20 @@ class Setting:
     seed: int
 
 
-def compare(program: Program, reference: Reference, ranks: Sequence[RankResult], setting: Setting) -> ParityReport:
-    """Hold what the ranks show against the unsharded run."""
+def compare(
+    program: Program,
+    reference: Reference,
+    ranks: Sequence[RankResult],
+    setting: Setting,
+    rounded: Callable[[], Moved],
+) -> ParityReport:
+    """Hold what the ranks show against the unsharded run; `rounded` tells how far rounding moves that one."""
     tolerance = tolerance_for(reference)
     outputs = (*_outputs(reference, ranks, tolerance.outputs), *_buffers(reference, ranks, tolerance.outputs))
     parameters = tuple(_gradients(program, reference, ranks, tolerance.gradients))
     inputs = tuple(_input_gradients(reference, ranks, tolerance.gradients))
+    if not all(held.ok for held in (*outputs, *parameters, *inputs)):
+        outputs, parameters, inputs = _widened(program, reference, rounded(), outputs, parameters, inputs)
     calls = compare_calls(program, reference.seen.calls, [rank.seen.calls for rank in ranks], tolerance.outputs)
     predicted, least = dict(program.count_collectives()), dict(program.count_collectives(picked=False))
     wrong = [*_disagreements(outputs, "output"), *_disagreements((*parameters, *inputs), "gradient of")]
@@ -67,6 +76,33 @@ def compare(program: Program, reference: Reference, ranks: Sequence[RankResult],
         problems=(*_undefined(reference), *wrong, *(miscounts if wrong else ())),
         notes=() if wrong else miscounts,
     )
+
+
+def _widened(
+    program: Program, reference: Reference, moved: Moved, *compared: tuple[TensorParity, ...]
+) -> list[tuple[TensorParity, ...]]:
+    """Outputs, gradients of parameters and of inputs, with the bounds of those in which rounding errors grow."""
+    seen, least = reference.seen, _least_scale(reference)
+    scales = (
+        {name: magnitude(whole) for name, whole in seen.outputs.items()},
+        _scales(program, seen.gradients),
+        {f"inputs.{name}": max(magnitude(whole), least) for name, whole in seen.input_gradients.items()},
+    )
+    found = (moved.outputs, moved.gradients, {f"inputs.{name}": held for name, held in moved.input_gradients.items()})
+
+    def bound(name: str, place: int) -> float:
+        return bound_of(found[place].get(name, 0.0), scales[place].get(name, 0.0), reference.epsilon)
+
+    return [
+        tuple(replace(held, tolerance=max(held.tolerance, bound(held.name, place))) for held in part)
+        for place, part in enumerate(compared)
+    ]
+
+
+def _least_scale(reference: Reference) -> float:
+    """The smallest scale of an input's gradient."""
+    seen = reference.seen
+    return _SMALL * max(map(magnitude, (*seen.gradients.values(), *seen.input_gradients.values())), default=0.0)
 
 
 def _outputs(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
@@ -129,9 +165,7 @@ def _scales(program: Program, gradients: dict[str, Tensor]) -> dict[str, float]:
 
 def _input_gradients(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:
     seen = reference.seen
-    least = _SMALL * max(
-        (magnitude(g) for g in (*seen.gradients.values(), *seen.input_gradients.values())), default=0.0
-    )
+    least = _least_scale(reference)
     for name, whole in seen.input_gradients.items():
         parts = [rank.seen.input_gradients.get(name) for rank in ranks]
         scale = max(magnitude(whole), least)
@@ -140,12 +174,15 @@ def _input_gradients(reference: Reference, ranks: Sequence[RankResult], toleranc
 
 
 def _undefined(reference: Reference) -> Iterable[str]:
-    """Results of the unsharded model that are no numbers: there any program would seem to agree."""
+    """Results of the unsharded model that are no numbers, or nothing but zeros: any program would seem to agree."""
     seen = reference.seen
     found = [name for name, held in (*seen.outputs.items(), *seen.gradients.items()) if bool(held.isnan().any())]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         yield f"the unsharded model itself gives NaN for `{found[0]}`{more}, where nothing can be compared"
+    results = [held for held in seen.outputs.values() if held.is_floating_point()]
+    if results and not any(bool(held.any()) for held in (*results, *seen.gradients.values())):
+        yield "the unsharded model itself gives nothing but zeros, where nothing can be compared; pass other numbers"
 
 
 def _disagreements(compared: Sequence[TensorParity], what: str) -> Iterable[str]:

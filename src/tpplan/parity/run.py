@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from tpplan.parity.materialise import copy_with_numbers
 from tpplan.parity.parity import ParityReport
 from tpplan.parity.processes import run_in_processes
 from tpplan.parity.reference import Reference, run_reference
+from tpplan.parity.rounding import moved_by_rounding
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
 from tpplan.plan import Plan, PlanSource, load_plan
@@ -116,7 +118,8 @@ def verify_program(
         _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
         run = run_in_processes if processes else run_simulated
         ranks = run(whole, program, call, reference.cotangents, timeout)
-        return compare(program, reference, ranks, Setting(chosen, kind, seed))
+        rounded = functools.partial(moved_by_rounding, whole, call, reference, seed)
+        return compare(program, reference, ranks, Setting(chosen, kind, seed), rounded)
     finally:
         around.restore()  # both runs are the model's own code
 

@@ -121,7 +121,9 @@ class _Walk:
         self.reduced: dict[int, Names] = {}  # of whole values that rows make: the rows, and the columns before them
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
-        self.products = {part.made: (n, part) for n, product in subject.products.items() for part in product.parts}
+        self.products = {
+            part.made: (n, part) for n, product in subject.products.items() for part in (*product.parts, *product.alike)
+        }
         self.addends = {
             part.made: n
             for n, addend in subject.addends.items()

@@ -143,6 +143,8 @@ def _lightest(subject: Subject) -> _Search:
             break
         whole |= more
         walks.append(_walked(subject, rules, whole))
+    if not any(walk.accepted for walk in walks):
+        return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     least = min(walk.memory for walk in walks)
     return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
 

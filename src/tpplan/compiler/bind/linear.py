@@ -79,6 +79,7 @@ class Product:
         output_dim, input_dim: the parameter's dims that count these.
         made: the product's value; `made_dim` is its dim that counts the outputs.
         given: the other factor; `given_dim` is its dim that is contracted, where it isn't one of the last two.
+        alike: the further products that are like this one, as by each matrix of a stack.
         following: where the body takes the parameter apart first, the products of the further parts of its outputs.
     """
 
@@ -91,11 +92,12 @@ class Product:
     given: int
     following: tuple[Product, ...] = ()
     given_dim: int | None = None
+    alike: tuple[Product, ...] = ()
 
     @property
     def parts(self) -> tuple[Product, ...]:
         """The products of all parts of the outputs, in order."""
-        return (replace(self, following=()), *self.following)
+        return (replace(self, following=(), alike=()), *self.following)
 
 
 @dataclass(frozen=True, slots=True)

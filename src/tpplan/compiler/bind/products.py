@@ -52,8 +52,15 @@ def find_use(readers: Readers, value: int) -> Product | Addend | None:
     can any vector.
     """
     shape = readers.trace.values[value].shape
-    found = next(_uses(readers, value, tuple(range(len(shape))), shape, 0), None)
+    found, *others = [*_uses(readers, value, tuple(range(len(shape))), shape, 0)] or [None]
+    if isinstance(found, Product) and len(shape) > 2 and not found.following:
+        alike = [other for other in others if isinstance(other, Product) and not other.following]
+        return replace(found, alike=tuple(other for other in alike if _kind(other) == _kind(found)))
     return _beside(readers, value) if found is None else found
+
+
+def _kind(product: Product) -> Product:
+    return replace(product, made=0, given=0)
 
 
 def find_buffer_use(readers: Readers, value: int) -> Addend | None:

@@ -10,6 +10,7 @@ import traceback
 
 from tpplan.compiler.ir.trace import Location, quoted
 from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
+from tpplan.compiler.trace.counts import Count
 from tpplan.compiler.trace.noted import PackedSequencesError
 from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError
 from tpplan.compiler.trace.state import StateError
@@ -56,6 +57,15 @@ def of_capture(error: BaseException) -> Diagnostic:
             code="TP110",
             message=f"{quoted(name)} reads numbers of `{cause.absent}`, and the example call has none",
             help="pass `inputs=` with the whole numbers of a real call, as a processor makes them, and not on `meta`",
+            notes=notes,
+            subject=name or None,
+        )
+    if getattr(cause, "counts", False) or f"type {Count.__name__}" in str(cause):
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} reads numbers that each call finds anew",
+            help="use numbers by which rows are split for nothing else: split by all of them, leave no empty part out, "
+            "and compute with them as a tensor",
             notes=notes,
             subject=name or None,
         )

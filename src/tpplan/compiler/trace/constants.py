@@ -20,6 +20,7 @@ from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.steps import form_of, side_of, step_of
 from tpplan.compiler.ir.trace import Cut
+from tpplan.compiler.trace.counts import SPLITS, with_counted
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
@@ -46,14 +47,19 @@ _INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__))
 
 
 def _index_of(index: Any) -> Any:
-    """An index with tensors for lists of numbers, which torch itself would turn into tensors without entries."""
+    """An index with tensors for what torch would turn into ones without entries: lists of numbers or of scalars."""
     if type(index) is tuple:
         return tuple(_row(item) for item in index)  # pyright: ignore[reportUnknownVariableType]
     return _row(index)
 
 
 def _row(item: Any) -> Any:
-    return torch.tensor(item) if type(item) is list and item and all(type(n) is int for n in item) else item  # pyright: ignore
+    if type(item) is list and item and all(type(n) is int for n in item):  # pyright: ignore
+        return torch.tensor(item)
+    scalars: list[Any] = [*item] if type(item) in (list, tuple) else []  # pyright: ignore[reportUnknownArgumentType]
+    if scalars and all(isinstance(n, Tensor) and not n.dim() for n in scalars):
+        return torch.stack([n if n.dtype in (torch.bool, torch.uint8) else n.long() for n in scalars])
+    return item  # pyright: ignore[reportUnknownVariableType]
 
 
 def _stops(index: Any, dims: int) -> Iterator[tuple[int, int]]:
@@ -127,6 +133,11 @@ class ConstantWatcher(TorchFunctionMode):
     ) -> Any:
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
+        if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
+            return counts
+        if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
+            self._recorder.note_found()
+            args, keywords = counted
         if func in _VALUE_READS and args[0].is_meta:
             args = (self._recorder.read(args[0]).to("cpu", copy=True), *args[1:])
         if func in self._device.answers:

@@ -49,6 +49,7 @@ from tpplan.compiler.ir.trace import (
 )
 from tpplan.compiler.ir.wrappers import is_wrapper
 from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
+from tpplan.compiler.trace.counts import Count, is_counts
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.known import Known
 from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame, UnfollowedError
@@ -62,9 +63,11 @@ class DataDependentError(Exception):
 
     Attributes:
         absent: the input of the example that has no numbers, from which it would follow; "" if it follows from others.
+        counts: whether it is of those by which rows are split, and was asked for something else.
     """
 
     absent: str = ""
+    counts: bool = False
 
 
 class Recorder(RecordingMode):
@@ -470,6 +473,24 @@ class Recorder(RecordingMode):
         self._note_read([value], numbers.tolist())  # pyright: ignore
         return numbers
 
+    def counts_of(self, tensor: Tensor) -> list[Count] | None:
+        """What a body is told of numbers that aren't known and may count rows; None if they are known, or may not."""
+        value = self.value_of(tensor)
+        if self.known is None or value in self.known or self.known.absent.get(value) or not is_counts(tensor):
+            return None
+        self.note_found()
+        self._note_read([value], "counts")
+        return [Count(self._refuse_count) for _ in range(len(tensor))]
+
+    def _refuse_count(self) -> DataDependentError:
+        error = self.refuse_value()
+        error.counts = True
+        return error
+
+    def note_found(self) -> None:
+        """Note that the body that runs depends on what is found in a tensor, in its sizes alone."""
+        self.chosen.add((self.frames[-1].module, self.frames[-1].call))
+
     def numbers_of(self, tensor: Tensor) -> Tensor | None:
         """The numbers of a tensor that the run has met; None if they aren't known."""
         value = self.held_value(tensor)
@@ -553,7 +574,7 @@ class Recorder(RecordingMode):
         count = max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel())
         found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=_META)
         self._record_found(func, args, {}, (self.value_of(tensor),), (self.new_value(found, False),))
-        self.chosen.add((self.frames[-1].module, self.frames[-1].call))
+        self.note_found()
         if not picks:
             return found
         places = torch.arange(len(tensor) - count, len(tensor))[:, None]
