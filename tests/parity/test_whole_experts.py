@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -316,50 +316,49 @@ def neighbouring(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor)
     return of_picked(self, tokens.flip(0), chosen, weights)
 
 
-def with_a_neighbour(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+Made = Callable[[Experts, Tensor, int], Tensor]
+
+
+def over(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor, numbers: Iterable[int], made: Made) -> Tensor:
+    """The sum of what `made` makes of the tokens of each of these experts."""
     out = torch.zeros_like(tokens)
-    for number in range(self.count):
+    for number in numbers:
         rows, place = torch.where(chosen == number)
-        made = gated(tokens[rows] @ self.up[number]) @ self.down[(number + 1) % self.count]
-        out = out.index_add(0, rows, made * weights[rows, place, None])
+        out = out.index_add(0, rows, made(self, tokens[rows], number) * weights[rows, place, None])
     return out
+
+
+def own(self: Experts, tokens: Tensor, number: int) -> Tensor:
+    return gated(tokens @ self.up[number]) @ self.down[number]
+
+
+def with_a_neighbour(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def made(self: Experts, tokens: Tensor, number: int) -> Tensor:
+        return gated(tokens @ self.up[number]) @ self.down[(number + 1) % self.count]
+
+    return over(self, tokens, chosen, weights, range(self.count), made)
 
 
 def without_the_last(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    out = torch.zeros_like(tokens)
-    for number in range(self.count - 1):
-        rows, place = torch.where(chosen == number)
-        made = gated(tokens[rows] @ self.up[number]) @ self.down[number]
-        out = out.index_add(0, rows, made * weights[rows, place, None])
-    return out
+    return over(self, tokens, chosen, weights, range(self.count - 1), own)
 
 
 def scaled_by_number(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    out = torch.zeros_like(tokens)
-    for number in range(self.count):
-        rows, place = torch.where(chosen == number)
-        made = gated(tokens[rows] @ self.up[number]) @ self.down[number] * number
-        out = out.index_add(0, rows, made * weights[rows, place, None])
-    return out
+    return over(self, tokens, chosen, weights, range(self.count), lambda self, x, n: own(self, x, n) * n)
 
 
 def centred_by_expert(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Within one expert's tokens: a rank sees all of these."""
-    out = torch.zeros_like(tokens)
-    for number in range(self.count):
-        rows, place = torch.where(chosen == number)
-        made = gated(tokens[rows] @ self.up[number]) @ self.down[number]
-        out = out.index_add(0, rows, (made - made.mean(0)) * weights[rows, place, None])
-    return out
+
+    def made(self: Experts, tokens: Tensor, number: int) -> Tensor:
+        found = own(self, tokens, number)
+        return found - found.mean(0)
+
+    return over(self, tokens, chosen, weights, range(self.count), made)
 
 
 def twice(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    out = torch.zeros_like(tokens)
-    for number in (*range(self.count), 0):
-        rows, place = torch.where(chosen == number)
-        made = gated(tokens[rows] @ self.up[number]) @ self.down[number]
-        out = out.index_add(0, rows, made * weights[rows, place, None])
-    return out
+    return over(self, tokens, chosen, weights, (*range(self.count), 0), own)
 
 
 def of_many_hits(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
