@@ -30,9 +30,7 @@ to the tensor's scale). Grouped-query attention has 2 key and value heads here, 
 collectives of one block, forward and backward, of the kind of block that has most, at 2 ranks (AR: all-reduce, AG:
 all-gather, RS: reduce-scatter).
 """
-_PARTS: dict[str, Sequence[str]] = {"text models": list(ARCHITECTURES)} | {
-    f: list(held) for f, held in FAMILIES.items()
-}
+_PARTS: dict[str, Sequence[str]] = {"text models": [*ARCHITECTURES], **{f: [*held] for f, held in FAMILIES.items()}}
 _HEAD = ("architecture", "sharded, 2 ranks", "4 ranks", "a layer", "a layer, sequence-parallel", "largest error")
 _SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
 

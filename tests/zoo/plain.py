@@ -65,6 +65,8 @@ class LinearAttention(nn.Module):
 class Retention(nn.Module):
     """Sun et al., 2023: decays by head instead of a softmax, a norm by head, and a gate."""
 
+    decay: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.gate, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
@@ -222,7 +224,7 @@ class ConvBlock(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
         super().__init__()
         self.table, self.rnn, self.head = (
             nn.Embedding(88, WIDTH),
