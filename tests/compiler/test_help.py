@@ -24,7 +24,7 @@ MODELS = (
 STYLES = ("colwise", "rowwise", "replicate", "sequence")
 PINS = ("input: shard", "input: replicate", "input: sequence", "output: replicate", "output: shard", "output: sequence")
 # Their help is about the model or the call.
-ELSEWHERE = {"TP108", "TP110", "TP111"}
+ELSEWHERE = {"TP108", "TP110", "TP111", "TP136"}
 STEPS = 16
 
 
@@ -96,7 +96,9 @@ def test_so_is_any_of_a_model_of_transformers(name: str, seed: int) -> None:
         if not found:
             return
         ways = [*remedies(found[0], tried)]
-        assert ways, (tried.text(), found[0].headline, found[0].help)
+        assert ways or found[0].code in ELSEWHERE, (tried.text(), found[0].headline, found[0].help)
+        if not ways:
+            return
         tried = ways[step % len(ways)][1]
     pytest.fail("no plan")
 

@@ -17,7 +17,7 @@ from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_k
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator, of_backward
-from tpplan.runtime.segments import in_packs, in_ranks, lying_like, padded, taken
+from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
 
@@ -287,7 +287,7 @@ def _equal(dim: int, axis: Communicator) -> _Sharing:
 
     def part(tensor: Tensor) -> Tensor:
         count = even(tensor).shape[dim] // axis.size
-        return lying_like(tensor.narrow(dim, axis.rank * count, count), tensor)
+        return tensor.narrow(dim, axis.rank * count, count)
 
     return _Sharing(dim, part, even, _identity, _identity, _identity)
 
@@ -309,7 +309,7 @@ def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
 
     def part(tensor: Tensor) -> Tensor:
         expect(tensor, whole)
-        return lying_like(taken(tensor, dim, held), tensor)
+        return taken(tensor, dim, held)
 
     def parts(tensor: Tensor) -> Tensor:
         expect(tensor, whole)

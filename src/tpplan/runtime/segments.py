@@ -20,11 +20,6 @@ def taken(tensor: Tensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Ten
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def lying_like(part: Tensor, whole: Tensor) -> Tensor:
-    """A part that lies in memory as the whole does: bodies view what they are given as other shapes."""
-    return part.contiguous() if whole.is_contiguous() else part
-
-
 def padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     """`tensor` with zeros at the end of `dim`, up to `length`."""
     missing = length - tensor.shape[dim]
