@@ -12,6 +12,7 @@ from torch import nn
 import tpplan
 from tests.rules.bodies import ALL, BATCH, MODELS, SEQUENCE, WIDTH, Summed
 from tpplan.parity import UnshardedError
+from tpplan.parity.compare import NOTHING_BUT_ZEROS
 
 
 def outcome(kind: type[nn.Module], line: str, ranks: int = 2) -> str:
@@ -33,6 +34,8 @@ def outcome(kind: type[nn.Module], line: str, ranks: int = 2) -> str:
         return f"refused {' '.join(codes)}" if codes else f"crashed {type(error).__name__}: {error}"
     except Exception as error:
         return f"crashed {type(error).__name__}: {error}"
+    if report.problems == (NOTHING_BUT_ZEROS,):
+        return "none but zeros"
     return "equal" if report.ok else f"wrong {report.problems}"
 
 

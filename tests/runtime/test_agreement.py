@@ -32,7 +32,8 @@ def _other_plan(member: Member) -> tuple[str, str, bool]:
 
 
 def _one_cannot_compile(member: Member) -> tuple[str, str, bool]:
-    return refusal(member, PLANS / "torch_transformer.yaml", heads=8 if member.rank == 0 else 1)
+    nowhere = {"version": 1, "modules": {"**": "vocab"}}
+    return refusal(member, PLANS / "torch_transformer.yaml" if member.rank == 0 else nowhere)
 
 
 def _one_has_no_plan(member: Member) -> tuple[str, str, bool]:

@@ -173,6 +173,11 @@ def _input_gradients(reference: Reference, ranks: Sequence[RankResult], toleranc
         yield TensorParity(f"inputs.{name}", max(errors), tolerance)
 
 
+NOTHING_BUT_ZEROS = (
+    "the unsharded model itself gives nothing but zeros, where nothing can be compared; pass other numbers"
+)
+
+
 def _undefined(reference: Reference) -> Iterable[str]:
     """Results of the unsharded model that are no numbers, or nothing but zeros: any program would seem to agree."""
     seen = reference.seen
@@ -182,7 +187,7 @@ def _undefined(reference: Reference) -> Iterable[str]:
         yield f"the unsharded model itself gives NaN for `{found[0]}`{more}, where nothing can be compared"
     results = [held for held in seen.outputs.values() if held.is_floating_point()]
     if results and not any(bool(held.any()) for held in (*results, *seen.gradients.values())):
-        yield "the unsharded model itself gives nothing but zeros, where nothing can be compared; pass other numbers"
+        yield NOTHING_BUT_ZEROS
 
 
 def _disagreements(compared: Sequence[TensorParity], what: str) -> Iterable[str]:
