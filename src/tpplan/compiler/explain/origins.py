@@ -55,28 +55,22 @@ class Origins:
 
         With `layouts`, only operands that are themselves not replicated are followed back from `value`.
         """
-        seen: set[int] = set()
-        queue = [value]
-        while queue:
-            current = queue.pop(0)
-            if current in seen:
-                continue
-            seen.add(current)
-            names = self.trace.parameters.get(current)
-            if names is not None:
-                if names[0] in self.binding.owners:
-                    return self.binding.owners[names[0]]
-                continue
-            if layouts is not None and current != value and current in layouts and layouts[current].is_replicated:
-                continue
-            if current in self._flow.source:
-                queue.append(self._flow.source[current])
-            elif current in self._flow.made:
-                queue.extend(self._flow.made[current].inputs)
-        return None
+        owners = (self._owner(current) for current in self._back_from(value, layouts))
+        return next((bound for bound in owners if bound is not None), None)
 
     def cause_behind(self, value: int) -> Cause | None:
         """The nearest rule that sharded a parameter which `value` was computed from, or pinned what it was."""
+        for current in self._back_from(value):
+            bound = self._owner(current)
+            if bound is not None:
+                itself = self.crossed_from(value) == current
+                return Cause(bound, parameter=self.trace.parameters[current][0] if itself else "")
+            if current in self._pins():
+                return self._pins()[current]
+        return None
+
+    def _back_from(self, value: int, layouts: Mapping[int, Layout] | None = None) -> Iterator[int]:
+        """A value and what it was computed from, nearest first; nothing lies behind a parameter."""
         seen: set[int] = set()
         queue = [value]
         while queue:
@@ -84,19 +78,22 @@ class Origins:
             if current in seen:
                 continue
             seen.add(current)
-            names = self.trace.parameters.get(current)
-            if names is not None:
-                if names[0] in self.binding.owners:
-                    itself = self.crossed_from(value) == current
-                    return Cause(self.binding.owners[names[0]], parameter=names[0] if itself else "")
+            whole = layouts is not None and current in layouts and layouts[current].is_replicated
+            is_parameter = current in self.trace.parameters
+            if whole and current != value and not is_parameter:
                 continue
-            if current in self._pins():
-                return self._pins()[current]
+            yield current
+            if is_parameter:
+                continue
             if current in self._flow.source:
                 queue.append(self._flow.source[current])
             elif current in self._flow.made:
                 queue.extend(self._flow.made[current].inputs)
-        return None
+
+    def _owner(self, value: int) -> Bound | None:
+        """The rule that shards a value, if that is a parameter which one shards."""
+        names = self.trace.parameters.get(value)
+        return None if names is None else self.binding.owners.get(names[0])
 
     def _pins(self) -> dict[int, Cause]:
         """The values that a rule pins as split: inside of a module what it takes, outside what it returns."""
