@@ -61,7 +61,8 @@ class ParityReport:
         collectives, predicted: how often each collective ran on a rank, and how often the program says it does.
         least: how often it says each does where no module is called that data may pick.
         problems: everything that is wrong, in words.
-        notes: what is worth knowing where the numbers agree, such as collectives that ran less often than predicted.
+        notes: what is worth knowing beside, such as collectives that ran less often than predicted, or that numbers
+            which differ do so by no more than roundings move them.
     """
 
     plan: str

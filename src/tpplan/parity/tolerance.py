@@ -16,8 +16,8 @@ alike; a missing collective or a swapped shard makes an error of the order of 1,
 That takes errors to pass from step to step as they are. Where large numbers cancel, they grow: the gradients of queries
 and keys under a softmax that is nearly even are what is left of a difference of equals. So where the bound is missed,
 it is measured how far one unit in the last place of every product and sum moves a tensor of the stock model
-(`rounding.py`), and 8 times that is rounding, too: right programs were measured at three times it or less. It is so up
-to √ε, half of the digits; what moves further shows nothing.
+(`rounding.py`), and where 8 times that explains all that is off, a note says so: right programs were measured at three
+times it or less. It stays a problem, as no number of digits is promised there.
 
 One thing isn't covered: a kink. Where rounding pushes the argument of a ReLU across zero, its gradient jumps. In
 float64 that doesn't happen; in bfloat16 it does.
