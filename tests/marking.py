@@ -24,10 +24,13 @@ def in_thirds(quick: Collection[Any], slow: Collection[Any], cases: Iterable[Any
     return [case if case in quick else _marked(case, mark.slow if case in slow else mark.sweep) for case in cases]
 
 
-def in_turns(cases: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Pairs of both. Each case has one of the others, in turns; what remains is left to the sweep."""
-    quick = [(case, others[place % len(others)]) for place, case in enumerate(cases)]
-    return sweep_but(quick, [(case, other) for case in cases for other in others])
+def in_turns(cases: Sequence[Any], others: Sequence[Any], quick: int | None = None) -> list[Any]:
+    """Pairs of both. Each case has one of the others, in turns; what remains is left to the sweep.
+
+    With `quick` only the first so many of these pairs aren't marked as slow.
+    """
+    turns = [(case, others[place % len(others)]) for place, case in enumerate(cases)]
+    return in_thirds(turns[:quick], turns, [(case, other) for case in cases for other in others])
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:

@@ -174,12 +174,18 @@ def interleaving(placement: Placement) -> tuple[int, int] | None:
     return (int(placement.dim), 1) if isinstance(placement, Shard) else None  # pyright: ignore[reportUnknownArgumentType]
 
 
-def group_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Callable[[list[Tensor], Any], dist.Work | None]:
-    """The all-reduce of a group's backend for `device`: what the group's own ends in, without the dispatcher."""
+def collectives_without_dispatch(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[Callable[[list[Tensor], Any], dist.Work | None], Callable[[Tensor, Tensor], dist.Work | None]]:
+    """The all-reduce and the all-gather of a group's backend for `device`: what the group's own end in."""
+    options = AllgatherOptions()
+    options.asyncOp = False
     try:
-        return cast("Any", group)._get_backend(device).allreduce
+        backend = cast("Any", group)._get_backend(device)
+        gather = backend._allgather_base
+        return backend.allreduce, lambda gathered, tensor: gather(gathered, tensor, options)
     except (AttributeError, RuntimeError):  # a group that is written in Python
-        return group.allreduce
+        return group.allreduce, group_all_gather(group)
 
 
 def group_all_gather(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work | None]:

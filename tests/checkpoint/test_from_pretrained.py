@@ -111,8 +111,13 @@ def _stock(folder: str, dtype: Any) -> Any:
     return getattr(transformers, names[0]).from_pretrained(folder, dtype=dtype)
 
 
-QUICK: list[Any] = [("llama tied", "auto", {}), ("mixtral", "mixtral", {})]
-SLOW: list[Any] = [("llama bfloat16", "llama-sequence", {}), ("gpt2", "auto", {}), ("bert", "auto", {})]
+QUICK: list[Any] = [("llama tied", "auto", {})]
+SLOW: list[Any] = [
+    ("mixtral", "mixtral", {}),
+    ("llama bfloat16", "llama-sequence", {}),
+    ("gpt2", "auto", {}),
+    ("bert", "auto", {}),
+]
 WAYS: list[Any] = [
     *QUICK,
     *SLOW,
@@ -264,7 +269,7 @@ def _scale(folder: Path) -> None:
     safetensors.torch.save_file({name: 2 * tensor for name, tensor in held.items()}, folder / SINGLE)
 
 
-@pytest.mark.parametrize("fault", in_thirds([*FAULTS][::3], [*FAULTS][1::3], FAULTS))
+@pytest.mark.parametrize("fault", in_thirds([*FAULTS][::6], [*FAULTS], FAULTS))
 def test_a_fault_on_one_rank_is_told_on_all(tmp_path: Path, fault: str) -> None:
     make, expected = FAULTS[fault]
     folders = [_folder("llama", tmp_path / str(rank)) for rank in range(2)]

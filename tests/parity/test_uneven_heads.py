@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
-from tests.marking import sweep_but
+from tests.marking import in_thirds, slow_but
 from tests.models.heads import ATTENTIONS, IN_ONE, Attention, attention
 from tests.models.tiny import ARCHITECTURES, first_output, tiny_model
 from tests.runtime.world import Member, world
@@ -88,11 +88,12 @@ STOCK = [
 
 # In turns: each by itself, in its sequence-parallel form, and with attention written out; the others in the sweep.
 FORMS = [(*case, sequence, eager) for case in STOCK for sequence in (False, True) for eager in (False, True)]
+TURNS = [form for place, form in enumerate(FORMS) if place % 8 == place // 8 % 8]
 
 
 @pytest.mark.parametrize(
     ("name", "queries", "keys", "tp", "sequence", "eager"),
-    sweep_but([form for place, form in enumerate(FORMS) if place % 8 == place // 8 % 8], FORMS),
+    in_thirds(TURNS[:2], TURNS, FORMS),
 )
 def test_stock_models_compute_the_same(
     name: str, queries: int, keys: int | None, tp: int, sequence: bool, eager: bool
@@ -244,7 +245,7 @@ def test_fewer_heads_than_ranks_are_refused_with_a_remedy_that_works() -> None:
         compile_call(Request(model, plan, ranks, *call))
 
 
-@pytest.mark.parametrize(("queries", "keys", "tp"), [(28, 4, 6), (14, 2, 3), (6, 6, 4)])
+@pytest.mark.parametrize(("queries", "keys", "tp"), slow_but([(14, 2, 3)], [(28, 4, 6), (14, 2, 3), (6, 6, 4)]))
 def test_suggested_plans_split_them(queries: int, keys: int, tp: int) -> None:
     model, keywords = subject("qwen2", queries, keys)
     plan = load_plan(suggest_text(model, tp, False, keywords))

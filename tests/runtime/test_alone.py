@@ -157,6 +157,6 @@ def shown(model: Any) -> list[Tensor]:
     return [tensor for held in (*seen, made.cross_attentions) for tensor in held]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_modules_show_all_that_a_setting_of_later_lets_them_show() -> None:
     assert compared("whisper", "whisper", shown) == 12

@@ -202,7 +202,7 @@ def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pyte
 LLAMA: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["plans/llama.yaml", "plans/llama-sequence.yaml"])
 def test_a_call_without_the_mask_of_the_example_or_with_embeddings(plan: str) -> None:
     """With as few key heads as that, attention repeats them otherwise where it has a mask."""

@@ -17,7 +17,7 @@ from tpplan.runtime.module_runtime import RUNTIME
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize(("name", "recorded"), in_turns(["gpt2", "llama"], [False, True]))
+@pytest.mark.parametrize(("name", "recorded"), in_turns(["gpt2", "llama"], [False, True], quick=1))
 def test_a_call_that_is_counted_is_proved_as_any_other(name: str, recorded: bool) -> None:
     stock, example = tiny(name)
     with fake_process_group(2):

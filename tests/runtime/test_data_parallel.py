@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import tpplan
+from tests.marking import slow_but
 from tests.plans.parity import PLANS, counted
 from tests.runtime import data_parallel_toys as toys
 from tests.runtime.data_parallel_cells import CASES, LENGTH, ROWS, layers_of, llama, loss_of, run_cases
@@ -35,6 +36,7 @@ SLOW = [
 SWEPT = [name for name in CASES if name not in (*SLOW, *HSDP)]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_replicas_of_whole_models_are_the_unsharded_one() -> None:
     for found in world(2).run(run_cases, QUICK, (2, 1)):
@@ -42,9 +44,7 @@ def test_two_replicas_of_whole_models_are_the_unsharded_one() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "names", [pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(SWEPT, marks=pytest.mark.sweep)], ids=len
-)
+@pytest.mark.parametrize("names", [pytest.param(names, marks=pytest.mark.sweep) for names in (SLOW, SWEPT)], ids=len)
 def test_two_replicas_of_two_parts_are_the_unsharded_model(names: list[str]) -> None:
     for found in world(4).run(run_cases, names, (2, 2), seconds=900):
         assert found == dict.fromkeys(names, "")
@@ -65,7 +65,7 @@ def test_what_differs_between_replicas(shape: tuple[int, ...], tmp_path: Path) -
         assert found == dict.fromkeys(toys.TOYS, "")
 
 
-@pytest.mark.parametrize(("units", "sums"), [("none", 1), ("root", 1), ("layers", 3)])
+@pytest.mark.parametrize(("units", "sums"), slow_but([("layers", 3)], [("none", 1), ("root", 1), ("layers", 3)]))
 def test_gradients_are_summed_together_where_fsdp_reduces_them(units: str, sums: int, mesh: DeviceMesh) -> None:
     model = llama()
     tpplan.parallelize(model, PLANS / "llama-sequence.yaml", mesh["tp"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.marking import sweep_but
+from tests.marking import in_thirds
 from tests.plans.parity import PLANS
 from tests.runtime.simulated import on_ranks
 from tests.zoo.architectures import ARCHITECTURES, VOCABULARY
@@ -115,6 +115,7 @@ def in_chunks(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(found, 1)
 
 
+@pytest.mark.slow
 def test_a_prompt_in_parts_is_masked_as_a_whole() -> None:
     stock, plan = made("llama"), str(PLANS / "llama-sequence.yaml")
     ids = torch.randint(4, VOCABULARY, (BATCH, LENGTH + 2), generator=torch.Generator().manual_seed(1))
@@ -127,7 +128,7 @@ def test_a_prompt_in_parts_is_masked_as_a_whole() -> None:
 CASES = [(name, form) for name in CAUSAL for form in ("", "-sequence")]
 
 
-@pytest.mark.parametrize(("name", "form"), sweep_but([("llama", "-sequence")], CASES))
+@pytest.mark.parametrize(("name", "form"), in_thirds([], [("llama", "-sequence")], CASES))
 def test_a_token_costs_two_sums_a_block_and_the_gather_of_its_logits(name: str, form: str) -> None:
     stock = made(name)
     ids = torch.randint(4, VOCABULARY, (BATCH, LENGTH + 2), generator=torch.Generator().manual_seed(1))

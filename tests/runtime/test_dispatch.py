@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tests.marking import slow_but
+from tests.marking import in_thirds
 from tests.parity.test_dispatch import PLAN, choosing
 from tests.parity.test_whole_experts import WIDTH, Block, Experts, gated, of_picked
 from tests.runtime.world import Member, world
@@ -76,7 +76,11 @@ _STEPS = ["plain", "to one rank", "autocast", "watched", "compiled"]
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("step", "size"),
-    slow_but([("plain", 2), ("to one rank", 4), ("watched", 2)], [(step, n) for step in _STEPS for n in (2, 4)]),
+    in_thirds(
+        [("plain", 2), ("to one rank", 4)],
+        [("compiled", 2), ("watched", 2), ("autocast", 4)],
+        [(step, n) for step in _STEPS for n in (2, 4)],
+    ),
 )
 def test_calls_of_other_sizes(step: str, size: int) -> None:
     """Of one sequence too, and of sequences that the ranks can't share."""

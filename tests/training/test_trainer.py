@@ -236,7 +236,7 @@ if torch.distributed.get_rank() == 0:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_under_torchrun_with_workers_that_draw_masks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

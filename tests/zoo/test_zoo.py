@@ -18,12 +18,10 @@ SLOW = (
     "codegen", "diffllama", "mamba2", "jamba", "lfm2", "experts_in_lists", "deberta-v2", "phi3", "deepseek_v3", "t5",
     "whisper", "qwen3_next",
 )  # fmt: skip
-QUICK_SUBJECTS = (
-    "dinov2", "swin", "wav2vec2", "llava", "plain_talking_heads", "plain_adapted", "plain_tree", "timm_vit",
-    "torchtune_llama3",
-)  # fmt: skip
+QUICK_SUBJECTS = ("wav2vec2", "plain_talking_heads", "plain_adapted", "plain_tree", "timm_vit", "torchtune_llama3")
 # Of each kind some.
 SLOW_SUBJECTS = (
+    "llava", "dinov2", "swin",
     "convnext", "musicgen_decoder", "flux", "litgpt_llama", "esm2", "segformer", "detr", "sam", "hiera", "wavlm",
     "speecht5", "clipseg", "blip", "blip2", "mllama", "idefics3", "dit", "pixart", "unet_2d_condition", "timm_swin",
     "sd3", "x_decoder", "torch_transformer", "torchvision_swin", "open_clip", "torchtune_llama3_lora", "litgpt_moe",

@@ -6,6 +6,7 @@ As in `overhead` the collectives are fake, so that the difference is what the ru
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from tpplan.bench.subjects import ToySizes, toy_call
 
 PROMPT = "a prompt, for its last token"
 TOKEN = "a token after it, with a cache"
+NEW_TOKEN = "a token at a length that is new"
 _TOKENS = 8  # for each prompt; the mask and the cache grow as in `generate`
 
 
@@ -31,10 +33,11 @@ def time_generation(
         rounds, calls: see `time_interleaved`.
 
     Returns:
-        For a prompt, then for a token: the way, the form, and what it took.
+        For a prompt, for a token of a generation like one that ran, and for one of the first generation that gets so
+        long: the way, the form, and what it took.
     """
     found: list[tuple[str, str, Timing]] = []
-    for way, subject in ((PROMPT, _prompt), (TOKEN, _tokens)):
+    for way, subject in ((PROMPT, _prompt), (TOKEN, _tokens), (NEW_TOKEN, _new_tokens)):
         timed = time_interleaved({name: subject(model, sizes) for name, model in forms.items()}, rounds, calls)
         found += [(way, name, timing) for name, timing in timed.items()]
     return found
@@ -89,4 +92,25 @@ def _tokens(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:
     return run
 
 
-__all__ = ["PROMPT", "TOKEN", "next_calls", "time_generation"]
+def _new_tokens(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:
+    first, after = next_calls(model, toy_call(sizes))
+    numbers = itertools.count(1)
+    with torch.no_grad():
+        model(**first)
+        for number in itertools.islice(numbers, _TOKENS):
+            model(**after(number))
+
+    def run() -> float:
+        with torch.no_grad():
+            took = 0.0
+            for number in itertools.islice(numbers, _TOKENS):
+                call = after(number)
+                start = processor_seconds()
+                model(**call)
+                took += processor_seconds() - start
+            return took / _TOKENS
+
+    return run
+
+
+__all__ = ["NEW_TOKEN", "PROMPT", "TOKEN", "next_calls", "time_generation"]

@@ -8,13 +8,20 @@ here of a call is its *form*: a function that looks in the same places for the s
 tensors and the lengths that objects note. A call of the same form and sizes has the same key, so it runs by what was
 decided for that. Forms are there for calls without gradients, such as each token of a generation; all else takes the
 longer way.
+
+As a token takes little longer than such a look at a cache, the function is written for the form: without a loop over
+objects, and with what C does at once.
+
+    if (*v3,) != k1: return            the names of an object's attributes
+    v4, v5, v6 = v3.values()
+    …
+    tensors = [v1, v2, v4, v5]         their facts, then their sizes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import Tensor
@@ -22,16 +29,16 @@ from torch import Tensor
 from tpplan.calls.key import ambient_state
 from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.ir.pytree import has_own_state
+from tpplan.compiler.ir.pytree import has_own_state, tensors_in
 
-Sizes = list[object]
-Reader = Callable[[Sequence[Any], Sizes, list[Tensor]], bool]
-"""Whether things are of a form; collects their sizes, and their tensors."""
+Sizes = tuple[object, ...]
+Reader = Callable[[Sequence[Any]], Sizes | None]
+"""The sizes of things that are of a form; None for others."""
 
 _DEPTH = 6  # less than a key's, so that nothing is read further than there
 _MOST = 16
 _FACTS = attrgetter("dtype", "device", "requires_grad", "__dict__")
-_SHAPE, _VALUES = attrgetter("shape"), dict[str, Any].values
+_SHAPE = attrgetter("shape")
 _COMPARED = PLAIN - {float, complex, slice, range}
 
 
@@ -79,149 +86,111 @@ class _Form:
 
     def __init__(self, state: tuple[object, ...], names: tuple[str, ...], count: int, read: Reader) -> None:
         self.state = state
-        self.met: dict[tuple[object, ...], Program] = {}
+        self.met: dict[Sizes, Program] = {}
         self._names, self._count, self._read = names, count, read
 
-    def read(
-        self, state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[object, ...] | None:
+    def read(self, state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Sizes | None:
         """The sizes of a call of this form; None for another one."""
         if len(arguments) != self._count or (*keywords,) != self._names or state != self.state:
             return None
-        sizes: Sizes = []
-        tensors: list[Tensor] = []
-        if not self._read([*arguments, *keywords.values()], sizes, tensors):
-            return None
-        return tuple(sizes) if len({*map(id, tensors)}) == len(tensors) else None
+        return self._read((*arguments, *keywords.values()))
 
 
-def _form(state: tuple[object, ...], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Form | None:
+def _form(state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Form | None:
     """The form of a call; None if something in it isn't recognised so."""
-    read = _all([*arguments, *keywords.values()], _DEPTH)
-    return None if read is None else _Form(state, (*keywords,), len(arguments), read)
-
-
-def _all(held: list[Any], depth: int, lengths: bool = False) -> Reader | None:
-    """What recognises as many things like these, those alike together: in functions that are written in C.
-
-    Args:
-        held: the things.
-        depth: how far to look into them.
-        lengths: whether whole numbers among them are lengths.
-    """
-    if not held:
-        return lambda others, sizes, tensors: True
-    groups: dict[object, list[int]] = {}
-    for place, item in enumerate(held):
-        looks = _lengths if lengths and type(item) is int else _looks(item, place)
-        groups.setdefault(looks, []).append(place)
-    readers: list[tuple[Callable[[Any], Any], Reader]] = []
-    for looks, places in groups.items():
-        reader = _lengths if looks is _lengths else _alike([held[place] for place in places], depth)
-        if reader is None:
-            return None
-        readers.append((itemgetter(*places, *places[:1]), reader))  # of two places at least, it gives a tuple
-    if len(readers) == 1:
-        return readers[0][1]
-    return lambda others, sizes, tensors: all([reader(take(others)[:-1], sizes, tensors) for take, reader in readers])
-
-
-def _looks(held: Any, place: int) -> object:
-    """What is equal for things that are read together."""
-    kind = cast("type[Any]", type(held))
-    if kind is Tensor:
-        return Tensor
-    if _is_compared(held):
-        return _is_compared
-    own = has_own_state(kind) and kind not in (list, tuple, dict)
-    return (kind, *cast("dict[str, Any]", vars(held))) if own else place
-
-
-def _alike(held: list[Any], depth: int) -> Reader | None:
-    """What recognises things like these, which look alike."""
-    kind = cast("type[Any]", type(held[0]))
-    if kind is Tensor:
-        return _tensors(held)
-    if _is_compared(held[0]):
-        kinds, values = [*map(type, held)], [*held]
-        return lambda others, sizes, tensors: [*map(type, others)] == kinds and [*others] == values
-    if not depth:
+    written = _Written()
+    if not written.unpack("held", [*arguments, *keywords.values()], _DEPTH):
         return None
-    if kind in (list, tuple):
-        return _sequence(held[0], depth)
-    if kind is dict:
-        return _mapping(held[0], depth)
-    return _states(held, depth) if has_own_state(kind) else None
+    return _Form(state, (*keywords,), len(arguments), written.reader())
 
 
-def _is_compared(held: object) -> bool:
-    """Whether it counts by its type and value alone."""
-    return type(held) in _COMPARED or isinstance(held, type)
+class _Written:
+    """A reader that is being written: its lines, and the names in it of what is looked at in the end."""
 
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._constants: dict[str, object] = {"facts": _FACTS, "shape": _SHAPE}
+        self._variables = 0
+        self._tensors: list[tuple[str, Tensor]] = []
+        self._plain: list[tuple[str, object]] = []
+        self._numbers: list[tuple[str, int]] = []
 
-def _tensors(held: list[Tensor]) -> Reader | None:
-    facts = [*map(_FACTS, held)]
-    if any(requires_grad or marks for *_, requires_grad, marks in facts):
-        return None
-    kinds: list[type] = [Tensor] * len(held)
+    def reader(self) -> Reader:
+        """The function."""
+        tensors, lengths = (f"[{', '.join(name for name, _ in held)}]" for held in (self._tensors, self._numbers))
+        plain, kinds = [held for _, held in self._plain], [type(held) for _, held in self._plain]
+        self._require(f"[*map(type, plain := [{', '.join(name for name, _ in self._plain)}])] == {self._named(kinds)}")
+        self._require(f"plain == {self._named(plain)}")
+        self._require(f"[*map(type, tensors := {tensors})] == {self._named([Tensor] * len(self._tensors))}")
+        self._require(f"[*map(facts, tensors)] == {self._named([_FACTS(held) for _, held in self._tensors])}")
+        self._require(f"len({{*map(id, tensors)}}) == {len(self._tensors)}")  # one tensor twice is another call
+        self._require(f"{{*map(type, lengths := {lengths})}} <= {self._named({int})}")
+        source = ["def read(held):", *self._lines, "return (*map(shape, tensors), *lengths)"]
+        exec("\n ".join(source), self._constants)  # of names and structure alone, none of which is the caller's text
+        return cast("Reader", self._constants["read"])
 
-    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
-        if [*map(type, others)] != kinds or [*map(_FACTS, others)] != facts:
+    def unpack(self, name: str, held: Sequence[Any], depth: int, lengths: bool = False) -> bool:
+        """Look at what `name` holds, which is as long; False if something isn't recognised.
+
+        Args:
+            name: in the function.
+            held: what is there.
+            depth: how far to look into that.
+            lengths: whether whole numbers are lengths, which count as sizes do.
+        """
+        inside = [self._variable() for _ in held]
+        if inside:
+            self._lines.append(f"{', '.join(inside)}, = {name}")
+        return all([self._look(variable, item, depth, lengths) for variable, item in zip(inside, held, strict=True)])
+
+    def _look(self, name: str, held: Any, depth: int, lengths: bool) -> bool:
+        kind = cast("type[Any]", type(held))
+        if kind is Tensor:
+            self._tensors.append((name, held))
+            return not (held.requires_grad or vars(held))
+        if kind is int and lengths:
+            self._numbers.append((name, held))
+            return True
+        if kind in _COMPARED or isinstance(held, type):
+            self._plain.append((name, held))
+            return True
+        if not depth:
             return False
-        sizes.extend(map(_SHAPE, others))
-        tensors.extend(others)
-        return True
+        if kind is list or kind is tuple:
+            self._require(f"type({name}) is {kind.__name__} and len({name}) == {len(held)}")
+            return self.unpack(name, held, depth - 1)
+        if kind is dict:
+            return self._mapping(name, held, depth)
+        return has_own_state(kind) and self._state(name, held, depth)
 
-    return read
-
-
-def _sequence(held: Sequence[Any], depth: int) -> Reader | None:
-    kind, count, inside = type(held), len(held), _all([*held], depth - 1)
-
-    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
-        (other,) = others
-        return type(other) is kind and len(other) == count and inside(other, sizes, tensors)  # pyright: ignore
-
-    return None if inside is None else read
-
-
-def _mapping(held: dict[Any, Any], depth: int) -> Reader | None:
-    names, inside = (*held,), _all([*held.values()], depth - 1)
-    kinds = [*map(type, names)]
-
-    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
-        (other,) = others
-        if type(other) is not dict or [*map(type, other)] != kinds or (*other,) != names:  # pyright: ignore
+    def _mapping(self, name: str, held: dict[Any, Any], depth: int) -> bool:
+        names = (*held,)
+        if not all(type(key) in _COMPARED or isinstance(key, type) for key in names):
             return False
-        return inside([*other.values()], sizes, tensors)  # pyright: ignore
+        self._require(f"type({name}) is dict and [*map(type, {name})] == {self._named([*map(type, names)])}")
+        self._require(f"(*{name},) == {self._named(names)}")
+        return self.unpack(f"{name}.values()", [*held.values()], depth - 1)
 
-    return None if inside is None or not all(map(_is_compared, names)) else read
+    def _state(self, name: str, held: Any, depth: int) -> bool:
+        """Look at an object's attributes: whole numbers beside tensors are lengths."""
+        own, state = self._variable(), cast("dict[str, Any]", vars(held))
+        self._require(f"type({name}) is {self._named(cast('object', type(held)))}")
+        self._lines.append(f"{own} = {name}.__dict__")
+        self._require(f"(*{own},) == {self._named((*state,))}")
+        lengths = any(tensors_in(state, objects=True))
+        return self.unpack(f"{own}.values()", [*state.values()], depth - 1, lengths)
 
+    def _require(self, condition: str) -> None:
+        self._lines.append(f"if not ({condition}): return None")
 
-def _lengths(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
-    sizes.extend(others)
-    return {*map(type, others)} == {int}
+    def _named(self, constant: object) -> str:
+        name = f"k{len(self._constants)}"
+        self._constants[name] = constant
+        return name
 
-
-def _states(held: list[Any], depth: int) -> Reader | None:
-    """Of objects by their attributes: whole numbers beside tensors are lengths, which count as sizes do."""
-    kinds, names, items = [*map(type, held)], [*map(tuple, map(vars, held))], _items(held)
-    inside, below = _all(items, depth - 1), list[Tensor]()
-    if inside is None or not inside(items, [], below):
-        return None
-    if below:
-        inside = cast("Reader", _all(items, depth - 1, lengths=True))
-
-    def read(others: Sequence[Any], sizes: Sizes, tensors: list[Tensor]) -> bool:
-        if [*map(type, others)] != kinds or [*map(tuple, map(vars, others))] != names:
-            return False
-        return inside(_items(others), sizes, tensors)
-
-    return read
-
-
-def _items(held: Sequence[Any]) -> list[Any]:
-    return [*chain.from_iterable(map(_VALUES, map(vars, held)))]
+    def _variable(self) -> str:
+        self._variables += 1
+        return f"v{self._variables}"
 
 
 __all__ = ["Repeats"]

@@ -6,16 +6,16 @@ Other implementations stand in for it elsewhere: shapes only (the compiler's che
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, Self, cast
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpplan.compat import (
+    collectives_without_dispatch,
     group_all_gather,
-    group_all_reduce,
     group_reduce_scatter,
     is_traced,
     traced_all_gather,
@@ -112,30 +112,9 @@ class ProcessGroupCommunicator:
             self._raise("all-reduce", tensor, error)
         return tensor
 
-    def own_all_reduce(self) -> Callable[[Tensor], Tensor]:
-        """`all_reduce` where neither a compiler nor a mode looks, with little around it: it comes twice in a block."""
-        if "all_reduce" in self.__dict__:  # somebody counts
-            return self.all_reduce
-        options, group = self._summed, self.group
-        reduce: Callable[[list[Tensor], Any], dist.Work | None] | None = None
-        device: torch.device | None = None
-
-        def all_reduce(tensor: Tensor) -> Tensor:
-            nonlocal reduce, device
-            if tensor.is_complex() or not tensor.is_contiguous():
-                return self.all_reduce(tensor)
-            if reduce is None or tensor.device != device:
-                device = tensor.device
-                reduce = group_all_reduce(group, device)
-            try:
-                work = reduce([tensor], options)
-                if work is not None:
-                    work.wait()
-            except RuntimeError as error:
-                self._raise("all-reduce", tensor, error)
-            return tensor
-
-        return all_reduce
+    def direct(self) -> ProcessGroupCommunicator:
+        """The same ranks where neither a compiler nor a mode looks, and no gradient is recorded."""
+        return self if "all_reduce" in self.__dict__ else _Direct(self.group).at(self.place)  # or somebody counts
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
@@ -201,6 +180,44 @@ class ProcessGroupCommunicator:
         if isinstance(error, torch.OutOfMemoryError):
             raise error
         raise lost_rank(described(name, tensor, self.place), error, self.group) from error
+
+
+class _Direct(ProcessGroupCommunicator):
+    """The ranks of a process group, with little around the collectives of a decoded token: two in each block."""
+
+    _device: torch.device | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Communicator`."""
+        if tensor.is_complex() or not tensor.is_contiguous():
+            return super().all_reduce(tensor)
+        if tensor.device != self._device:
+            self._meet(tensor.device)
+        try:
+            work = self._reduce([tensor], self._summed)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            self._raise("all-reduce", tensor, error)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `Communicator`."""
+        if tensor.is_complex() or not tensor.is_contiguous():
+            return super().all_gather(tensor, dim)
+        if tensor.device != self._device:
+            self._meet(tensor.device)
+        rows, *others = tensor.shape
+        gathered = tensor.new_empty((self.size * rows, *others))
+        try:
+            _wait(self._gather_here(gathered, tensor))
+        except RuntimeError as error:
+            self._raise("all-gather", tensor, error)
+        return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
+
+    def _meet(self, device: torch.device) -> None:
+        self._reduce, self._gather_here = collectives_without_dispatch(self.group, device)
+        self._device = device
 
 
 def described(name: str, tensor: Tensor, place: str, any_rows: bool = False) -> str:

@@ -252,7 +252,7 @@ def _row(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
         if recorded():
             return slow(*args, **kwargs)
-        (input,) = (*args, *kwargs.values())
+        (input,) = args or kwargs.values()
         if enter is not None:
             input = enter(input)
         held = weight(parameters["weight"])  # pyright: ignore
@@ -269,7 +269,7 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 
     Which ids other ranks hold is looked up in a table of all ids. An id that no rank holds raises there, on all ranks.
     """
-    parameters, embedding, _, leave = own_parameters(module), functional.embedding, *_moves(runtime)
+    parameters, embedding, _, leave = own_parameters(module), torch.embedding, *_moves(runtime)
     slow, recorded = _slow(module, runtime), torch.is_grad_enabled
     assert runtime.weight is not None
     weight, (first_row, all_rows) = _reader(runtime.weight), runtime.table
@@ -287,9 +287,9 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
         if foreign is None or places is None or foreign.device != table.device:
             rows_here = torch.arange(-first_row, all_rows - first_row, device=table.device)
             places = rows_here.clamp(0, rows - 1)
-            foreign = (places != rows_here).unsqueeze(-1)
-        outside = embedding(input, foreign)
-        result = embedding(places.take(input), table).masked_fill_(outside, 0)
+            foreign = places != rows_here
+        outside = foreign.take(input).unsqueeze(-1)
+        result = embedding(table, places.take(input)).masked_fill_(outside, 0)
         return result if leave is None else leave(result)
 
     return forward
@@ -298,8 +298,11 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 def _norm(module: nn.Module, runtime: ModuleRuntime, fused: Fused) -> Forward:
     """A norm as one operation of torch, where it is called as in the proof."""
     parameters, (enter, leave) = own_parameters(module), _moves(runtime)
-    slow, recorded, (name, dtype, compute) = _slow(module, runtime), torch.is_grad_enabled, fused
-    read = _reader(next(read for owner, leaf, read in runtime.reads if owner is module and leaf == name))
+    slow, recorded, (name, dtype, offset, eps) = _slow(module, runtime), torch.is_grad_enabled, fused
+    read, norm = (
+        _reader(next(r for owner, leaf, r in runtime.reads if owner is module and leaf == name)),
+        torch.rms_norm,
+    )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if recorded() or kwargs or len(args) != 1:
@@ -309,7 +312,7 @@ def _norm(module: nn.Module, runtime: ModuleRuntime, fused: Fused) -> Forward:
             return slow(*args)
         if enter is not None:
             input = enter(input)
-        result = compute(input, weight)
+        result = norm(input, weight.shape, weight + offset if offset else weight, eps)
         return result if leave is None else leave(result)
 
     return forward

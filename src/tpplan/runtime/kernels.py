@@ -120,11 +120,12 @@ _MAKERS: dict[str, Callable[[KernelUse, nn.Module, Mapping[str, nn.Module]], Cal
 
 
 class Fused(NamedTuple):
-    """A norm that torch computes by one operation: the name and dtype of its weight, and how it is computed."""
+    """An RMSNorm that torch computes by one operation: the name and dtype of its weight, and what is added to it."""
 
     weight: str
     dtype: torch.dtype
-    compute: Callable[[Tensor, Tensor], Tensor]
+    offset: float
+    eps: float
 
 
 def fused_norms(program: Program, device: torch.device) -> dict[str, Fused]:
@@ -135,17 +136,10 @@ def fused_norms(program: Program, device: torch.device) -> dict[str, Fused]:
     if kernels.available(device).name == "triton":
         return {}
     return {
-        use.module: Fused(use.weight, torch.float32, _fused(use))
+        use.module: Fused(use.weight, torch.float32, use.offset, use.eps)
         for use in program.kernels
         if use.kind == "rms_norm" and not use.refused and use.weight is not None and use.dtype == "float32"
     }
-
-
-def _fused(use: KernelUse) -> Callable[[Tensor, Tensor], Tensor]:
-    def compute(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.rms_norm(x, x.shape[-use.dims :], weight + use.offset if use.offset else weight, use.eps)
-
-    return compute
 
 
 def without_bias(transposed: bool, module: nn.Module) -> Body:

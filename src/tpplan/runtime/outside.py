@@ -30,6 +30,8 @@ def whole(held: Any) -> Any:
 
 def whole_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call that comes from outside of the root's forward."""
+    if not any([issubclass(kind, DTensor) for kind in {*map(type, args), *map(type, kwargs.values())}]):
+        return args, kwargs
     return tuple([whole(held) for held in args]), {name: whole(held) for name, held in kwargs.items()}
 
 

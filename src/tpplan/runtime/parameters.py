@@ -230,7 +230,7 @@ class HandedOut:
 
     def note(self, alone: bool) -> None:
         """Remember how a call ran that has ended, of which a part may be recomputed."""
-        if not torch.compiler.is_compiling():
+        if self.calls.has_grown() and not torch.compiler.is_compiling():
             self.calls.note(Ran(self, self.context.batch, alone, self.uncompiled, self.compiled_by))
 
     def recall(self) -> bool:

@@ -54,12 +54,20 @@ class RecentCalls:
     def __deepcopy__(self, memo: object) -> RecentCalls:
         return RecentCalls()  # no graph leads to a copy
 
+    @property
+    def _last(self) -> int:
+        """The last node of the call that was noted last."""
+        return self._ends[-1] if self._ends else self._forgotten
+
+    def has_grown(self) -> bool:
+        """Whether this thread's next node is another than after the call that was noted last."""
+        return next_node_number() - 1 != self._last
+
     def note(self, ran: Ran) -> None:
         """A call has ended."""
         if runs_backward():  # its graph, if any, is used up while it is recomputed
             return
-        end = next_node_number() - 1
-        last = self._ends[-1] if self._ends else self._forgotten
+        end, last = next_node_number() - 1, self._last
         if end <= last:  # no gradients; or another thread, which has numbers of its own
             self._mixed |= end < last
         elif self._ran and self._ran[-1] == ran:

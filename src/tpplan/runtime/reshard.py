@@ -6,6 +6,7 @@ the slices and all-to-alls between them. See `tpplan.compiler.ir.layout` for the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +59,14 @@ class ReshardStep:
         forward, backward: the moves.
         context: where the moves look for the batch size; None if they need none.
         twice: whether its backward may be differentiated: that of the backward is the forward once more.
+        direct: makes the forward for calls that nobody looks at; None if it is the same.
     """
 
     forward: Move
     backward: Move
     context: CallContext | None = None
     twice: bool = False
+    direct: Callable[[], Move] | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
@@ -217,7 +220,10 @@ def make_reshard(
     before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
     there, back = _move(forward, before, after, axis), _move(backward, after, before, of_backward(axis))
     if source.interleave == 1 and target.interleave == 1:
-        return ReshardStep(there, back, twice=twice)
+        direct = None
+        if isinstance(axis, ProcessGroupCommunicator) and forward is not Collective.NONE:
+            direct = functools.partial(_directly, forward, before, after, axis)
+        return ReshardStep(there, back, twice=twice, direct=direct)
     return ReshardStep(_flattened(there, context), _flattened(back, context), context, twice)
 
 
@@ -353,6 +359,12 @@ def _move(collective: Collective, source: _Sharing | None, target: _Sharing | No
     return _chain(shared.padded, lambda tensor: _pad(tensor, dim, axis), shared.joined)
 
 
+def _directly(
+    collective: Collective, source: _Sharing | None, target: _Sharing | None, axis: ProcessGroupCommunicator
+) -> Move:
+    return _move(collective, source, target, axis.direct())
+
+
 def _of_tails(source: Layout, target: Layout, backward: Collective, axis: Communicator) -> tuple[Move, Move]:
     """The moves to and from a tensor whose last entries alone are there on each rank."""
     if target.tail:
@@ -414,11 +426,10 @@ def moves_values(move: Move) -> bool:
 def without_gradient(move: Move) -> Move:
     """What is left of a reshard in a call that records no gradient, under no dispatch mode and no compiler."""
     if isinstance(move, ReshardStep):
-        return move.forward
+        return move.forward if move.direct is None else move.direct()
     if not isinstance(move, SumInPlace):
         return move
-    axis = move.axis
-    return axis.own_all_reduce() if isinstance(axis, ProcessGroupCommunicator) else axis.all_reduce
+    return move.axis.direct().all_reduce if isinstance(move.axis, ProcessGroupCommunicator) else move.axis.all_reduce
 
 
 def _pad(tensor: Tensor, dim: int, axis: Communicator) -> Tensor:
