@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from tests.runtime.world import Member, world
 from tpplan.compat import fake_process_group
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
-from tpplan.plan import CompileError, Pattern
+from tpplan.parity.run import verify_program
+from tpplan.plan import CompileError, Pattern, Style
 from tpplan.report.program import render_program
 from tpplan.report.program_why import render_why
 from tpplan.runtime.communicator import ProcessGroupCommunicator
@@ -422,9 +424,53 @@ def test_explain_shows_what_is_exchanged_and_where() -> None:
     assert f"`aten.add.Tensor` at parity/test_gathers.py:{line} can't run on what a rank has of it" in why
 
 
-def test_suggested_plans_exchange_nothing_inside() -> None:
-    with pytest.raises(CompileError):
-        search(made(Chooser), 2, (x_of(8),), {}, False)
+class Averaged(nn.Module):
+    """Features that are scaled by their share in the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).square()
+        return x + self.down(hidden / (1 + hidden.mean(-1, keepdim=True)))
+
+
+class Weighing(nn.Module):
+    """Attention that hands out the mean of its heads' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, kdim=20, vdim=12, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attention(x, x[..., :20], x[..., 4:16])
+
+
+@pytest.mark.parametrize(("kind", "inside"), [(Averaged, True), (Weighing, False)])
+def test_suggested_plans_exchange_what_is_small_where_nothing_is_split_otherwise(
+    kind: type[nn.Module], inside: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind()).double(), x_of(8)
+    many = torch.randn(8, 8192, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
+    found = search(copy.deepcopy(model).to("meta"), 2, (many,), {}, False)  # to gather features of few is quicker
+    assert any(module.recorded and module.recorded.moves for module in found.program.modules) is inside
+    assert {held.style for held in found.settings.values()} == {Style.COLWISE, Style.ROWWISE}
+    report = verify_program(model, found.program, ((x,), {}))
+    assert report.ok and report.collectives == report.predicted
+
+
+def test_suggested_plans_exchange_nothing_inside_that_is_large_or_needless() -> None:
+    class Chosen(Chooser):
+        """Of many experts, each of which makes little."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.up = nn.Parameter(torch.randn(WIDTH, 8 * WIDTH)), nn.Parameter(torch.randn(8 * WIDTH, 2))
+
+    with pytest.raises(CompileError, match="TP123"):
+        search(nn.Sequential(Chosen()).double(), 2, (x_of(8),), {}, False)
     found = search(made(Talking), 2, (x_of(8),), {}, False)
     assert not any(module.recorded and module.recorded.moves for module in found.program.modules)
 

@@ -77,7 +77,12 @@ class Flow:
 
 
 def flow(
-    subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool, across_norms: Names = _NONE
+    subject: Subject,
+    rules: Rules,
+    columns: Mapping[str, Column],
+    lenient: bool,
+    across_norms: Names = _NONE,
+    exchanges: bool = False,
 ) -> Flow:
     """Walk the trace once.
 
@@ -88,8 +93,9 @@ def flow(
         lenient: whether a value that wants no gradient (a mask), or depends on no data (a table of biases by head), may
             be sliced to stand beside a sharded one; the compiler then has the last word.
         across_norms: the linear layers that may be rows although a norm over split features stands before them.
+        exchanges: whether a module's body may make split operands whole before an operation that needs them so.
     """
-    walk = _Walk(subject, rules, columns, lenient, across_norms)
+    walk = _Walk(subject, rules, columns, lenient, across_norms, exchanges)
     walk.frame(subject.root)
     for crossing in subject.root.frame.exits:
         walk.found.leaving |= walk.sources.get(crossing.target, _NONE)
@@ -101,13 +107,20 @@ def flow(
 
 class _Walk:
     def __init__(
-        self, subject: Subject, rules: Rules, columns: Mapping[str, Column], lenient: bool, across_norms: Names
+        self,
+        subject: Subject,
+        rules: Rules,
+        columns: Mapping[str, Column],
+        lenient: bool,
+        across_norms: Names,
+        exchanges: bool,
     ) -> None:
         self.subject = subject
         self.rules = rules
         self.columns = columns
         self.lenient = lenient
         self.across_norms = across_norms
+        self.exchanges = exchanges
         self.found = Flow()
         self.layouts: dict[int, Layout] = {}  # of sharded values; all others are replicated
         self.sources: dict[int, Names] = {}
@@ -306,6 +319,8 @@ class _Walk:
             branch = self._beside_branch(instance, node, sources) if self.lenient and slid is None else None
             answer = slid or branch or self._beside_parts(instance, node) or answer
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
+            if self.exchanges and instance.frame.module:
+                return
             reason = answer.reason if isinstance(answer, Refusal) else "sums over the split features"
             if not unsure:
                 self._refuse(instance, node, sources, reason)

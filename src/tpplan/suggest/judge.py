@@ -68,8 +68,8 @@ def rule_of(pattern: str, setting: Setting) -> Rule:
     return Rule(Pattern.parse(pattern), setting.style, output=setting.output, packed=setting.packed)
 
 
-def judge(subject: Subject, settings: Mapping[str, Setting]) -> Verdict:
-    """Compile a trial plan."""
+def judge(subject: Subject, settings: Mapping[str, Setting], exchanges: bool = False) -> Verdict:
+    """Compile a trial plan; `exchanges`: operands may be exchanged inside of bodies."""
     try:
         program = compile_call(
             Request(
@@ -78,7 +78,7 @@ def judge(subject: Subject, settings: Mapping[str, Setting]) -> Verdict:
                 subject.size,
                 subject.arguments,
                 subject.keywords,
-                moves=False,  # what is exchanged inside of a body is for a plan's author to weigh
+                moves=None if exchanges else False,
             )
         ).program
     except PlanError as error:

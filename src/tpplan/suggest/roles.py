@@ -68,6 +68,7 @@ def find_roles(
     lenient: bool,
     left: Mapping[str, str] | None = None,
     across_norms: frozenset[str] = frozenset(),
+    exchanges: bool = False,
 ) -> Roles:
     """Give every linear layer its role, none of `left` (with a reason) as a column; see `flow` for the others."""
     reasons = dict(subject.unsplittable)
@@ -81,7 +82,7 @@ def find_roles(
     across: dict[str, frozenset[str]] = {}
     stopped: set[str] = set()  # columns that meet something else than the stream which they are to make
     while True:
-        found = flow(subject, rules, columns, lenient, across_norms)
+        found = flow(subject, rules, columns, lenient, across_norms, exchanges)
         read |= found.read
         across |= found.across
         for name, sources in found.starved.items():
@@ -106,7 +107,7 @@ def find_roles(
                 reasons[name] = reason
     whole = {name for name in across if name not in found.rows and name not in found.columns}
     if whole - across_norms:  # they would be whole in any case, as would the columns before them
-        return find_roles(subject, rules, lenient, left, across_norms | whole)
+        return find_roles(subject, rules, lenient, left, across_norms | whole, exchanges)
     for name in found.rows:
         reasons.pop(name, None)
     for name in (reasons.keys() & starved.keys()) - stopped:

@@ -10,6 +10,10 @@ Three changes are weighed against that (`weigh`): where rows make more features 
 them stay whole; so do columns that weren't proved, as others may be split then; and layers that stay whole are split,
 and their results gathered, where these are small beside the weights, as those that modulate norms. Memory comes first:
 of the plans whose parameters take at most a twentieth more than the least, the one that weighs least is taken.
+
+Where nothing can be split so, it is looked for once more with exchanges between the operations of a body, such as a
+mean over all features. Such a plan is taken if no more is sent for these than at boundaries: scores of attention can be
+exchanged, too, but there are as many as the length squared.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import Group, Setting, find_roles
 from tpplan.suggest.subject import Subject, make_subject
 from tpplan.suggest.tables import find_tables
-from tpplan.suggest.weigh import SENT, weigh
+from tpplan.suggest.weigh import SENT, exchanges_little, weigh
 
 _WALKS = 4
 _SLACK = 1.05
@@ -72,10 +76,11 @@ class _Search:
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     last: Verdict = field(default_factory=lambda: Verdict(None))
     failed: list[Group] = field(default_factory=list[Group])
+    exchanges: bool = False
 
     def together(self, groups: Sequence[Group]) -> bool:
         """Whether the accepted groups and these are proved together; they're accepted then."""
-        verdict = judge(self.subject, _merged((*self.accepted, *groups)))
+        verdict = judge(self.subject, _merged((*self.accepted, *groups)), self.exchanges)
         if verdict.ok:
             self.accepted += groups
             self.verdict = verdict
@@ -84,7 +89,7 @@ class _Search:
 
     def lighter(self, groups: Sequence[Group]) -> bool:
         """Whether the accepted groups and these are proved together, and weigh less; they're accepted then."""
-        verdict = judge(self.subject, _merged((*self.accepted, *groups)))
+        verdict = judge(self.subject, _merged((*self.accepted, *groups)), self.exchanges)
         if verdict.program is None or weigh(verdict.program) >= self.weight:
             return False
         self.accepted += groups
@@ -144,16 +149,19 @@ def _lightest(subject: Subject) -> _Search:
         whole |= more
         walks.append(_walked(subject, rules, whole))
     if not any(walk.accepted for walk in walks):
+        exchanging = _walked(subject, rules, {}, exchanges=True)
+        if exchanging.verdict.program is not None and exchanges_little(exchanging.verdict.program):
+            return exchanging
         return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     least = min(walk.memory for walk in walks)
     return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
 
 
-def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str]) -> _Search:
+def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str], exchanges: bool = False) -> _Search:
     """What is proved of what one walk proposes, in which these layers are no columns; then what is gathered."""
-    roles = find_roles(subject, rules, lenient=True, left=whole)
+    roles = find_roles(subject, rules, lenient=True, left=whole, exchanges=exchanges)
     tables, left = find_tables(subject, roles.heads, {name for group in roles.groups for name in group.settings})
-    found = _Search(subject, reasons=roles.reasons | left)
+    found = _Search(subject, reasons=roles.reasons | left, exchanges=exchanges)
     everything = (*roles.groups, *tables)
     if not everything or not found.together(everything):
         failed = found.one_by_one(everything)
@@ -205,7 +213,7 @@ def _gather(found: _Search) -> None:
 def _careful(subject: Subject, rules: Rules, failed: Sequence[Group], found: _Search) -> list[Group]:
     """What is left of the failed groups if nothing is taken for granted that the rules don't grant."""
     lost, taken = _merged(failed), _merged(found.accepted)
-    careful = find_roles(subject, rules, lenient=False)
+    careful = find_roles(subject, rules, lenient=False, exchanges=found.exchanges)
     known = [group.settings for group in failed]
     again = [
         group
@@ -246,7 +254,7 @@ def _split_losses(found: _Search) -> None:
         title = group.title.replace("whose result is gathered", "whose result stays split for the loss")
         changed = replace(group, title=title, settings=settings)
         trial = [*found.accepted[:place], changed, *found.accepted[place + 1 :]]
-        verdict = judge(found.subject, _merged(trial))
+        verdict = judge(found.subject, _merged(trial), found.exchanges)
         if verdict.program is not None and any(module.class_calls for module in verdict.program.modules):
             found.accepted, found.verdict = trial, verdict
 

@@ -8,6 +8,8 @@ NVLink, 3.35 TB/s of an H100's memory).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tpplan.compiler.ir.program import Program
 from tpplan.cost.program import gradient_sum_traffic, memory, module_traffic
 
@@ -22,4 +24,11 @@ def weigh(program: Program) -> int:
     return memory(program.parameters).local + SENT * sent
 
 
-__all__ = ["SENT", "weigh"]
+def exchanges_little(program: Program) -> bool:
+    """Whether a step sends no more between the operations of bodies than at their boundaries."""
+    inside = [replace(module, entries=(), exits=()) for module in program.modules]
+    sent, all_sent = (module_traffic(modules, program.size) for modules in (inside, program.modules))
+    return 2 * (sent.forward.total + sent.backward.total) <= all_sent.forward.total + all_sent.backward.total
+
+
+__all__ = ["SENT", "exchanges_little", "weigh"]
