@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 import tpplan
 from tests.models.mixed_draws import mixed_draws
 from tests.models.tiny import tiny_model
 from tpplan.api import suggest_text
+from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.request import Request
 
 WIDTH, HEADS, FEED = 24, 4, 40
 
@@ -234,6 +237,16 @@ def test_a_model_that_doesn_t_run_is_one_finding() -> None:
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(tpplan.CompileError, match="none of its modules is a linear layer"):
         tpplan.suggest_plan(nn.LayerNorm(WIDTH), tp=2, inputs={"input": STREAM["x"]})
+
+
+def test_weights_that_a_norm_computes_are_the_cause_that_is_told() -> None:
+    model = nn.Sequential(weight_norm(nn.Linear(16, 32)), nn.ReLU(), weight_norm(nn.Linear(32, 16)))
+    with pytest.raises(tpplan.CompileError, match="the weight of `0` is computed in each forward, by a weight norm"):
+        tpplan.suggest_plan(model, tp=2, inputs=(torch.randn(3, 16),))
+    gathered = {"style": "colwise", "output": "replicate"}  # as the help says
+    plan = tpplan.load_plan({"version": 1, "modules": {"0": gathered, "2": gathered}})
+    program = compile_call(Request(model, plan, 2, (torch.randn(3, 16),), {})).program
+    assert {str(placed.layout) for placed in program.parameters} == {"S(0)"}
 
 
 class Spectral(nn.Module):

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from tpplan.compat import named_modules, weight_norm_parts
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation
@@ -267,7 +268,14 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     kind = type(subject.model).__name__
     notes = tuple(f"`{name}`: {found.reasons[name]}" for name in heaviest[:3])
     message = f"nothing in `{kind}` can be sharded over {subject.size} ranks"
-    if not subject.weights:
+    normed = next((name for name, module in named_modules(subject.model) if weight_norm_parts(module)), None)
+    if not subject.weights and normed is not None:
+        message += f": the weight of `{normed}` is computed in each forward, by a weight norm"
+        way_out = (
+            "remove the weight norms; or write the plan by hand: `colwise` splits such a layer, and with `output: "
+        )
+        way_out += "replicate` its result is gathered"
+    elif not subject.weights:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
     else:
