@@ -424,7 +424,7 @@ def test_explain_shows_what_is_exchanged_and_where() -> None:
     assert f"`aten.add.Tensor` at parity/test_gathers.py:{line} can't run on what a rank has of it" in why
 
 
-class Averaged(nn.Module):
+class Shares(nn.Module):
     """Features that are scaled by their share in the mean of all."""
 
     def __init__(self) -> None:
@@ -447,7 +447,7 @@ class Weighing(nn.Module):
         return self.attention(x, x[..., :20], x[..., 4:16])
 
 
-@pytest.mark.parametrize(("kind", "inside"), [(Averaged, True), (Weighing, False)])
+@pytest.mark.parametrize(("kind", "inside"), [(Shares, True), (Weighing, False)])
 def test_suggested_plans_exchange_what_is_small_where_nothing_is_split_otherwise(
     kind: type[nn.Module], inside: bool
 ) -> None:

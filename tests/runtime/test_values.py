@@ -134,6 +134,7 @@ def call(*numbers: int, length: int = 12) -> tuple[tuple[Tensor, ...], dict[str,
 ALL = (along, by_number, by_list, by_array, by_count, by_written, by_another, by_side)
 
 
+@pytest.mark.filterwarnings("ignore:TP186")  # after eight of the ten
 @pytest.mark.parametrize("between", ALL)
 def test_another_number_is_proved_when_it_comes(between: Any) -> None:
     numbers = [(24, 30, 7), (11, 5, 7), (24, 30, 7), (11, 5, 7), (30, 40, 7), (30, 5, 7), (30, 40, 7), (24, 30, 9)]

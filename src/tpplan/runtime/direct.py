@@ -90,7 +90,7 @@ class Direct:
         self._made = True
         sharded = [(module, runtime) for module, runtime in self._modules if runtime is not None]
         for module, runtime in self._modules:
-            if runtime is None and _only_carries(module):
+            if runtime is None and (_only_carries(module) or _has_only_carried(module)):
                 self._add(module, _stock(module), False)
         for module, runtime in _without_conflicts([held for held in sharded if _can_serve(*held)], sharded):
             written_out = _written_out(module, runtime)
@@ -189,6 +189,12 @@ def _only_carries(module: nn.Module) -> bool:
     """Whether its class has a forward of ours only since sharded modules are inside."""
     ours = type(module).forward is not stock_class(module).forward
     return ours and not isinstance(module, ShardedModule) and _has_own_forward(module)
+
+
+def _has_only_carried(module: nn.Module) -> bool:
+    """Whether its class is ours for the sake of another program; in this one it has its stock body."""
+    written_out = isinstance(module, (ShardedLinear, ReducedLinear, VocabularyEmbedding))
+    return isinstance(module, ShardedModule) and not written_out and _has_own_forward(module)
 
 
 def _can_serve(module: nn.Module, runtime: ModuleRuntime) -> bool:
