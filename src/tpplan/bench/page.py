@@ -34,8 +34,9 @@ Milliseconds are processor time of one thread; ratios to the unsharded model are
 has half of the arithmetic, which at these sizes is little. `parallelize_module` has the equivalent plan: colwise and
 rowwise linears, the embedding split by rows, the head's result replicated, local outputs. transformers' own is
 `from_pretrained(…, tp_plan="auto")`. A prompt and the tokens after it are called as `generate` calls them, with a cache
-and a mask that grow. As no numbers are exchanged, results mean nothing here; the benchmarks below on real processes
-compare them.
+and a mask that grow: tokens of a generation like one that ran before, and tokens that are the first at the length of
+their cache, whose calls tpplan watches. As no numbers are exchanged, results mean nothing here; the benchmarks below on
+real processes compare them.
 """,
     "loop": """\
 ## The loop around the model
