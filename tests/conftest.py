@@ -19,7 +19,7 @@ if "PYTHONPATH" in os.environ:
     folders = os.environ["PYTHONPATH"].split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
-_TURNS = 4
+_TURNS = 5
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -32,7 +32,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the slow cases of one test every fourth runs with the slow tests; the others are left to the sweep."""
+    """Of the slow cases of one test every fifth runs with the slow tests; the others are left to the sweep."""
     slow: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("sweep") is None:

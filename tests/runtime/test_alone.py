@@ -119,7 +119,7 @@ def compared(kind: str, plan: str, work: Callable[[Any], list[Tensor]]) -> int:
     return len(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_an_encoder_is_called_by_itself_where_only_a_split_sequence_makes_something_of_its_blocks() -> None:
     assert compared("t5", "t5-sequence", encoded)
 

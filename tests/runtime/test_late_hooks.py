@@ -207,7 +207,7 @@ def to_softmax(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.softmax(-1)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_hook_that_a_forward_registers_is_registered_once() -> None:
     """transformers registers hooks at the first call that asks for attentions, and notes that in an attribute.
 

@@ -101,8 +101,8 @@ def test_other_bodies_of_the_experts_train_the_same(implementation: str, size: i
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("form", slow_but([""], ["", "-sequence"]))
-@pytest.mark.slow
+@pytest.mark.parametrize("form", ["", "-sequence"])
+@pytest.mark.sweep
 def test_a_token_costs_as_much_as_with_experts_that_are_split(form: str) -> None:
     stock = made("mixtral").float()  # torch has no grouped products in float64
     ids = torch.randint(4, VOCABULARY, (BATCH, LENGTH + 2), generator=torch.Generator().manual_seed(1))
