@@ -183,16 +183,19 @@ class CallGuard:
             UnprovedCallError: the call can't be proved.
             UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
         """
-        known = self.known(training, arguments, keywords)
-        if known is not None:
-            return known, None
+        self._look()
+        repeats = self._asked == _NOTHING and self._lockstep is None and not torch.is_grad_enabled()
+        if repeats and not has_left():
+            known = self._repeats.find((training, self._modes), arguments, keywords)
+            if known is not None:
+                return known, None
         call, decision = self._decide(training, arguments, keywords)
         proof, key = decision.proof, decision.key
         path = self._paths.of(key.kind)
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
-            if self._may_repeat and not self._steering.is_known(decision.plain):
+            if repeats and self._asked == _NOTHING and not self._steering.is_known(decision.plain):
                 self._repeats.note((training, self._modes), arguments, keywords, proof.program)
             return proof.program, None
         self._require_alike(call, key.kind)
@@ -201,22 +204,6 @@ class CallGuard:
             before = with_tensors(call.arguments, call.keywords, self._names, lambda _, tensor: tensor)
             call = Call(training, *before, call.parts)
         return proof.program, functools.partial(GuardedCall, self, call, decision, passed)
-
-    def known(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Program | None:
-        """The program of a call like one that was decided, which needn't be watched; None for any other.
-
-        Raises:
-            UnprovedCallError: the model was changed, or is called where nothing is proved.
-        """
-        self._look()
-        if not self._may_repeat or has_left():
-            return None
-        return self._repeats.find((training, self._modes), arguments, keywords)
-
-    @property
-    def _may_repeat(self) -> bool:
-        """Whether calls are remembered by their form."""
-        return self._asked == _NOTHING and self._lockstep is None and not torch.is_grad_enabled()
 
     def _look(self) -> None:
         """Follow what was changed since the last call."""

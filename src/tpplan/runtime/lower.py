@@ -51,10 +51,6 @@ class Guard(Protocol):
         """
         ...
 
-    def known(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Program | None:
-        """The program for a call like one that was decided, and needn't be watched; None for any other."""
-        ...
-
     def alone(self) -> Program | None:
         """The program for a module that is called by itself; None for the one that is in place."""
         ...
@@ -298,14 +294,6 @@ class Variants:
         if program is not self._current:
             self._change_to(program)
         return None if watch is None else watch(self._replaced_bodies())
-
-    def repeats(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Whether a call of the root is like one that was decided; the program that it runs by is put in place then."""
-        assert self._guard is not None
-        program = self._guard.known(training, arguments, keywords)
-        if program is not None and program is not self._current:
-            self._change_to(program)
-        return program is not None
 
     @property
     def program(self) -> Program:

@@ -40,21 +40,6 @@ class Direct(Protocol):
         ...
 
 
-class Guard(Protocol):
-    """What a root asks of each call: whether it is proved, and whether it has to be watched.
-
-    Either way the program is put in place that the call runs by.
-    """
-
-    def __call__(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> WatchedCall | None:
-        """A watch over the call, if it has to be watched; raises if it isn't proved."""
-        ...
-
-    def repeats(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> bool:
-        """Whether it is like one that was decided, and needn't be watched. It holds no DTensors, then."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EntryStep:
     """A reshard of one argument: by name, by position if it was passed so, and by the path inside it."""
@@ -89,7 +74,8 @@ class ModuleRuntime:
         classes: a context for a body that calls functions over split classes, or is called by such a body.
         random: a context for a body that draws random numbers: different on each rank, alike, or some so and some so.
         opened: for the root: the summed parameters, which are handed out at its start, in order.
-        guard: for the root: what is asked about each call.
+        guard: for the root: called with the mode and the arguments of each call, to raise if it isn't proved, and to
+            put the program in place that the call runs by; returns a watch over the call, if it has to be watched.
         context: for the root, where a reshard needs the batch size: where to note it.
         direct: for the root: forwards for plain calls that record no gradient.
         transposed: whether it is a linear layer whose weight is (inputs, outputs).
@@ -119,7 +105,7 @@ class ModuleRuntime:
     classes: ClassBody | None = None
     random: Randomness | None = None
     opened: tuple[tuple[nn.Module, str], ...] = ()
-    guard: Guard | None = None
+    guard: Callable[[bool, tuple[Any, ...], dict[str, Any]], WatchedCall | None] | None = None
     context: CallContext | None = None
     direct: Direct | None = None
     transposed: bool = False

@@ -148,12 +148,9 @@ class ShardedRoot(ShardedModule):
             raise
 
     def _call_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
+        args, kwargs = whole_arguments(args, kwargs)
         if runs_backward():
             runtime_of(self).handed_out.recall()
-        guard = self.__dict__[RUNTIME].guard
-        if guard is not None and not torch.is_grad_enabled() and guard.repeats(self.training, args, kwargs):
-            return self._run(args, kwargs, compiler)
-        args, kwargs = whole_arguments(args, kwargs)
         for _ in range(_ATTEMPTS):
             runtime: ModuleRuntime = self.__dict__[RUNTIME]
             watch = None if runtime.guard is None else runtime.guard(self.training, args, kwargs)
