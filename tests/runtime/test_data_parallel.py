@@ -44,7 +44,9 @@ def test_two_replicas_of_whole_models_are_the_unsharded_one() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("names", [pytest.param(names, marks=pytest.mark.sweep) for names in (SLOW, SWEPT)], ids=len)
+@pytest.mark.parametrize(
+    "names", [pytest.param(SLOW, marks=pytest.mark.slow), pytest.param(SWEPT, marks=pytest.mark.sweep)], ids=len
+)
 def test_two_replicas_of_two_parts_are_the_unsharded_model(names: list[str]) -> None:
     for found in world(4).run(run_cases, names, (2, 2), seconds=900):
         assert found == dict.fromkeys(names, "")

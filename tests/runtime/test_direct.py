@@ -147,8 +147,11 @@ def test_modules_are_as_they_were_after_a_call_that_raised() -> None:
             own(IDS)
             own.blocks[1].register_forward_hook(lambda *_: None)  # pyright: ignore
             own(IDS)
-            with pytest.raises(IndexError):
-                own(IDS + 20)  # on each rank, whoever would hold the row
+            for wrong in (IDS + 20, IDS - 32):
+                with pytest.raises(IndexError):
+                    own(wrong)  # on each rank, whoever would hold the row
+            for _ in range(2):
+                torch.testing.assert_close(own(IDS.int()), expected)
         assert ways(own) == before and not own.__dict__[RUNTIME].direct.in_place
         with torch.no_grad():
             torch.testing.assert_close(own(IDS), expected)

@@ -113,18 +113,18 @@ class _Written:
         self._variables = 0
         self._tensors: list[tuple[str, Tensor]] = []
         self._plain: list[tuple[str, object]] = []
-        self._numbers: list[tuple[str, int]] = []
+        self._numbers: list[str] = []
 
     def reader(self) -> Reader:
         """The function."""
-        tensors, lengths = (f"[{', '.join(name for name, _ in held)}]" for held in (self._tensors, self._numbers))
+        tensors, others = (f"[{', '.join(name for name, _ in held)}]" for held in (self._tensors, self._plain))
         plain, kinds = [held for _, held in self._plain], [type(held) for _, held in self._plain]
-        self._require(f"[*map(type, plain := [{', '.join(name for name, _ in self._plain)}])] == {self._named(kinds)}")
+        self._require(f"[*map(type, plain := {others})] == {self._named(kinds)}")
         self._require(f"plain == {self._named(plain)}")
         self._require(f"[*map(type, tensors := {tensors})] == {self._named([Tensor] * len(self._tensors))}")
         self._require(f"[*map(facts, tensors)] == {self._named([_FACTS(held) for _, held in self._tensors])}")
         self._require(f"len({{*map(id, tensors)}}) == {len(self._tensors)}")  # one tensor twice is another call
-        self._require(f"{{*map(type, lengths := {lengths})}} <= {self._named({int})}")
+        self._require(f"{{*map(type, lengths := [{', '.join(self._numbers)}])}} <= {self._named({int})}")
         source = ["def read(held):", *self._lines, "return (*map(shape, tensors), *lengths)"]
         exec("\n ".join(source), self._constants)  # of names and structure alone, none of which is the caller's text
         return cast("Reader", self._constants["read"])
@@ -149,7 +149,7 @@ class _Written:
             self._tensors.append((name, held))
             return not (held.requires_grad or vars(held))
         if kind is int and lengths:
-            self._numbers.append((name, held))
+            self._numbers.append(name)
             return True
         if kind in _COMPARED or isinstance(held, type):
             self._plain.append((name, held))

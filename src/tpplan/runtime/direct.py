@@ -293,9 +293,10 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
         if foreign is None or places is None or foreign.device != table.device:
             rows_here = torch.arange(-first_row, all_rows - first_row, device=table.device)
             places = rows_here.clamp(0, rows - 1)
-            foreign = places != rows_here
-        outside = foreign.take(input).unsqueeze(-1)
-        result = embedding(table, places.take(input)).masked_fill_(outside, 0)
+            foreign = (places != rows_here).unsqueeze(-1)
+        outside = embedding(foreign, input)  # raises for ids below zero, too, which `take` counts from the end
+        here = places.take(input if input.dtype is torch.long else input.long())
+        result = embedding(table, here).masked_fill_(outside, 0)
         return result if leave is None else leave(result)
 
     return forward
@@ -305,10 +306,8 @@ def _norm(module: nn.Module, runtime: ModuleRuntime, fused: Fused) -> Forward:
     """A norm as one operation of torch, where it is called as in the proof."""
     parameters, (enter, leave) = own_parameters(module), _moves(runtime)
     slow, recorded, (name, dtype, offset, eps) = _slow(module, runtime), torch.is_grad_enabled, fused
-    read, norm = (
-        _reader(next(r for owner, leaf, r in runtime.reads if owner is module and leaf == name)),
-        torch.rms_norm,
-    )
+    read = _reader(next(read for owner, leaf, read in runtime.reads if owner is module and leaf == name))
+    norm = torch.rms_norm
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if recorded() or kwargs or len(args) != 1:
