@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from tpplan.report.program import render_program
 from tpplan.report.program_why import render_why
 from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.suggest import search
+from tpplan.suggest.weigh import exchanges_little
 
 WIDTH, HEADS, EXPERTS, INNER = 24, 4, 8, 12
 PARTS = {"*.w": "colwise", "*.up": "rowwise"}
@@ -461,16 +463,13 @@ def test_suggested_plans_exchange_what_is_small_where_nothing_is_split_otherwise
     assert report.ok and report.collectives == report.predicted
 
 
-def test_suggested_plans_exchange_nothing_inside_that_is_large_or_needless() -> None:
-    class Chosen(Chooser):
-        """Of many experts, each of which makes little."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.up = nn.Parameter(torch.randn(WIDTH, 8 * WIDTH)), nn.Parameter(torch.randn(8 * WIDTH, 2))
-
+def test_suggested_plans_exchange_nothing_inside_that_is_large_or_needless(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exchanges_little(compiled(Summed)) and not exchanges_little(compiled(Experts))
+    searching = importlib.import_module("tpplan.suggest.search")
+    monkeypatch.setattr(searching, "exchanges_little", lambda _: False)  # pyright: ignore
+    many = torch.randn(8, 8192, WIDTH, device="meta", requires_grad=True)
     with pytest.raises(CompileError, match="TP123"):
-        search(nn.Sequential(Chosen()).double(), 2, (x_of(8),), {}, False)
+        search(nn.Sequential(Shares()).to("meta"), 2, (many,), {}, False)
     found = search(made(Talking), 2, (x_of(8),), {}, False)
     assert not any(module.recorded and module.recorded.moves for module in found.program.modules)
 
