@@ -35,8 +35,8 @@ def _pixels(side: int = 32, batch: int = 3) -> dict[str, Tensor]:
 _both = steady(_ids() | _pixels())
 _boxes = torch.tensor([10, 20, 30, 40]).expand(3, 12, 4).contiguous()
 
-# Of 1, the default, layers without a rule of their own get weights of size 1: a softmax is saturated, and what comes back
-# through it is rounding.
+# With 1, the default, layers without a rule of their own get weights of size 1: a softmax is saturated, and what comes
+# back through it is rounding.
 _FACTOR = 0.5
 
 PICTURING: dict[str, Subject] = {
