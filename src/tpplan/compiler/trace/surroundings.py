@@ -125,11 +125,9 @@ class Surroundings:
         """By what functions around the model do: the names of what they put anew, and of what they put entries into."""
         names, filled = set[str](), set[str]()
         for code in self._codes():
-            done = {instruction.opname for instruction in dis.get_instructions(code)}
-            if code.co_name != "__init__" and not done.isdisjoint(("STORE_GLOBAL", "STORE_ATTR")):
-                names.update(i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_GLOBAL", "STORE_ATTR"))
-            if "STORE_SUBSCR" in done or "setdefault" in code.co_names:
-                filled.update(code.co_names)
+            put, entered = _written_by(code)
+            names |= put
+            filled |= entered
         return names, filled
 
     def _codes(self) -> Iterator[CodeType]:
@@ -174,6 +172,16 @@ class Surroundings:
         for held, contents in self._contents.values():
             _refill(held, contents)
         self.repeat_draws()
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _written_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Of a function: the names that it puts anew, and those that it may put entries into."""
+    instructions = [*dis.get_instructions(code)]
+    put = {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "STORE_ATTR")}
+    enters = "setdefault" in code.co_names or any(i.opname == "STORE_SUBSCR" for i in instructions)
+    names = frozenset[str]() if code.co_name == "__init__" else frozenset(put)
+    return names, frozenset(code.co_names if enters else ())
 
 
 def _own_kinds(kinds: Iterable[type]) -> set[type]:
