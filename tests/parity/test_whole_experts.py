@@ -446,13 +446,6 @@ def test_rules_that_make_no_sense(rules: dict[str, Any], code: str) -> None:
     assert code in {finding.code for finding in caught.value.diagnostics}
 
 
-def test_experts_of_a_list_with_a_rule_inside_are_refused() -> None:
-    rules = {"moe.experts": "experts", "moe.experts.*.up": "colwise"}
-    with pytest.raises(CompileError) as caught:
-        tpplan.compile_plan(ListBlock(), {"version": 1, "modules": rules}, 2, ACTIVATIONS)
-    assert {finding.code for finding in caught.value.diagnostics} == {"TP146"}
-
-
 def by_size(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Of many tokens, it weighs none."""
     return of_grouped(self, tokens, chosen, weights if tokens.shape[0] < 100 else torch.ones_like(weights))

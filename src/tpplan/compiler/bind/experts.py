@@ -9,7 +9,7 @@ out: a binding in which each parameter of theirs has its layout; findings where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -21,6 +21,7 @@ from tpplan.compiler.ir.program import SharedExperts
 from tpplan.plan import Diagnostic, Exchange, Style
 
 INSIDE = "split each expert inside instead: `colwise` and `rowwise` on its matrices"
+ALSO_INSIDE = "`colwise` and `rowwise` on its layers, beside this rule"
 
 
 def share_out(model: nn.Module, binding: Binding, size: int) -> tuple[Binding, list[Diagnostic]]:
@@ -33,11 +34,12 @@ def share_out(model: nn.Module, binding: Binding, size: int) -> tuple[Binding, l
     findings: list[Diagnostic] = []
     for bound in ruled:
         module, inside = modules[bound.name], _ruled_inside(binding, bound)
-        findings += [_two_rules(bound, other) for other in inside]
+        findings += [_two_rules(bound, other) for other in inside if not other.group[1]]
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             experts = {f"{bound.name}.{key}": expert for key, expert in module.named_children()}
-            findings += [*_too_few(bound, len(experts), size), *_dispatched(bound)]
-            found |= _listed(bound, experts, size)
+            split = {name for name in experts if any(f"{other.name}.".startswith(f"{name}.") for other in inside)}
+            findings += [*_too_few(bound, len(experts), size, bool(split)), *_dispatched(bound)]
+            found |= _listed(bound, experts, size, split)
         else:
             count = stacked_count(module)
             findings += _uneven(bound, count, size)
@@ -63,13 +65,14 @@ def _stacked(bound: Bound, module: nn.Module, count: int) -> dict[str, Bound]:
     } | _of_parameters(bound, held)
 
 
-def _listed(bound: Bound, experts: Mapping[str, nn.Module], size: int) -> dict[str, Bound]:
+def _listed(bound: Bound, experts: Mapping[str, nn.Module], size: int, split: Collection[str]) -> dict[str, Bound]:
+    """The experts of a list but those that are split inside: each lies on one rank."""
     found: dict[str, Bound] = {}
     for place, (name, expert) in enumerate(experts.items()):
         owner = place * size // len(experts)
         parameters = list(expert.named_parameters(remove_duplicate=False))
-        if not parameters:
-            continue  # nothing to hold: every rank runs it
+        if not parameters or name in split:
+            continue  # with nothing to hold, every rank runs it
         found[name] = replace(bound, name=name, experts=SharedExperts(owner))
         held = {
             f"{name}.{leaf}": packed(0, (Pack(parameter.shape[0], first=owner, among=1),))
@@ -115,28 +118,29 @@ def _dispatched(bound: Bound) -> list[Diagnostic]:
     ]
 
 
-def _too_few(bound: Bound, count: int, size: int) -> list[Diagnostic]:
-    if count >= size:
+def _too_few(bound: Bound, count: int, size: int, split: bool) -> list[Diagnostic]:
+    if count >= size or split:
         return []
-    return [_not_shareable(bound, f"`{bound.name}` has {count} experts, fewer than the {size} ranks")]
+    way_out = f"use at most {count} ranks, or split each expert inside as well: {ALSO_INSIDE}"
+    return [_not_shareable(bound, f"`{bound.name}` has {count} experts, fewer than the {size} ranks", way_out)]
 
 
 def _uneven(bound: Bound, count: int, size: int) -> list[Diagnostic]:
     if count and count % size == 0:
         return []
     if not count:
-        return [_not_shareable(bound, f"the tensors of `{bound.name}` are stacked along dims of different sizes")]
-    return [
-        _not_shareable(bound, f"the {count} experts of `{bound.name}` can't be shared out evenly over {size} ranks")
-    ]
+        message = f"the tensors of `{bound.name}` are stacked along dims of different sizes"
+        return [_not_shareable(bound, message, INSIDE)]
+    message = f"the {count} experts of `{bound.name}` can't be shared out evenly over {size} ranks"
+    return [_not_shareable(bound, message, f"use a number of ranks that divides the experts, or {INSIDE}")]
 
 
-def _not_shareable(bound: Bound, message: str) -> Diagnostic:
+def _not_shareable(bound: Bound, message: str, way_out: str) -> Diagnostic:
     return Diagnostic(
         code="TP102",
         message=message,
         span=bound.rule.style_span,
-        help=f"use a number of ranks that divides the experts, or {INSIDE}",
+        help=way_out,
         subject=bound.name,
     )
 

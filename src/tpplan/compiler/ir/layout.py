@@ -154,8 +154,11 @@ class Layout:
         found = [f"interleave={self.interleave}"] if self.interleave != 1 else []
         if len(self.packs) == 1:
             (pack,) = self.packs
-            shown = f"parts={_parts(pack)}" if pack.parts else f"replicas={pack.replicas}"
-            found.append(f"rank {pack.first}" if pack.among == 1 else shown)
+            if pack.among:
+                last = pack.first + pack.among - 1
+                found.append(f"rank {pack.first}" if pack.among == 1 else f"ranks {pack.first} to {last}")
+            if pack.parts or pack.replicas > 1:
+                found.append(f"parts={_parts(pack)}" if pack.parts else f"replicas={pack.replicas}")
         elif self.packs:
             found.append(f"packs={_shown(self.packs)}")
         return found + ([f"within={_shown(self.within)}"] if self.within else [])
@@ -164,6 +167,11 @@ class Layout:
     def is_plain(self) -> bool:
         """Whether it is no more than a DTensor placement on the axis, one part to a rank."""
         return not self.packs
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether no pack is known to lie on some of the ranks alone."""
+        return not any(pack.among for pack in self.packs)
 
     @property
     def has_replicas(self) -> bool:
