@@ -436,7 +436,7 @@ def test_a_number_of_experts_that_the_ranks_do_not_divide_is_refused() -> None:
         ({"moe": "experts"}, "TP101"),
         ({"moe.router": "experts"}, "TP101"),
         ({"moe.experts.up": "experts"}, "TP101"),
-        ({"moe.experts": "experts", "moe.experts.up": "colwise"}, "TP146"),
+        ({"moe.experts": "experts", "moe.experts.up": "replicate"}, "TP146"),
         ({"moe.experts": {"style": "experts", "output": "replicate"}}, "TP020"),
     ],
 )

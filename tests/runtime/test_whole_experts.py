@@ -18,6 +18,8 @@ from tests.marking import slow_but
 from tests.parity.test_expert_groups import INSIDE
 from tests.parity.test_expert_groups import Block as GroupBlock
 from tests.parity.test_expert_lists import Block as ListBlock
+from tests.parity.test_split_stacks import INSIDE as INSIDE_STACKS
+from tests.parity.test_split_stacks import Block as StackBlock
 from tests.parity.test_whole_experts import PLAN, SEQUENCE, Block, of_grouped
 from tests.runtime.test_decode import BATCH, LENGTH, generating, made, simulated
 from tests.runtime.world import Member, world
@@ -28,8 +30,9 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "stack": lambda: Block(of_grouped),
     "list": ListBlock,
     "split list": lambda: GroupBlock(2),
+    "split stack": StackBlock,
 }
-SPLIT: dict[str, dict[str, Any]] = {"split list": INSIDE}  # by kind, the rules inside
+SPLIT: dict[str, dict[str, Any]] = {"split list": INSIDE, "split stack": INSIDE_STACKS}  # by kind, the rules inside
 PLANS: dict[str, dict[str, Any]] = {"tp": PLAN, "sequence": SEQUENCE}
 CASES = [(kind, plan, size) for kind in MAKERS for plan in PLANS for size in (2, 4)]
 
@@ -74,7 +77,10 @@ def train_and_save(member: Member, kind: str, plan: str, folder: str) -> tuple[l
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "plan", "size"), slow_but([("stack", "tp", 2), ("list", "sequence", 2), ("split list", "tp", 4)], CASES)
+    ("kind", "plan", "size"),
+    slow_but(
+        [("stack", "tp", 2), ("list", "sequence", 2), ("split list", "tp", 4), ("split stack", "sequence", 4)], CASES
+    ),
 )
 def test_training_and_checkpoints_are_those_of_the_unsharded_model(kind: str, plan: str, size: int) -> None:
     stock = model_of(kind)

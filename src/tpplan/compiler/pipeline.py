@@ -27,6 +27,7 @@ from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import exchanges, warnings_for
+from tpplan.compiler.inside import split_inside
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
@@ -161,10 +162,12 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     findings = [*findings, *unwrapped]
     unpacked = pack_in_groups(request.model, flow, binding, request.size, request.partly)
     binding, inexact = justify(request.model, flow, unpacked.binding)
-    binding, unshared = share_out(request.model, binding, request.size)
-    findings = [*findings, *unpacked.findings, *inexact, *unshared]
+    _refuse([*findings, *unpacked.findings, *inexact])
+    inside, unsplit = split_inside(request, trace, binding)
+    binding, unshared = share_out(request.model, binding, request.size, inside)
+    findings = [*findings, *unpacked.findings, *inexact, *(unsplit or unshared)]
     _refuse(findings)
-    binding, counts, unproved = prove_experts(request.model, flow, binding, request.size)
+    binding, counts, unproved = prove_experts(request.model, flow, binding, request.size, inside)
     findings = [*findings, *unproved, *prove_recurrent(request.model, flow, binding, request.size)]
     _refuse(findings)
     asked = binding
