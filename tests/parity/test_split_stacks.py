@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from tests.parity.test_whole_experts import of_weighed_first as of_weighed
 from tpplan.compat import fake_process_group
 from tpplan.plan import CompileError
 from tpplan.report.program import render_program
+from tpplan.runtime.packed import PackedShard
 
 ACTIVATIONS = (torch.randn(3, 8, WIDTH, requires_grad=True),)
 MATRICES: dict[str, Any] = {
@@ -249,3 +252,60 @@ def test_tokens_go_to_whole_experts_only(size: int) -> None:
     (finding,) = caught.value.diagnostics
     assert finding.code == "TP146" and "remove `exchange`" in (finding.help or "")
     tpplan.compile_plan(Block(body=of_picked), SEQUENCE, size, activations)
+
+
+class Norm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def normed(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """A module inside needs a statistic of all features of a row."""
+    numbers = chosen.reshape(-1)
+    rows = tokens.repeat_interleave(chosen.shape[-1], dim=0)
+    gate, up = torch.bmm(rows.unsqueeze(1), self.up[numbers]).squeeze(1).chunk(2, -1)
+    made = torch.bmm(self.norm(gate * up).unsqueeze(1), self.down[numbers]).squeeze(1)
+    return (made * weights.reshape(-1, 1)).view(*chosen.shape, WIDTH).sum(1)
+
+
+def test_nothing_is_exchanged_inside() -> None:
+    """Split over all ranks, such experts sum the statistics of their features; whole experts need none of that."""
+    model = Block(2, normed)
+    model.moe.experts.norm = Norm()  # pyright: ignore
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(model, WITHOUT_BIASES, 4, ACTIVATIONS)
+    (finding,) = caught.value.diagnostics
+    assert finding.code == "TP146"
+    assert finding.message.endswith("it would have to exchange something inside")
+    verified(model, {"version": 1, "modules": {"moe.experts": "experts"}}, 2)
+    assert verified(model, {"version": 1, "modules": MATRICES}, 4).count_collectives()["all-reduce"] > 3
+
+
+class Skipping(Block):
+    """It leaves its mixture out of some calls."""
+
+    def forward(self, x: Tensor, skips: bool = False) -> Tensor:
+        return self.last(self.norm(x)) if skips else super().forward(x)
+
+
+def test_calls_that_leave_the_experts_out() -> None:
+    with fake_process_group(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        model = tpplan.parallelize(Skipping(), PLAN, mesh, ACTIVATIONS)
+        assert model(*ACTIVATIONS, skips=True).shape == ACTIVATIONS[0].shape
+        model(*ACTIVATIONS).sum().backward()
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(Skipping(), PLAN, 4, (*ACTIVATIONS, True))
+    assert "the example doesn't call it" in caught.value.diagnostics[0].message
+
+
+def test_on_a_single_rank_nothing_is_said() -> None:
+    assert verified(Block(), PLAN, 1).diagnostics == ()
+
+
+def test_a_placement_survives_pickling() -> None:
+    layout = next(p.layout for p in verified(Block(), PLAN, 4).parameters if p.name == "moe.experts.down")
+    placement = PackedShard(layout, (2, 32, WIDTH), 0, (None,))
+    assert pickle.loads(pickle.dumps(placement)) == placement
+    function, (plain, *rest) = placement.__reduce__()
+    assert function(plain[:6], *rest).layout == replace(layout, inner_dim=None)  # as it was written once

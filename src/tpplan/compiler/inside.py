@@ -51,8 +51,13 @@ class _UnfitError(CompileError):
     """Rules that don't fit what they are for, whose findings say what does."""
 
 
-def split_inside(request: Request, trace: Trace, binding: Binding) -> tuple[dict[str, SplitInside], list[Diagnostic]]:
-    """How the stacks are split that have rules inside, and are shared out over groups of several ranks."""
+def split_inside(
+    request: Request, trace: Trace, binding: Binding
+) -> tuple[dict[str, SplitInside | None], list[Diagnostic]]:
+    """How the stacks are split that have rules inside, and are shared out over groups of several ranks.
+
+    Of one that the call leaves out, which it may where another call was proved with it, nothing is known.
+    """
     modules = dict(named_modules(request.model, remove_duplicate=False))
     stacks: dict[str, dict[str, Bound]] = {}
     for name, bound in binding.modules.items():
@@ -61,14 +66,20 @@ def split_inside(request: Request, trace: Trace, binding: Binding) -> tuple[dict
             stacks.setdefault(owner, {})[leaf] = bound
     fingerprints = Fingerprints(request.model, {})
     known: dict[object, SplitInside] = {}
-    found: dict[str, SplitInside] = {}
+    found: dict[str, SplitInside | None] = {}
     findings: list[Diagnostic] = []
     for name, rules in stacks.items():
         if any(n.startswith(f"{name}.") and not b.group[1] for n, b in binding.modules.items()):
             continue  # with a rule that has no meaning there
         (ranks,) = {bound.group[1] for bound in rules.values()}
+        frames = [frame for frame in trace.root.walk() if frame.module == name]
+        if not frames and request.partly:
+            found[name] = None
+            continue
         try:
-            for frame in (frame for frame in trace.root.walk() if frame.module == name):
+            if not frames:
+                raise _NotSplitError("the example doesn't call it")
+            for frame in frames:
                 call = arguments_of(modules[name], frame, trace)
                 key = (fingerprints.of(name), call, ranks, *((leaf, id(bound.rule)) for leaf, bound in rules.items()))
                 if key not in known:

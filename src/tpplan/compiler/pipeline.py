@@ -164,10 +164,11 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     binding, inexact = justify(request.model, flow, unpacked.binding)
     _refuse([*findings, *unpacked.findings, *inexact])
     inside, unsplit = split_inside(request, trace, binding)
+    known = {name: held for name, held in inside.items() if held is not None}
     binding, unshared = share_out(request.model, binding, request.size, inside)
     findings = [*findings, *unpacked.findings, *inexact, *(unsplit or unshared)]
     _refuse(findings)
-    binding, counts, unproved = prove_experts(request.model, flow, binding, request.size, inside)
+    binding, counts, unproved = prove_experts(request.model, flow, binding, request.size, known)
     findings = [*findings, *unproved, *prove_recurrent(request.model, flow, binding, request.size)]
     _refuse(findings)
     asked = binding

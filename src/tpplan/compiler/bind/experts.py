@@ -26,9 +26,12 @@ ALSO_INSIDE = "split each expert inside as well: `colwise` and `rowwise` on its 
 
 
 def share_out(
-    model: nn.Module, binding: Binding, size: int, inside: Mapping[str, SplitInside]
+    model: nn.Module, binding: Binding, size: int, inside: Mapping[str, SplitInside | None]
 ) -> tuple[Binding, list[Diagnostic]]:
-    """Give each parameter of experts its layout on `size` ranks; `inside` has the stacks that are split inside."""
+    """Give each parameter of experts its layout on `size` ranks.
+
+    `inside` has the stacks that are split inside, and None for one that the call leaves out.
+    """
     ruled = [b for b in binding.modules.values() if b.style is Style.EXPERTS and not b.is_parameter]
     if not ruled:
         return binding, []
@@ -39,6 +42,9 @@ def share_out(
         module, ruled_inside = modules[bound.name], _ruled_inside(binding, bound)
         unfit = [_two_rules(bound, other) for other in ruled_inside if not other.group[1]]
         findings += unfit
+        if bound.name in inside and inside[bound.name] is None:
+            del found[bound.name]
+            continue
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             experts = {f"{bound.name}.{key}": expert for key, expert in module.named_children()}
             split = {name for name in experts if any(f"{other.name}.".startswith(f"{name}.") for other in ruled_inside)}

@@ -159,9 +159,11 @@ the module is called with tokens, the numbers of the experts that were chosen fo
 result is a sum over the choices of what each chosen expert makes of the token. The message names the first operation
 that isn't part of such a sum. For a list of modules, each expert must make a tensor of its input and nothing else: it
 may draw no random numbers, and write to no buffer. Where that can't be had, split each expert inside: `colwise` and
-`rowwise` on its matrices. Inside of experts with this rule, only `colwise` and `rowwise` have a meaning: they split
-each expert of a list over the ranks that share it. With `exchange: all-to-all` the experts must be stacked, and the
-tokens, choices and weights split along the sequence: the norms around the mixture are `sequence`.
+`rowwise` on its matrices. Inside of experts with this rule, only `colwise` and `rowwise` have a meaning: where there
+are more ranks than groups of experts, they split each expert over the ranks that share it. These exchange nothing
+inside, so all of an expert has to be split, as columns and then as rows, its biases likewise. With
+`exchange: all-to-all` the experts must be stacked and whole, and the tokens, choices and weights split along the
+sequence: the norms around the mixture are `sequence`.
 """,
         bad="""
 version: 1
