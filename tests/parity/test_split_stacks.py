@@ -264,7 +264,7 @@ def normed(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Te
     numbers = chosen.reshape(-1)
     rows = tokens.repeat_interleave(chosen.shape[-1], dim=0)
     gate, up = torch.bmm(rows.unsqueeze(1), self.up[numbers]).squeeze(1).chunk(2, -1)
-    made = torch.bmm(self.norm(gate * up).unsqueeze(1), self.down[numbers]).squeeze(1)
+    made = torch.bmm(self.get_submodule("norm")(gate * up).unsqueeze(1), self.down[numbers]).squeeze(1)
     return (made * weights.reshape(-1, 1)).view(*chosen.shape, WIDTH).sum(1)
 
 

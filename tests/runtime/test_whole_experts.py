@@ -96,6 +96,26 @@ def test_training_and_checkpoints_are_those_of_the_unsharded_model(kind: str, pl
         torch.testing.assert_close(saved[name], tensor, rtol=1e-4, atol=2e-5)
 
 
+def evaluated(member: Member, kind: str) -> list[Tensor]:
+    """What calls of other sizes return where no gradient is recorded, and the parameters as a whole."""
+    model = tpplan.parallelize(model_of(kind), plan_of(kind, "tp"), member.mesh(), (inputs(0),)).eval()
+    with torch.no_grad():
+        made = [model(inputs(step)[: step + 1]) for step in (0, 1, 2, 1)]
+    held: Any = model.state_dict()
+    return [*made, *(tensor.full_tensor() for tensor in held.values())]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", SPLIT)
+def test_experts_that_are_split_inside_are_evaluated(kind: str) -> None:
+    stock = model_of(kind).eval()
+    with torch.no_grad():
+        expected = [*(stock(inputs(step)[: step + 1]) for step in (0, 1, 2, 1)), *stock.state_dict().values()]
+    for returned in world(4).run(evaluated, kind):
+        for found, wanted in zip(returned, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_other_bodies_of_the_experts_generate_the_same(implementation: str) -> None:

@@ -79,9 +79,8 @@ def pack_in_groups(model: nn.Module, flow: DataFlow, binding: Binding, size: int
     groups = _groups_inside(model, binding, size)
     if not groups:
         return pack(model, flow, binding, size, partly)
-    everywhere = {
-        g.experts for g in groups.values() if g.is_stacked and 1 < g.ranks == size
-    }  # as without a rule for it
+    # Where all ranks share each expert of a stack, its own rule says nothing.
+    everywhere = {g.experts for g in groups.values() if g.is_stacked and 1 < g.ranks == size}
     rest = {name: bound for name, bound in binding.modules.items() if name not in groups and name not in everywhere}
     found = pack(model, flow, replace(binding, modules=rest), size, partly)
     modules, findings, notes = dict(found.binding.modules), [*found.findings], [*found.notes]
@@ -90,11 +89,8 @@ def pack_in_groups(model: nn.Module, flow: DataFlow, binding: Binding, size: int
         held = {name: binding.modules[name] for name, group in groups.items() if group.ranks == ranks}
         if ranks == 1:
             first = {groups[name].experts: bound for name, bound in reversed(held.items())}
-            notes += (
-                []
-                if size == 1
-                else once([_nothing_to_split(experts, bound, size) for experts, bound in reversed(first.items())])
-            )
+            told = [_nothing_to_split(experts, bound, size) for experts, bound in reversed(first.items())]
+            notes += once(told) if size > 1 else []
             continue
         stacked = {name: bound for name, bound in held.items() if groups[name].is_stacked and ranks < size}
         modules |= {name: replace(b, group=(groups[name].first, ranks)) for name, b in stacked.items()}  # see `inside`
