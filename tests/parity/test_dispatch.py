@@ -242,7 +242,7 @@ def test_explain_tells_both_ways() -> None:
     [
         (Block(of_grouped), {"moe.experts": RULE}, "split along the sequence"),
         (ListBlock(of_hit), {"moe.experts": RULE, "norm": "sequence", "last": "sequence"}, "a list of experts"),
-        (Block(of_grouped), {**PLAN["modules"], "moe.experts.up": "colwise"}, "a rule of its own"),
+        (Block(of_grouped), {**PLAN["modules"], "moe.experts.up": "replicate"}, "a rule of its own"),
     ],
 )
 def test_what_cannot_go_all_to_all_is_refused(model: nn.Module, rules: dict[str, Any], says: str) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.compat import named_modules, without_inference_kernels
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
+from tpplan.compiler.bind.expert_groups import pack_in_groups
 from tpplan.compiler.bind.experts import share_out
 from tpplan.compiler.bind.named_attributes import named_attributes
-from tpplan.compiler.bind.packing import pack
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
 from tpplan.compiler.check.experts import prove_experts
@@ -27,6 +27,7 @@ from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import exchanges, warnings_for
+from tpplan.compiler.inside import split_inside
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
@@ -159,12 +160,15 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     wrappers = tuple(binding.wrappers)
     binding, unwrapped, members = unwrap(request.model, flow, binding, request.members)
     findings = [*findings, *unwrapped]
-    unpacked = pack(request.model, flow, binding, request.size, request.partly)
+    unpacked = pack_in_groups(request.model, flow, binding, request.size, request.partly)
     binding, inexact = justify(request.model, flow, unpacked.binding)
-    binding, unshared = share_out(request.model, binding, request.size)
-    findings = [*findings, *unpacked.findings, *inexact, *unshared]
+    _refuse([*findings, *unpacked.findings, *inexact])
+    inside, unsplit = split_inside(request, trace, binding)
+    known = {name: held for name, held in inside.items() if held is not None}
+    binding, unshared = share_out(request.model, binding, request.size, inside)
+    findings = [*findings, *unpacked.findings, *inexact, *(unsplit or unshared)]
     _refuse(findings)
-    binding, counts, unproved = prove_experts(request.model, flow, binding, request.size)
+    binding, counts, unproved = prove_experts(request.model, flow, binding, request.size, known)
     findings = [*findings, *unproved, *prove_recurrent(request.model, flow, binding, request.size)]
     _refuse(findings)
     asked = binding

@@ -31,7 +31,15 @@ from tpplan.runtime.inside import Inside
 from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
-from tpplan.runtime.parameters import BlockReader, HandedOut, OnceReader, PartReader, SummedReader, buffer_reader
+from tpplan.runtime.parameters import (
+    BlockReader,
+    HandedOut,
+    OnceReader,
+    PartReader,
+    SummedReader,
+    ZerosReader,
+    buffer_reader,
+)
 from tpplan.runtime.randomness import SplitRandomness
 from tpplan.runtime.recurrent import RecurrentBody
 from tpplan.runtime.reshard import CallContext, Move, make_reshard
@@ -196,7 +204,7 @@ def _replaced(
     module, axis = modules[spec.name], handed_out.axis
     if spec.experts is not None and spec.experts.owner is None:
         kind = DispatchBody if spec.experts.dispatches else StackBody
-        return kind(spec, spec.experts, module, stock[spec.name], handed_out)
+        return kind(spec, spec.experts, module, stock[spec.name], handed_out, _shapes_inside(spec, placements, axis))
     if spec.experts is not None and spec.experts.owner != axis.rank:
         inside = [name for name in placements if name in readers and name.startswith(f"{spec.name}.")]
         held = [(*_owner(modules, name), readers[name]) for name in inside if placements[name].trainable]
@@ -218,6 +226,18 @@ def _replaced(
         stock[spec.name], spec.recorded, own, axis.size, axis.rank, lambda: context.batch, steps.inside(spec.name)
     )
     return lambda stock, args, kwargs: replay(module, args, kwargs)
+
+
+def _shapes_inside(
+    spec: ModuleProgram, placements: Mapping[str, ParameterPlacement], axis: Communicator
+) -> dict[str, tuple[int, ...]]:
+    """What the body of stacked experts reads of stacks that are split inside."""
+    return {
+        name.rpartition(".")[2]: held.shape if held.layout.is_on_first else held.stored_shape(axis.size, axis.rank)
+        for name in spec.reads
+        for held in (placements[name],)
+        if held.layout.inner_dim is not None
+    }
 
 
 def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[str, nn.Module]) -> list[ModuleProgram]:
@@ -285,6 +305,8 @@ def _readers(
             read = blocks[_block(modules, placement.name)]
         if placement.layout == PARTIAL:
             read = OnceReader(read, handed_out.axis)
+        if placement.layout.is_on_first:
+            read = ZerosReader(read, placement.shape[-1])
         found |= dict.fromkeys(placement.names, read)
     for placement in program.buffers:
         found |= dict.fromkeys(placement.names, buffer_reader(placement.layout, placement.shape, handed_out.axis))

@@ -14,7 +14,7 @@ go the same ways with the same sizes. A rank to which nobody sends anything take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,10 +34,16 @@ class DispatchBody(StackBody):
     """The body of a stack of experts whose tokens are split."""
 
     def __init__(
-        self, spec: ModuleProgram, experts: SharedExperts, module: nn.Module, stock: nn.Module, handed_out: HandedOut
+        self,
+        spec: ModuleProgram,
+        experts: SharedExperts,
+        module: nn.Module,
+        stock: nn.Module,
+        handed_out: HandedOut,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         """Stand in for a body; see `StackBody`."""
-        super().__init__(spec, experts, module, stock, handed_out)
+        super().__init__(spec, experts, module, stock, handed_out, shapes)
         self._ranks = placed(handed_out.axis, f"the experts of `{spec.name}`")
 
     def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ out: a body that stands in for the module's own
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from tpplan.compat import (
     without_function_modes,
     without_global_hooks,
 )
-from tpplan.compiler.check.experts import Argument, OtherCounts
+from tpplan.compiler.check.experts import Argument, OtherCounts, Part
 from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.runtime.kernels import Stock
@@ -37,10 +37,16 @@ _REMEMBERED = 256
 
 
 class StackBody:
-    """The body of a stack of experts, of which rank r has those from r · count / size on."""
+    """The body of a stack of experts, of which each group of ranks has as many, one group after the other."""
 
     def __init__(
-        self, spec: ModuleProgram, experts: SharedExperts, module: nn.Module, stock: nn.Module, handed_out: HandedOut
+        self,
+        spec: ModuleProgram,
+        experts: SharedExperts,
+        module: nn.Module,
+        stock: nn.Module,
+        handed_out: HandedOut,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         """Stand in for a body.
 
@@ -49,12 +55,16 @@ class StackBody:
             module: the module.
             stock: the module without its numbers; in watched calls it tells of other numbers of tokens.
             handed_out: tells the ranks, and whether a call is watched.
+            shapes: what the body reads of stacks that are split inside.
         """
         self._experts, self._name, self._handed_out = experts, spec.name, handed_out
         self._names = argument_names(stock_class(module).forward)
-        self._others = OtherCounts(stock, experts, spec.local_attributes, handed_out.axis.size)
-        self._count = experts.count // handed_out.axis.size
-        self._first = handed_out.axis.rank * self._count
+        axis = handed_out.axis
+        groups = axis.size // experts.ranks
+        attributes = tuple((attribute.name, attribute.on(axis.rank)) for attribute in spec.local_attributes)
+        self._others = OtherCounts(stock, experts, Part(groups, attributes, shapes))
+        self._count = experts.count // groups
+        self._first = axis.rank // experts.ranks * self._count
 
     def __call__(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the stock forward on the pairs (token, choice) of this rank's experts; sum by token."""

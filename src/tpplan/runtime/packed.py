@@ -134,7 +134,7 @@ class PackedShard(OwnPlacement):
     def __reduce__(self) -> tuple[Any, ...]:
         held = self.layout
         packs = tuple(tuple(pack) for pack in held.packs), tuple(tuple(pack) for pack in held.within)
-        plain = held.forward, held.gradient, held.dim, held.interleave, *packs
+        plain = held.forward, held.gradient, held.dim, held.interleave, *packs, held.inner_dim
         return _packed_shard, (plain, self.shape, self.axis, self.chunks)
 
 
@@ -142,9 +142,10 @@ def _packed_shard(
     plain: tuple[Any, ...], shape: tuple[int, ...], axis: int, chunks: tuple[int | None, ...]
 ) -> PackedShard:
     """What `PackedShard.__reduce__` wrote."""
-    forward, gradient, dim, interleave, *held = plain
+    forward, gradient, dim, interleave, *held, inner_dim = plain if len(plain) > 6 else (*plain, None)
     packs, within = (tuple(Pack(*pack) for pack in row) for row in held)
-    return PackedShard(Layout(forward, gradient, dim, interleave, packs, within), shape, axis, chunks)
+    layout = Layout(forward, gradient, dim, interleave, packs, within, inner_dim=inner_dim)
+    return PackedShard(layout, shape, axis, chunks)
 
 
 _ANEW = "take the whole with `full_tensor()` of the parameter, its gradient or its state, or a tensor like these"

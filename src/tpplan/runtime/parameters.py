@@ -351,6 +351,21 @@ class OnceReader:
         return _apply_counted_once(self._read(parameter), self._rank)
 
 
+class ZerosReader:
+    """Reads a bias of stacked experts that one of the ranks with an expert has; the others read zeros."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor], features: int) -> None:
+        """Read with `read` a tensor whose last dim has so many entries, or none."""
+        self._read = read
+        self._features = features
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """The local tensor, or zeros in its place."""
+        held = self._read(parameter)
+        missing = self._features - held.shape[-1]
+        return torch.nn.functional.pad(held, (0, missing)) if missing else held
+
+
 class BlockReader:
     """Reads parameters of one block whose gradients need no sum."""
 

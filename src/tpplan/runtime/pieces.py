@@ -114,7 +114,7 @@ def _by_layout(layout: Layout, shape: tuple[int, ...], size: int, rank: int) -> 
     if layout.dim is None:
         return {}
     held: dict[int, list[Stretch]] = {}
-    for dim in (layout.dim, layout.dim + 1) if layout.within else (layout.dim,):
+    for dim in (layout.dim, layout.next_dim) if layout.within else (layout.dim,):
         packs, ranks, place = layout.shares(dim, size, rank)
         found: list[Stretch] = []
         edge = offset = 0

@@ -36,6 +36,8 @@ class Bound:
         experts: whose experts, or which, if each rank holds whole ones; see `experts`.
         whole: how a parameter of such experts lies.
         recurrent: what recurrent layer it is, if its hidden state is split; see `recurrent`.
+        group: of a layer in an expert that some of the ranks share: so many, and from which one on; see
+            `expert_groups`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Bound:
     experts: SharedExperts | None = None
     whole: Layout | None = None
     recurrent: Recurrence | None = None
+    group: tuple[int, int] = (0, 0)
 
     @property
     def input(self) -> Pin | None:

@@ -41,7 +41,8 @@ def named_attributes(
                 missing.setdefault((id(bound.rule), attribute), []).append(finding)
                 continue
             whole = counts[attribute]
-            held.append(LocalAttribute.of(attribute, whole, [Pack(whole).local(size, rank) for rank in range(size)]))
+            counted = Pack(whole, 1, *bound.group)
+            held.append(LocalAttribute.of(attribute, whole, [counted.local(size, rank) for rank in range(size)]))
         if held:
             found[name] = tuple(held)
     return found, [_once(findings) for findings in missing.values()]

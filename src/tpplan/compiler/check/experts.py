@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.attributes import integer_attributes, replaced_attribute
 from tpplan.compiler.bind.bind import Binding, Bound, once
+from tpplan.compiler.bind.expert_groups import SplitInside
 from tpplan.compiler.bind.experts import INSIDE
 from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.dataflow import DataFlow
@@ -68,9 +69,12 @@ class Proved:
 
 
 def prove_experts(
-    model: nn.Module, flow: DataFlow, binding: Binding, size: int
+    model: nn.Module, flow: DataFlow, binding: Binding, size: int, inside: Mapping[str, SplitInside]
 ) -> tuple[Binding, Attributes, list[Diagnostic]]:
-    """Hold each call of experts that are shared out against what the runtime makes of it."""
+    """Hold each call of experts that are shared out against what the runtime makes of it.
+
+    `inside` tells of stacks how each expert is split over the ranks that share it.
+    """
     held = {name: bound for name, bound in binding.modules.items() if bound.experts is not None}
     if not held:
         return binding, {}, []
@@ -79,7 +83,7 @@ def prove_experts(
     for frame in flow.trace.root.walk():
         if frame.module in held:
             frames[frame.module].append(frame)
-    prover = _Prover(model, flow, binding, size)
+    prover = _Prover(model, flow, binding, size, inside)
     found, attributes, findings = dict(binding.modules), Attributes(), list[Diagnostic]()
     for name, bound in held.items():
         try:
@@ -96,8 +100,10 @@ def prove_experts(
 class _Prover:
     """Remembers what was proved of equal modules."""
 
-    def __init__(self, model: nn.Module, flow: DataFlow, binding: Binding, size: int) -> None:
-        self.flow, self.trace, self.binding, self.size = flow, flow.trace, binding, size
+    def __init__(
+        self, model: nn.Module, flow: DataFlow, binding: Binding, size: int, inside: Mapping[str, SplitInside]
+    ) -> None:
+        self.flow, self.trace, self.binding, self.size, self.inside = flow, flow.trace, binding, size, inside
         self._fingerprints = Fingerprints(model, {})
         self._known: dict[object, Proved] = {}
 
@@ -164,16 +170,11 @@ class _Prover:
 
     # -- stacks -----------------------------------------------------------------------------------------------------
     def _stack(self, module: nn.Module, bound: Bound, frame: Frame) -> Proved:
-        values = self.trace.values
-        names = argument_names(type(module).forward)
-        given = {c.path[0]: values[c.target] for c in frame.entries if len(c.path) == 1 and not c.aliases}
-        if len(given) != len(frame.entries) or set(given) != set(names) or len(names) != 3:
-            raise NotRoutedError("it takes other arguments than tokens, the experts chosen for each, and weights")
-        geometry = tuple((name, v.shape, v.dtype, v.differentiable) for name, v in given.items())
-        key = (self._fingerprints.of(bound.name), geometry)
+        given = arguments_of(module, frame, self.trace)
+        inside = self.inside.get(bound.name)
+        key = (self._fingerprints.of(bound.name), given, None if inside is None else inside.key)
         if key not in self._known:
-            arguments = {str(n): Argument(v.shape, v.dtype, v.differentiable) for n, v in given.items()}
-            self._known[key] = self._proved(module, bound, frame, arguments)
+            self._known[key] = self._proved(module, bound, frame, dict(given))
         return self._known[key]
 
     def _proved(self, module: nn.Module, bound: Bound, frame: Frame, given: Mapping[str, Argument]) -> Proved:
@@ -192,26 +193,64 @@ class _Prover:
     ) -> Proved:
         terms = Terms()
         whole = _read(self.trace, frame, f"{name}.", experts, terms)
-        chosen, around = given[experts.chosen].shape[1], (self.trace.training, self.trace.device)
-        other, rows = _unlike(given, chosen)
-        again = _run(module, experts, given, (other, chosen), (), 1, *around)
-        if _read(again, again.root, "", experts, terms) != whole:
-            raise NotRoutedError(_BY_COUNT)
-        for missed in {1, experts.count - 1} if again.chosen else ():
-            fewer = _run(module, experts, given, (other, chosen), (), 1, *around, missed)
-            if _read(fewer, fewer.root, "", experts, terms) != whole:
-                raise NotRoutedError(_BY_HITS)
+        rows, chosen = given[experts.chosen].shape
+        around = (self.trace.training, self.trace.device)
+        self._for_any_call(module, experts, given, Part(), whole, terms)
+        inside, groups = self.inside.get(name), self.size // experts.ranks
+        wholes = [(Part(groups), whole)]
+        if inside is not None:
+            wholes = []
+            for held in _parts(module, inside):
+                made = _run(module, experts, given, (rows, chosen), held, *around)
+                term = _read(made, made.root, "", experts, terms)
+                self._for_any_call(module, experts, given, held, term, terms)
+                wholes.append((held._replace(groups=groups), term))
+        few, most = _unlike(given, chosen)[1], _no_fewer(given, rows * chosen)
+        local = () if inside is None else tuple(a.name for a in inside.attributes)
         reason: NotRoutedError | None = None
-        for attributes in _counts(module, experts.count, self.size):
+        for counts in _counts(module, experts.count, groups, local):
             try:
                 # As it will be called, with few pairs and with all that there are.
-                for pairs in (rows, _no_fewer(given, given[experts.chosen].shape[0] * chosen)):
-                    if set(_as_called(module, experts, given, pairs, attributes, self.size, *around, terms)) != {whole}:
+                for (held, term), pairs in itertools.product(wholes, (few, most)):
+                    own = held._replace(attributes=(*held.attributes, *((a.name, a.local) for a in counts)))
+                    if set(_as_called(module, experts, given, pairs, own, *around, terms)) != {term}:
                         raise NotRoutedError("it computes something else with a rank's experts alone")
-                return Proved(experts, attributes)
+                return Proved(experts, (*counts, *_by_rank(inside, self.size)))
             except NotRoutedError as error:
                 reason = reason or error
         raise reason or NotRoutedError("it can't run with a rank's experts alone")
+
+    def _for_any_call(
+        self, module: nn.Module, experts: SharedExperts, given: Mapping[str, Argument], part: Part, whole: int,
+        terms: Terms,
+    ) -> None:  # fmt: skip
+        """Refuse a body that does something else with other tokens, or where some experts are chosen for none."""
+        chosen, around = given[experts.chosen].shape[1], (self.trace.training, self.trace.device)
+        other = _unlike(given, chosen)[0]
+        again = _run(module, experts, given, (other, chosen), part, *around)
+        if _read(again, again.root, "", experts, terms) != whole:
+            raise NotRoutedError(_BY_COUNT)
+        for missed in {1, experts.count - 1} if again.chosen else ():
+            fewer = _run(module, experts, given, (other, chosen), part, *around, missed)
+            if _read(fewer, fewer.root, "", experts, terms) != whole:
+                raise NotRoutedError(_BY_HITS)
+
+
+def _parts(module: nn.Module, inside: SplitInside) -> list[Part]:
+    """What the ranks of a group have, each kind once."""
+    found: list[Part] = []
+    for place in range(inside.ranks):
+        part = Part(1, tuple((a.name, a.on(place)) for a in inside.attributes), inside.shapes(module, place))
+        found += [part] if part not in found else []
+    return found
+
+
+def _by_rank(inside: SplitInside | None, size: int) -> tuple[LocalAttribute, ...]:
+    """The counts that are local inside of an expert, on each rank of the axis."""
+    if inside is None:
+        return ()
+    ranks = range(size)
+    return tuple(LocalAttribute.of(a.name, a.whole, [a.on(r % inside.ranks) for r in ranks]) for a in inside.attributes)
 
 
 # -- records of a stack ---------------------------------------------------------------------------------------------
@@ -223,14 +262,47 @@ class Argument(NamedTuple):
     differentiable: bool
 
 
+Arguments = tuple[tuple[str, Argument], ...]
+
+
+class Part(NamedTuple):
+    """What one rank has of a stack.
+
+    Attributes:
+        groups: into how many parts the experts are shared out.
+        attributes: the module's counts that are local, with their values.
+        shapes: what its body reads of stacks that are split inside, as if it had all of the experts.
+    """
+
+    groups: int = 1
+    attributes: tuple[tuple[str, int], ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = {}
+
+
+def arguments_of(module: nn.Module, frame: Frame, trace: Trace) -> Arguments:
+    """The arguments of a call of a stack.
+
+    Raises:
+        NotRoutedError: it is called with others.
+    """
+    names = argument_names(type(module).forward)
+    given = {c.path[0]: trace.values[c.target] for c in frame.entries if len(c.path) == 1 and not c.aliases}
+    if len(given) != len(frame.entries) or set(given) != set(names) or len(names) != 3:
+        raise NotRoutedError("it takes other arguments than tokens, the experts chosen for each, and weights")
+    return tuple((n, Argument(given[n].shape, given[n].dtype, given[n].differentiable)) for n in names)
+
+
+def meta_call(given: Arguments) -> list[Tensor]:
+    """Such arguments, without numbers."""
+    return [_like(argument, argument.shape) for _, argument in given]
+
+
 class OtherCounts:
     """Whether a stack computes for other numbers of tokens what was proved; asked at the first call with each."""
 
-    def __init__(
-        self, stock: nn.Module, experts: SharedExperts, attributes: Sequence[LocalAttribute], size: int
-    ) -> None:
-        """Ask the stock module, on meta tensors, as it is and as one of `size` ranks with these attributes."""
-        self._stock, self._experts, self._attributes, self._size = stock, experts, attributes, size
+    def __init__(self, stock: nn.Module, experts: SharedExperts, part: Part) -> None:
+        """Ask the stock module, on meta tensors, as it is and as this rank has it."""
+        self._stock, self._experts, self._part = stock, experts, part
         self._terms = Terms()
         self._seen: set[object] = set()
 
@@ -249,18 +321,20 @@ class OtherCounts:
         if key in self._seen:
             return
         chosen = given[self._experts.chosen].shape
-        proved, around = _unlike(given, chosen[1])[0], (self._stock.training, device)
+        (proved, few), around = _unlike(given, chosen[1]), (self._stock.training, device)
         most = _no_fewer(given, chosen[0] * chosen[1])
         try:
-            own = _as_called(
-                self._stock, self._experts, given, most, self._attributes, self._size, *around, self._terms
-            )
-            terms = {*own} | {
+            whole = {
                 _read(trace, trace.root, "", self._experts, self._terms)
                 for rows in (chosen[0], proved)
-                for trace in (_run(self._stock, self._experts, given, (rows, chosen[1]), (), 1, *around),)
+                for trace in (_run(self._stock, self._experts, given, (rows, chosen[1]), Part(), *around),)
             }
-            if len(terms) > 1:
+            own = {
+                term
+                for pairs in (few, most)
+                for term in _as_called(self._stock, self._experts, given, pairs, self._part, *around, self._terms)
+            }
+            if len(whole) > 1 or len(own) > 1 or (not self._part.shapes and own != whole):
                 raise NotRoutedError(_BY_COUNT)
         except NotRoutedError as error:
             finding = Diagnostic(
@@ -287,24 +361,23 @@ def _run(
     experts: SharedExperts,
     given: Mapping[str, Argument],
     chosen: tuple[int, int],
-    attributes: Iterable[LocalAttribute],
-    size: int,
+    part: Part,
     training: bool,
     device: torch.device,
     missed: int = 0,
 ) -> Trace:
-    """The record of the module with so many experts chosen for so many tokens, on one of `size` ranks.
+    """The record of the module with so many experts chosen for so many tokens, on a rank with this part.
 
     In it the first `missed` of the experts were chosen for no token.
     """
     shapes = {
-        leaf: (experts.count // size, *parameter.shape[1:])
+        leaf: (experts.count // part.groups, *part.shapes.get(leaf, tuple(parameter.shape))[1:])
         for leaf, parameter in module.named_parameters(recurse=False)
         if parameter.dim() and parameter.shape[0] == experts.count
     }
     skeleton = make_skeleton(module, shapes)
-    for attribute in attributes:
-        setattr(skeleton.model, *replaced_attribute(skeleton.model, attribute.name, attribute.local))
+    for attribute, local in part.attributes:
+        setattr(skeleton.model, *replaced_attribute(skeleton.model, attribute, local))
     names = argument_names(type(module).forward)
     call = [
         _like(given[name], (chosen[0], *given[name].shape[1:]) if name == experts.tokens else chosen) for name in names
@@ -323,17 +396,16 @@ def _as_called(
     experts: SharedExperts,
     given: Mapping[str, Argument],
     pairs: int,
-    attributes: Iterable[LocalAttribute],
-    size: int,
+    part: Part,
     training: bool,
     device: torch.device,
     terms: Terms,
 ) -> Iterator[int]:
-    """The terms of the module as one of `size` ranks calls it, with so many pairs, also if it has no pair for some."""
-    own = replace(experts, count=experts.count // size)
+    """The terms of the module as a rank with this part calls it, with so many pairs, also if some experts have none."""
+    own = replace(experts, count=experts.count // part.groups)
     missing = {0, 1, own.count - 1}
     for missed in sorted(n for n in missing if n < own.count):
-        local = _run(module, experts, given, (pairs, 1), attributes, size, training, device, missed)
+        local = _run(module, experts, given, (pairs, 1), part, training, device, missed)
         yield _read(local, local.root, "", own, terms)
         if not local.chosen:
             return
@@ -368,10 +440,11 @@ def _roles(given: Mapping[str, Argument]) -> Iterator[tuple[str, str, str]]:
                 yield tokens, chosen, weights
 
 
-def _counts(module: nn.Module, count: int, size: int) -> Iterator[tuple[LocalAttribute, ...]]:
+def _counts(module: nn.Module, count: int, groups: int, taken: Collection[str]) -> Iterator[tuple[LocalAttribute, ...]]:
     """Choices of attributes that count the experts, to be made local: none, one, all of the module's own."""
-    local = Pack(count).local(size, 0)
-    held = [LocalAttribute(name, count, local) for name, number in integer_attributes(module) if number == count]
+    local = Pack(count).local(groups, 0)
+    counts = [name for name, number in integer_attributes(module) if number == count and name not in taken]
+    held = [LocalAttribute(name, count, local) for name in counts]
     yield ()
     yield from ((attribute,) for attribute in held)
     own = tuple(attribute for attribute in held if "." not in attribute.name)
@@ -396,4 +469,4 @@ def _unproved(bound: Bound, error: NotRoutedError) -> Diagnostic:
     )
 
 
-__all__ = ["Argument", "OtherCounts", "prove_experts"]
+__all__ = ["Argument", "Arguments", "OtherCounts", "Part", "arguments_of", "meta_call", "prove_experts"]

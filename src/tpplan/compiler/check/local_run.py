@@ -94,7 +94,7 @@ def ranks_alike(given: CheckInput) -> list[int]:
     uneven = [
         (layout, shape)
         for layout, shape in held
-        if layout.dim is not None and not layout.is_even(shape[layout.dim], given.size)
+        if layout.dim is not None and not (layout.is_even(shape[layout.dim], given.size) and layout.is_everywhere)
     ]
     kinds: dict[tuple[tuple[int, ...], ...], int] = {}
     return [

@@ -355,7 +355,7 @@ def _experts(
     if bound is None or bound.experts is None or not calls:
         return None
     experts, first = bound.experts, calls[0]
-    if experts.owner is not None or not splits_sequence:
+    if experts.owner is not None or not splits_sequence or experts.ranks > 1:
         return replace(experts, exchange=None)
     tokens = next(c.target for c in first.frame.entries if c.path == (experts.tokens,))
     sums = summed(trace.values[tokens], trace.values[first.frame.exits[0].source])

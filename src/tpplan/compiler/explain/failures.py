@@ -6,6 +6,8 @@ out: `Diagnostic`
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.bind.packing import packed_option
 from tpplan.compiler.check.compare import CheckInput, Mismatch
@@ -46,6 +48,27 @@ def instance_at(instance: Instance, path: tuple[int, ...]) -> Instance:
 def of_placement(instance: Instance, failure: Failure, trace: Trace, binding: Binding, size: int) -> Diagnostic:
     """For a body, or a boundary, that no layout suits."""
     here = instance_at(instance, failure.path)
+    finding = _of_placement(here, failure, trace, binding, size)
+    experts = _experts_around(here.frame.module, binding, size)
+    if experts is None or finding.code not in ("TP107", "TP114"):
+        return finding
+    way_out = (
+        "split the whole expert: `colwise` for the layers that make its features, `rowwise` for those that read them; "
+        f"or remove the rule for `{experts.name}`{_line(experts)}, so that all ranks share each expert and can gather"
+    )
+    return replace(finding, help=way_out)
+
+
+def _experts_around(module: str, binding: Binding, size: int) -> Bound | None:
+    """The rule for the experts that a module is part of, if some of the ranks share each of these."""
+    for bound in binding.modules.values():
+        if bound.style is Style.EXPERTS and module.startswith(f"{bound.name}."):
+            inside = (other for name, other in binding.modules.items() if name.startswith(f"{bound.name}."))
+            return bound if any(0 < other.group[1] < size for other in inside) else None
+    return None
+
+
+def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Binding, size: int) -> Diagnostic:
     module = quoted(here.frame.module)
     refusal = failure.refusal
     cause = _culprit(here, refusal, trace, binding)
@@ -195,7 +218,9 @@ def _pin(here: Instance, refusal: Refusal, bound: Bound | None, binding: Binding
         asked = _asked(own, boundary.pin, outward)
         shape = list(region.values[number].shape)
         what = f"{'the result' if outward else 'the input'} of {quoted(name)}, of shape {shape}, can't be {asked}"
-        why = f": {_unmet(boundary.pin, region.values[number].shape, held, size)}"
+        shared = own is not None and 0 < own.group[1] < size
+        unmet = _unmet(boundary.pin, region.values[number].shape, held, size)
+        why = ": some of the ranks share the expert, and they exchange nothing inside" if shared else f": {unmet}"
     option = "output" if boundary is not None and boundary in region.exits else "input"
     pinned = own is not None and getattr(own.rule, option) is not None
     by_style = own is not None and own.style is Style.SEQUENCE

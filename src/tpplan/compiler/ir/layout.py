@@ -133,6 +133,8 @@ class Layout:
             queries with their key and value, (…, groups, queries + 2, …). Empty if they all hold the whole of it. A
             pack with `parts` is that of both dims in one: a rank's part of it is its part of `dim` times the rest.
         tail: of "T", how many entries; otherwise 0.
+        inner_dim: of a parameter of stacked experts, of which several ranks share each: the dim that `within` is of, in
+            place of the next. No two ranks hold the same entries, unless `within` says so.
     """
 
     forward: str
@@ -142,6 +144,7 @@ class Layout:
     packs: tuple[Pack, ...] = ()
     within: tuple[Pack, ...] = ()
     tail: int = 0
+    inner_dim: int | None = None
 
     def __str__(self) -> str:
         if self.tail:
@@ -152,10 +155,16 @@ class Layout:
 
     def _details(self) -> list[str]:
         found = [f"interleave={self.interleave}"] if self.interleave != 1 else []
+        if self.inner_dim is not None:
+            found.append(f"{'on the first of' if self.is_on_first else 'each on'} {self.packs[0].replicas} ranks")
+            return found if self.is_on_first else [*found, f"by dim {self.inner_dim}: {_shown(self.within)}"]
         if len(self.packs) == 1:
             (pack,) = self.packs
-            shown = f"parts={_parts(pack)}" if pack.parts else f"replicas={pack.replicas}"
-            found.append(f"rank {pack.first}" if pack.among == 1 else shown)
+            if pack.among:
+                last = pack.first + pack.among - 1
+                found.append(f"rank {pack.first}" if pack.among == 1 else f"ranks {pack.first} to {last}")
+            if pack.parts or pack.replicas > 1:
+                found.append(f"parts={_parts(pack)}" if pack.parts else f"replicas={pack.replicas}")
         elif self.packs:
             found.append(f"packs={_shown(self.packs)}")
         return found + ([f"within={_shown(self.within)}"] if self.within else [])
@@ -166,14 +175,29 @@ class Layout:
         return not self.packs
 
     @property
+    def is_everywhere(self) -> bool:
+        """Whether no pack is known to lie on some of the ranks alone."""
+        return not any(pack.among for pack in self.packs)
+
+    @property
     def has_replicas(self) -> bool:
         """Whether several ranks hold the same part, so that their gradients of it are partial."""
-        return any(pack.is_shared for pack in self.packs)
+        return any(pack.is_shared for pack in self.packs) and self.inner_dim is None
+
+    @property
+    def is_on_first(self) -> bool:
+        """Whether of the ranks that share a stacked expert the first holds its part alone; the others read zeros."""
+        return self.inner_dim is not None and len(self.within) == 1 and self.within[0].among == 1
+
+    @property
+    def next_dim(self) -> int:
+        """The dim that the holders of one part share out, where `within` says how."""
+        return self.inner_dim if self.inner_dim is not None else (self.dim or 0) + 1
 
     @property
     def joint(self) -> tuple[Pack, ...]:
         """The packs of the sharded dim and the next in one, where the ranks share out both together."""
-        return self.within if any(pack.parts for pack in self.within) else ()
+        return self.within if self.inner_dim is None and any(pack.parts for pack in self.within) else ()
 
     @property
     def is_sharded(self) -> bool:
@@ -222,13 +246,13 @@ class Layout:
         if self.joint:
             local[self.dim + 1] = sum(pack.local(size, rank) for pack in self.joint) // local[self.dim]
         elif self.within:
-            packs, holders, place = self.shares(self.dim + 1, size, rank)
-            local[self.dim + 1] = sum(pack.local(holders, place) for pack in packs)
+            packs, holders, place = self.shares(self.next_dim, size, rank)
+            local[self.next_dim] = sum(pack.local(holders, place) for pack in packs)
         return tuple(local)
 
     def shares(self, dim: int, size: int, rank: int) -> tuple[tuple[Pack, ...], int, int]:
         """The packs of `dim`, how many ranks share them out, and which of these `rank` is; no packs if it has none."""
-        if self.within and self.dim is not None and dim == self.dim + 1:
+        if self.within and dim == self.next_dim:
             return self.within, self.packs[0].replicas, rank % self.packs[0].replicas
         return (self.packs if dim == self.dim else ()), size, rank
 

@@ -189,6 +189,7 @@ class SharedExperts:
         count: of a stack: how many experts there are on all ranks.
         tokens, chosen, weights: of a stack: the arguments with the tokens, with the numbers of the experts that were
             chosen for each, and with these choices' weights.
+        ranks: of a stack: how many consecutive ranks share each expert, which is split inside over these.
         exchange: of a stack: `all-to-all` if each token goes to the ranks with its experts; None if all ranks have all
             tokens, and their results are summed. Until that is decided, what the plan asks for.
         sent: of a stack in a model whose sequence is split: the bytes that a rank sends in the example call and its
@@ -200,6 +201,7 @@ class SharedExperts:
     tokens: str = ""
     chosen: str = ""
     weights: str = ""
+    ranks: int = 1
     exchange: Exchange | None = None
     sent: tuple[int, int] | None = field(default=None, compare=False)
 
@@ -643,7 +645,7 @@ def _plain(held: Any) -> Any:
 def _without_defaults(plain: Any) -> Any:
     """Without what hardly any layout has."""
     if isinstance(plain, dict):
-        rare = (("tail", 0), ("times", None), ("without_gradient", 0))
+        rare = (("tail", 0), ("times", None), ("without_gradient", 0), ("inner_dim", None), ("ranks", 1))
         return {key: _without_defaults(held) for key, held in plain.items() if (key, held) not in rare}  # pyright: ignore
     return [_without_defaults(held) for held in plain] if isinstance(plain, list) else plain  # pyright: ignore
 

@@ -343,7 +343,7 @@ class Placer:
 
     def _splits_tokens(self, region: Region, layouts: State) -> bool:
         """Whether all arguments of stacked experts are split by tokens, alike and evenly."""
-        if region.stack is None:
+        if region.stack is None or region.stack.ranks > 1:  # a token would go to all ranks of a group
             return False
         count = region.values[region.entries[0].target].shape[0]
         return splits_tokens(layouts) and layouts[0].is_even(count, self.propagator.size)

@@ -211,7 +211,7 @@ def _taken(held: Layout, along: int, stretches: Iterable[tuple[int, int]], size:
         everywhere = all(p.replicas == holders for p in inside)
         if start not in edges or sum(p.size for p in inside) != length or not (keeps or everywhere):
             return "cuts across the packs of the sharded dim"
-        if any(p.among for p in inside) and inside != list(packs):
+        if len({(p.first, p.among) for p in packs}) > 1 and inside != list(packs):
             return "takes elements that only some ranks hold"
         if along != held.dim:
             found.append(packed(held.dim, held.packs, inside if keeps else ()))
@@ -390,7 +390,9 @@ def _candidates(
         repeated = [Pack(count // outer, packs[0].replicas)] * outer if count % outer == 0 else []
         again = scaled[: len(packs) // math.prod(target[:position])]  # of packs that come again for each entry before
         joined = [scaled * outer, again] if scaled and held.packs else []
-        proposals = [scaled, [Pack(count, packs[0].replicas)], repeated, *joined, _scaled(*runs, unit)]
+        fewer = packs[0]._replace(size=count, parts=()) if packs[0].among else Pack(count)
+        alone = [[fewer], [fewer._replace(replicas=1)]] if packs[0].among else []
+        proposals = [scaled, *alone, [Pack(count, packs[0].replicas)], repeated, *joined, _scaled(*runs, unit)]
         yield from (packed(position, held) for held in proposals if _fills(held, count, size, entries))
         after = target[position + 1] if position + 1 < len(target) else 1
         if held.within and after == beside:

@@ -159,8 +159,11 @@ the module is called with tokens, the numbers of the experts that were chosen fo
 result is a sum over the choices of what each chosen expert makes of the token. The message names the first operation
 that isn't part of such a sum. For a list of modules, each expert must make a tensor of its input and nothing else: it
 may draw no random numbers, and write to no buffer. Where that can't be had, split each expert inside: `colwise` and
-`rowwise` on its matrices. With `exchange: all-to-all` the experts must be stacked, and the tokens, choices and weights
-split along the sequence: the norms around the mixture are `sequence`.
+`rowwise` on its matrices. Inside of experts with this rule, only `colwise` and `rowwise` have a meaning: where there
+are more ranks than groups of experts, they split each expert over the ranks that share it. These exchange nothing
+inside, so all of an expert has to be split, as columns and then as rows, its biases likewise. With
+`exchange: all-to-all` the experts must be stacked and whole, and the tokens, choices and weights split along the
+sequence: the norms around the mixture are `sequence`.
 """,
         bad="""
 version: 1
@@ -197,6 +200,17 @@ version: 1
 modules:
   moe.experts.*.up: colwise      # the scores of all experts are few, and whole
   moe.experts.*.down: rowwise
+""",
+    ),
+    Entry(
+        code="TP148",
+        name="experts-not-split",
+        severity=Severity.NOTE,
+        summary="A rule inside of experts has nothing to split, as each expert lies on one rank.",
+        explanation="""
+Rules inside of experts that have the rule `experts` split each expert over the ranks of its group: n ranks and e
+experts make as many groups as the greatest number that divides both. Where that is n, a group is one rank, and holds
+its experts whole. The rules inside are for axes with more ranks than that; nothing is wrong.
 """,
     ),
     Entry(
