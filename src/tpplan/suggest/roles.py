@@ -151,7 +151,7 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
             settings[name] = _split(subject, name, columns[name])
             families.join(_key(row, settings), _key(name, settings))
     for addend, name in found.addends.items():
-        if name in settings:
+        if name in settings and addend.rpartition(".")[0] != name:  # a layer's own goes by its rule
             sizes = tuple(part.outputs for part in subject.addends[addend].parts)
             packs = settings[name].packed or (pack_names(sizes) if sizes[1:] else None)
             settings[addend] = replace(settings[name], packed=packs)

@@ -30,6 +30,7 @@ from tpplan.compiler.queries import (
     Product,
     Study,
     Taken,
+    layer_of,
     linear_form,
 )
 from tpplan.plan.rules import Pack
@@ -123,12 +124,15 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
         if frame.module not in frames or not frames[frame.module].exits:  # whose result nobody reads
             frames[frame.module] = frame
     called = [(name, module) for name, module in named_modules(model) if name in frames]
+    computed = study.computed_products()
     linears = {
-        name: form for name, module in called if (form := linear_form(module)) is not None and _is_plain(frames[name])
+        name: form
+        for name, module in called
+        if name not in computed and (form := linear_form(module)) is not None and _is_plain(frames[name])
     }
     tables = {name: module for name, module in called if isinstance(module, nn.Embedding)}
     bags = {name: module for name, module in called if isinstance(module, nn.EmbeddingBag)}
-    products, addends = _bare_parameters(study, {*linears, *tables, *bags})
+    products, addends = _bare_parameters(study, {*linears, *tables, *bags}, computed)
     counts = {name: form.outputs for name, form in linears.items()}
     counts |= {name: sum(part.outputs for part in product.parts) for name, product in products.items()}
     taken = {name: study.taken_apart(frames[name].exits[0].target) for name in linears}
@@ -136,7 +140,8 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     parts = {n: tuple(part.outputs for part in product.parts) for n, product in products.items() if product.following}
     columns, unsplittable, heads = _columns(study, taken, counts, parts)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    weights = {name: form.inputs * form.outputs for name, form in linears.items()} | {n: sizes[n] for n in products}
+    weights = {name: form.inputs * form.outputs for name, form in linears.items()}
+    weights |= {n: _computed_size(n, sizes) if n in computed else sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
     columns |= {name: (Column(None, ()),) for name in wide}
     return Subject(
@@ -197,14 +202,21 @@ def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
                             beside.setdefault(made[0], {})[name] = place
 
 
-def _bare_parameters(study: Study, called: Collection[str]) -> tuple[dict[str, Product], dict[str, Addend]]:
-    """What bodies do with parameters and buffers that no called layer or table has."""
-    products: dict[str, Product] = {}
+def _computed_size(layer: str, sizes: Mapping[str, int]) -> int:
+    """The number of entries of all that a layer's weight is computed of."""
+    return sum(count for name, count in sizes.items() if layer_of(name) == layer)
+
+
+def _bare_parameters(
+    study: Study, called: Collection[str], computed: Mapping[str, Product]
+) -> tuple[dict[str, Product], dict[str, Addend]]:
+    """What bodies do with parameters and buffers that no called layer or table has; computed weights go by layers."""
+    products: dict[str, Product] = dict(computed)
     addends: dict[str, Addend] = {}
     for value, names in study.trace.stored.items():
         if value in study.trace.parameters and any(n.rpartition(".")[0] in called for n in names):
             continue
-        use = None if study.is_normed(value) else study.use_of(value)
+        use = None if any(layer_of(n) in computed for n in names) else study.use_of(value)
         if isinstance(use, Product):
             products[names[0]] = use
         elif isinstance(use, Addend):
