@@ -134,6 +134,7 @@ class ConstantWatcher(TorchFunctionMode):
     ) -> Any:
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
+        self._recorder.meet()
         if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
             return counts
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
