@@ -50,13 +50,11 @@ class Thrice(nn.Module):
         return x
 
 
-@pytest.mark.xfail(reason="the first call's input wants no gradient and gets no f, the others do: taken for a conflict")
 def test_a_shared_module_may_be_called_first_with_a_value_that_wants_no_gradient() -> None:
     program = compiled(Thrice(), {f"mlp.{name}": style for name, style in MLP.items()}, x_BSH())
     assert module(program, "mlp.down").calls == 3
 
 
-@pytest.mark.xfail(reason="what the first call's caller and the calls themselves could share is decided call by call")
 def test_a_shared_module_may_be_called_on_its_own_result() -> None:
     class Chained(Thrice):
         def forward(self, x: Tensor) -> Tensor:

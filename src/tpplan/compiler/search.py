@@ -242,9 +242,11 @@ def _constrained(problem: Problem, placed: Placed) -> Learned | None:
     differing = differing_moves(assignment)
     if differing:
         return unrecorded(instance, learned, differing)
-    clashes = conflicting_modules(assignment)
+    clashes = conflicting_modules(assignment, trace)
     if clashes - learned.fixed:
         return replace(learned, fixed=learned.fixed | clashes)
+    if clashes and "" not in learned.fixed:  # what they are called with may be resharded too early
+        return replace(learned, fixed=(learned.fixed - clashes) | frozenset(_around(instance, clashes)))
     biases = shared_biases(assignment, trace)
     if biases:
         uses = uses_of(biases, instance, trace)
@@ -258,6 +260,15 @@ def _constrained(problem: Problem, placed: Placed) -> Learned | None:
     return None
 
 
+def _around(instance: Instance, modules: Collection[str]) -> Iterator[str]:
+    """The modules that call these, directly or not."""
+    for child in instance.children:
+        found = [*_around(child, modules)]
+        yield from found
+        if found or child.frame.module in modules:
+            yield instance.frame.module
+
+
 def _tested(problem: Problem, placed: Placed) -> set[int]:
     """Values that the model branches on, and that aren't whole on every rank."""
     layouts = placed.assignment.layouts
@@ -269,7 +280,7 @@ def _conflict_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
     assignment = placed.assignment
     tested = {value: problem.trace.tested[value] for value in _tested(problem, placed)}
     return [
-        *shared_module_findings(conflicting_modules(assignment), assignment, problem.binding),
+        *shared_module_findings(conflicting_modules(assignment, problem.trace), assignment, problem.binding),
         *mixed_gradient_findings(mixed_gradients(assignment), assignment),
         *branch_findings(tested, assignment.layouts),
     ]

@@ -36,8 +36,8 @@ class Traffic:
     def times(self, count: int) -> Traffic:
         """This, `count` times over."""
         return Traffic(
-            {name: held * count for name, held in self.counts.items()},
-            {name: held * count for name, held in self.sent.items()},
+            {name: held * count for name, held in self.counts.items() if count},
+            {name: held * count for name, held in self.sent.items() if count},
         )
 
     @property
@@ -83,11 +83,9 @@ class Memory:
 
 def reshard_traffic(reshard: Reshard, size: int, calls: int = 1) -> StepTraffic:
     """The traffic of a reshard of a module that a step calls `calls` times, on `size` ranks."""
-    backward = str(reshard.backward) if reshard.differentiable else "none"
-    whole = reshard.padded_bytes(size)
-    return StepTraffic(_collective(str(reshard.forward), whole, size), _collective(backward, whole, size)).times(
-        calls if reshard.times is None else reshard.times
-    )
+    whole, (there, back) = reshard.padded_bytes(size), reshard.repeats(calls)
+    forward, backward = (_collective(str(way), whole, size) for way in (reshard.forward, reshard.backward))
+    return StepTraffic(forward.times(there), backward.times(back))
 
 
 def module_traffic(modules: Iterable[ModuleProgram], size: int) -> StepTraffic:

@@ -390,6 +390,7 @@ class _LocalBoundary:
         self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
         self._instances: dict[tuple[str, int], Instance] = {}
         self._index(given.instance)
+        self._recorded = {(frame.module, frame.call): frame for frame in given.trace.recorded.walk()}
         self._seen: dict[object, tuple[str, int]] = {}
         self._like: dict[tuple[str, int], tuple[str, int]] = {}
         self._fingerprints = Fingerprints(given.model, attributes)
@@ -422,7 +423,7 @@ class _LocalBoundary:
                 return _like(shape, tensor.dtype, tensor.requires_grad, stride)
         return tensor
 
-    def stand_in(self, module: str, call: int) -> tuple[Any] | None:
+    def stand_in(self, module: str, call: int) -> tuple[Any, Sequence[str]] | None:
         instance = self._instances.get((module, call))
         if instance is None or not module:
             return None
@@ -434,8 +435,9 @@ class _LocalBoundary:
         replaced = replaced or (instance.region.reduced and instance.region.style is Style.VOCAB)
         if module not in self.excused and not replaced and (self.every_call or not self._repeats(module, instance)):
             return None
-        self.skipped.update((f.module, f.call) for f in instance.frame.walk())
-        return (self._promised(self.given.results[module, call], instance),)
+        _, *inside = frames = [*self._recorded[module, call].walk()]
+        self.skipped.update((f.module, f.call) for f in frames)
+        return self._promised(self.given.results[module, call], instance), [f.module for f in inside]
 
     def _repeats(self, module: str, instance: Instance) -> bool:
         region = instance.region

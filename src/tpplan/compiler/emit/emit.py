@@ -7,7 +7,7 @@ out: `Program`, and diagnostics for what the plan's author should know
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -285,15 +285,28 @@ def _in_order(modules: dict[str, nn.Module], name: str, read: dict[tuple[str, ..
 
 
 def _reshards(trace: Trace, calls: list[FrameAssignment], origins: Origins, inward: bool) -> tuple[Reshard, ...]:
+    """Those of a module, the same in each of its calls; where a value has no gradient, nothing is sent back."""
     merged: dict[tuple[str | int, ...], Reshard] = {}
     for decided in calls:
         for placed in decided.entries if inward else decided.exits:
-            merged.setdefault(placed.path, _reshard(trace, decided.frame, placed, origins, inward))
-    return tuple(merged.values())
+            made = _reshard(trace, decided.frame, placed, origins, inward)
+            known = merged.setdefault(placed.path, made)
+            if made.differentiable and not known.differentiable:
+                merged[placed.path] = made
+    without = Counter(
+        c.path
+        for decided in calls
+        for c in (decided.frame.entries if inward else decided.frame.exits)
+        if not trace.sends_back(c.target)
+    )
+    return tuple(
+        replace(made, without_gradient=without[path]) if made.differentiable and without[path] else made
+        for path, made in merged.items()
+    )
 
 
 def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins, inward: bool) -> Reshard:
-    value = trace.values[placed.value]
+    value, sends_back = trace.values[placed.value], trace.sends_back(placed.value)
     collectives = reshard_between(placed.source, placed.target)
     assert collectives is not None
     crossing = Crossing(placed.path, placed.value, placed.value)
@@ -303,11 +316,11 @@ def _reshard(trace: Trace, frame: Frame, placed: PlacedReshard, origins: Origins
         source=placed.source,
         target=placed.target,
         forward=collectives.forward,
-        backward=collectives.backward if value.differentiable else Collective.NONE,
+        backward=collectives.backward if sends_back else Collective.NONE,
         shape=value.shape,
         dtype=dtype_name(value.dtype),
         bytes=value.bytes,
-        differentiable=value.differentiable,
+        differentiable=sends_back,
         origin=origins.of_entry(frame, crossing) if inward else origins.of_exit(frame, placed.value),
     )
 

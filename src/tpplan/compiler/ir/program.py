@@ -38,6 +38,7 @@ class Reshard:
         differentiable: whether a gradient flows back.
         origin: why it stands here.
         times: how often it runs in a step, of a body that does so in a loop; None for once in each call of its module.
+        without_gradient: in how many of the module's calls no gradient flows back, though it does in others.
     """
 
     path: tuple[str | int, ...]
@@ -52,6 +53,12 @@ class Reshard:
     origin: str
     aliases: tuple[tuple[str | int, ...], ...] = ()
     times: int | None = None
+    without_gradient: int = 0
+
+    def repeats(self, calls: int) -> tuple[int, int]:
+        """How often it runs forward and backward in a step that calls its module so often."""
+        forward = calls if self.times is None else self.times
+        return forward, forward - self.without_gradient if self.differentiable else 0
 
     def padded_bytes(self, size: int) -> int:
         """Of the whole tensor as `size` ranks exchange it: where their parts differ, each is as long as the longest.
@@ -522,10 +529,10 @@ class Program:
         for module, reshard in self.reshards():
             if not picked and f"{module.name}.".startswith(inside):
                 continue
-            ways = [reshard.forward] + ([reshard.backward] if backward and reshard.differentiable else [])
-            for way in ways:  # the same collective each way counts twice
-                if way.communicates:
-                    counted[str(way)] += module.calls if reshard.times is None else reshard.times
+            there, back = reshard.repeats(module.calls)
+            for way, times in ((reshard.forward, there), (reshard.backward, back if backward else 0)):
+                if way.communicates and times:
+                    counted[str(way)] += times
         if backward and sums:
             dtypes = {p.dtype for p in self.parameters if p.summed and p.trainable}
             if dtypes:
@@ -638,7 +645,7 @@ def _plain(held: Any) -> Any:
 def _without_defaults(plain: Any) -> Any:
     """Without what hardly any layout has."""
     if isinstance(plain, dict):
-        rare = (("tail", 0), ("times", None))
+        rare = (("tail", 0), ("times", None), ("without_gradient", 0))
         return {key: _without_defaults(held) for key, held in plain.items() if (key, held) not in rare}  # pyright: ignore
     return [_without_defaults(held) for held in plain] if isinstance(plain, list) else plain  # pyright: ignore
 

@@ -7,30 +7,64 @@ out: modules whose calls were decided differently; parameters whose gradient is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
-from tpplan.compiler.ir.layout import REPLICATED
+from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout
 from tpplan.compiler.ir.region import Instance
-from tpplan.compiler.ir.trace import Frame, Operation, Trace
-from tpplan.compiler.place.assign import Assignment
+from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace
+from tpplan.compiler.place.assign import Assignment, FrameAssignment
 from tpplan.compiler.rules.classes import splits_classes
 from tpplan.plan import Diagnostic
 
 Ways = dict[str, tuple[str, str]]
 
 
-def conflicting_modules(assignment: Assignment) -> frozenset[str]:
-    """Modules called several times whose calls need different reshards."""
-    decided: dict[str, set[object]] = defaultdict(set)
+def conflicting_modules(assignment: Assignment, trace: Trace) -> frozenset[str]:
+    """Modules called several times whose calls need different reshards.
+
+    A value without a gradient may be resharded like one with it: nothing comes back.
+    """
+    calls: dict[str, list[FrameAssignment]] = defaultdict(list)
     for held in assignment.frames:
-        entries = frozenset((r.path, r.source, r.target) for r in held.entries)
-        exits = frozenset((r.path, r.source, r.target) for r in held.exits)
-        normed = held.normed is not None and held.normed.layout
-        ways = (entries, exits, normed, held.dispatched is not None)
-        decided[held.frame.module].add((*ways, _split_classes(held.frame, assignment)))
-    return frozenset(name for name, kinds in decided.items() if len(kinds) > 1)
+        calls[held.frame.module].append(held)
+    return frozenset(name for name, held in calls.items() if len(held) > 1 and _conflict(held, assignment, trace))
+
+
+def _conflict(calls: Sequence[FrameAssignment], assignment: Assignment, trace: Trace) -> bool:
+    decided = {
+        (d.normed is not None and d.normed.layout, d.dispatched is not None, *_split_classes(d.frame, assignment))
+        for d in calls
+    }
+    inward, outward = ([_resharded(held, trace, way) for held in calls] for way in (True, False))
+    return len(decided) > 1 or _differ(inward) or _differ(outward)
+
+
+_Resharded = dict[Path, tuple[bool, tuple[Layout, Layout] | None]]
+
+
+def _resharded(held: FrameAssignment, trace: Trace, inward: bool) -> _Resharded:
+    """Of each argument or result, whether it has a gradient, and the layouts before and after; None where it stays."""
+    moved = {r.path: (r.source, r.target) for r in (held.entries if inward else held.exits)}
+    crossings = held.frame.entries if inward else held.frame.exits
+    return {c.path: (trace.sends_back(c.target), moved.get(c.path)) for c in crossings}
+
+
+def _differ(calls: Sequence[_Resharded]) -> bool:
+    for path in dict.fromkeys(path for held in calls for path in held):
+        ways = [held.get(path, (True, None)) for held in calls]
+        if len({way for has_gradient, way in ways if has_gradient}) > 1 or len({_forward(way) for _, way in ways}) > 1:
+            return True
+    return False
+
+
+def _forward(way: tuple[Layout, Layout] | None) -> tuple[Layout, Layout] | None:
+    """The layouts before and after as the forward sees them."""
+    if way is None:
+        return None
+    before, after = (REPLICATED if held == REPLICATED_PARTIAL else held for held in way)
+    return None if before == after else (before, after)
 
 
 def differing_moves(assignment: Assignment) -> frozenset[str]:

@@ -77,8 +77,8 @@ class BoundaryRule(Protocol):
         """The result as the caller gets it."""
         ...
 
-    def stand_in(self, module: str, call: int) -> tuple[Any] | None:
-        """A result (in a tuple) that makes running the body unnecessary; None to run it."""
+    def stand_in(self, module: str, call: int) -> tuple[Any, Sequence[str]] | None:
+        """A result that makes running the body unnecessary, with the modules that it would call; None to run it."""
         ...
 
 
@@ -483,11 +483,13 @@ def _record_call(
             raise
         recorder.frames.pop()
     else:
-        result = stand_in[0]
+        result, inside = stand_in
+        for module in inside:  # later calls of these are counted from there
+            state.calls[module] = state.calls.get(module, 0) + 1
     outward = _Crosser(recorder, True, None if boundary is None else functools.partial(boundary.leave, name, call))
     result = outward(result, ())
     if recorder.frames[-1].differentiates and not torch.is_grad_enabled():
-        recorder.gradless.update(crossing.target for crossing in outward.crossings)
+        recorder.gradless.update(crossing.target for crossing in (*inward.crossings, *outward.crossings))
     state.results[name, call] = result
     recorder.frames[-1].body.append(
         Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body), cuts=tuple(frame.cuts))
