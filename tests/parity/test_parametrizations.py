@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.runtime.world import Member, world
-from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
 from tpplan.plan import CompileError
 from tpplan.report.program import render_program
@@ -198,14 +200,6 @@ def test_what_is_split_and_what_stays_whole() -> None:
     assert parts(made, "rows scaled") == {"original": "S(1)", "0.scale": "R"}
 
 
-def inner_moves(program: Program) -> list[tuple[str, str, tuple[int, ...], Collective, Collective]]:
-    return [
-        (m.name, move.path[0] if move.path else "", move.shape, move.forward.collective, move.backward.collective)
-        for m in program.modules
-        for move in m.inner
-    ]  # pyright: ignore
-
-
 def test_lengths_are_summed_and_no_weight_is_gathered() -> None:
     """Though the weight of a layer with many rows may be less than what it makes of them."""
     with torch.device("meta"):
@@ -244,6 +238,90 @@ def test_convolutions(kind: str, way: str, tp: int) -> None:
     model = nn.Sequential(up, nn.Tanh(), down).double()
     plan = {"version": 1, "modules": {"0": COLUMN, "2": ROW}}
     report = tpplan.verify(model, plan, tp, (torch.randn(shape, dtype=torch.float64, requires_grad=True),))
+    assert report.ok, report.problems
+
+
+class Attention(nn.Module):
+    """Heads, of which keys and values have fewer."""
+
+    def __init__(self, way: Any, groups: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (way(nn.Linear(WIDTH, n)) for n in (16, 4 * groups, 4 * groups, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (held.repeat_interleave(q.shape[1] // held.shape[1], 1) for held in (k, v))
+        return x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("groups", "tp"), [(4, 2), (4, 3), (2, 4)])
+@pytest.mark.parametrize("way", ["rows normed", "low rank", "columns scaled"])
+def test_heads(way: str, groups: int, tp: int) -> None:
+    torch.manual_seed(1)
+    model = Attention(WAYS[way], groups).double()
+    report = tpplan.verify(model, {"version": 1, "modules": {"{q,k,v}": COLUMN, "out": ROW}}, tp, (x_of(),))
+    assert report.ok, report.problems
+
+
+class Shared(nn.Module):
+    def __init__(self, way: Any, cached: bool) -> None:
+        super().__init__()
+        self.up, self.down = way(nn.Linear(WIDTH, INNER)), way(nn.Linear(INNER, WIDTH))
+        self.around: Any = parametrize.cached if cached else nullcontext
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around():
+            for _ in range(2):
+                x = x + self.down(self.up(x).sin())
+        return x
+
+
+@pytest.mark.parametrize("way", ["rows normed", "columns normed", "low rank"])
+def test_layers_that_are_called_twice(way: str) -> None:
+    torch.manual_seed(1)
+    report = tpplan.verify(Shared(WAYS[way], cached=False).double(), PLAN, 2, (x_of(),))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("way", ["rows normed", "columns normed", "centred", "columns scaled"])
+def test_inputs_that_the_axis_does_not_divide(way: str) -> None:
+    torch.manual_seed(1)
+    model = Pair(*(WAYS[way](nn.Linear(*sizes)) for sizes in ((WIDTH, 20), (20, WIDTH)))).double()
+    report = tpplan.verify(model, PLAN, 3, (x_of(),))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("casts", [False, True])
+def test_narrow_numbers_and_autocast(dtype: torch.dtype, casts: bool) -> None:
+    model, x = made(normed, normed).to(dtype), x_of().detach().to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        report = tpplan.verify(model, PLAN, 2, (x,))
+    assert report.ok, report.problems
+
+
+def test_frozen_parts_and_parts_that_the_plan_names() -> None:
+    model = made(normed, normed)
+    parts: Any = model.get_submodule("down.parametrizations.weight")
+    parts.original1.requires_grad_(False)
+    report = tpplan.verify(model, PLAN, 2, (x_of(),))
+    assert report.ok, report.problems
+    named = {"up": COLUMN, "down.parametrizations.weight.original1": ROW, "down.bias": ROW}
+    report = tpplan.verify(model, {"version": 1, "modules": named}, 2, (x_of(),))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_biases(name: str) -> None:
+    """A bias that is computed can be split with columns; to a sum over the ranks one rank would have to add it."""
+    torch.manual_seed(1)
+    model = Pair(nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)).double()
+    register_parametrization(model.get_submodule(name), "bias", Positive())
+    if name == "down":
+        with pytest.raises(CompileError, match=r"TP112.*`down\.bias`"):
+            tpplan.compile_plan(model, PLAN, 2, (x_of(),))
+        return
+    report = tpplan.verify(model, PLAN, 2, (x_of(),))
     assert report.ok, report.problems
 
 
@@ -289,9 +367,48 @@ def _trained(member: Member, watched: bool) -> dict[str, Any]:
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-            state = {n: (t.full_tensor() if hasattr(t, "full_tensor") else t) for n, t in model.state_dict().items()}
+            state = {n: _whole(t) for n, t in model.state_dict().items()}
             found[f"{name} {build.__name__}"] = {**state, "quiet": quiet, "evaluated": evaluated, "x": x.grad}
     return found
+
+
+def _used(member: Member) -> dict[str, Any]:
+    """What is asked of a model around its forwards, beside compiled and recomputed ones."""
+    model, x = Shared(normed, cached=True), x_of()
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model, own = model.double(), {"alone": torch.ones(2, 6, INNER, dtype=torch.float64)}
+    if member.size > 1:
+        model = tpplan.parallelize(model, PLAN, member.mesh(), (x,))
+    found: dict[str, Tensor] = {}
+    for name in ("eager", "quiet", "recomputed", "compiled"):
+        model.zero_grad()
+        x.grad = None
+        run: Any = torch.compile(model, backend="aot_eager") if name == "compiled" and member.size > 1 else model
+        with torch.set_grad_enabled(name != "quiet"):
+            result = checkpoint(run, x, use_reentrant=False) if name == "recomputed" else run(x)
+        found[name] = result.detach()
+        if name != "quiet":
+            result.square().sum().backward()
+            found |= {f"{name} {n}": _whole(p.grad) for n, p in model.named_parameters()} | {f"{name} x": x.grad}
+    found["weight"] = _whole(model.down.weight).detach()
+    found["alone"] = _whole(model.down(own["alone"])).detach()
+    stock = Shared(normed, cached=True).double()
+    stock.load_state_dict({name: _whole(held) for name, held in model.state_dict().items()})
+    return found | {"loaded": stock(x).detach()}
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.slow
+def test_use_around_forwards() -> None:
+    (expected,) = world(1).run(_used)
+    for found in world(2).run(_used):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-8, msg=name)
 
 
 @pytest.mark.slow

@@ -261,10 +261,23 @@ def test_computed_weights_are_split(wrap: Any, tp: int) -> None:
 
 
 def test_computed_convolutions_are_split() -> None:
-    layers = weight_norm(nn.Conv1d(16, 32, 3)), nn.ReLU(), weight_norm(nn.ConvTranspose1d(32, 16, 3))
+    channelwise = weight_norm(nn.Conv1d(32, 32, 3, groups=32))
+    layers = weight_norm(nn.Conv1d(16, 32, 3)), channelwise, weight_norm(nn.ConvTranspose1d(32, 16, 3))
     model, call = nn.Sequential(*layers).double(), (torch.randn(3, 16, 8, dtype=torch.float64),)
     plan = tpplan.suggest_plan(model, tp=2, inputs=call)
-    assert {(str(rule.pattern), str(rule.style)) for rule in plan.rules} == {("0", "colwise"), ("2", "rowwise")}
+    assert {(str(rule.pattern), str(rule.style)) for rule in plan.rules} == {("{0,1}", "colwise"), ("2", "rowwise")}
+    report = tpplan.verify(model, plan, 2, call)
+    assert report.ok, report.problems
+
+
+def test_heads_of_computed_weights_are_gathered() -> None:
+    model = nn.Sequential()
+    model.up, model.down, model.head = nn.Linear(16, 32), nn.Linear(32, 16), weight_norm(nn.Linear(16, 64))
+    call = (torch.randn(3, 16, dtype=torch.float64),)
+    plan = tpplan.suggest_plan(model.double(), tp=2, inputs=call)
+    assert [(str(rule.style), str(rule.output)) for rule in plan.rules if str(rule.pattern) == "head"] == [
+        ("colwise", "replicate")
+    ]
     report = tpplan.verify(model, plan, 2, call)
     assert report.ok, report.problems
 

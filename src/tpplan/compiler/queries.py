@@ -85,13 +85,13 @@ class Study:
         self._flow = DataFlow(self.trace)
         self._readers = Readers(self._flow)
 
-    def computed_products(self) -> dict[str, Product]:
-        """The products that modules make with weights that torch's parametrizations compute, by module."""
+    def computed_weights(self) -> dict[str, tuple[int, Product | Addend]]:
+        """The weights that torch's parametrizations compute of parameters, and what is done with each, by module."""
         return {
-            name: tensor.use
+            name: (tensor.made, tensor.use)
             for name, held in computed_tensors(self.model, self._readers).items()
             for tensor in held
-            if isinstance(tensor.use, Product) and tensor.parts
+            if tensor.parts and (isinstance(tensor.use, Product) or not tensor.use.is_added)
         }
 
     def use_of(self, value: int) -> Product | Addend | None:

@@ -35,12 +35,14 @@ class Computed:
     """A tensor of a module that is computed whenever it is read.
 
     Attributes:
+        made: its value in the trace.
         use: the product that it is a factor of, or what it is added to.
         parts: the parameters and buffers that it is computed of, by name; for each of their dims, which of its own it
             goes into.
         buffers: which of them are buffers.
     """
 
+    made: int
     use: Product | Addend
     parts: Mapping[str, Dims]
     buffers: Collection[str]
@@ -84,7 +86,7 @@ def computed_tensors(model: nn.Module, readers: Readers) -> dict[str, tuple[Comp
         use = find_use(readers, made)
         if use is not None:
             parts = {name: dims for name, dims in _parts(readers, made) if name.startswith(f"{inner}.")}
-            found[leaves[inner]] = (*found.get(leaves[inner], ()), Computed(use, parts, buffers & parts.keys()))
+            found[leaves[inner]] = (*found.get(leaves[inner], ()), Computed(made, use, parts, buffers & parts.keys()))
     return found
 
 
