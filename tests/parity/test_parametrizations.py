@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.runtime.world import Member, world
-from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.program import Program, Reshard
 from tpplan.plan import CompileError
 from tpplan.report.program import render_program
 
@@ -200,17 +200,28 @@ def test_what_is_split_and_what_stays_whole() -> None:
     assert parts(made, "rows scaled") == {"original": "S(1)", "0.scale": "R"}
 
 
-def test_lengths_are_summed_and_no_weight_is_gathered() -> None:
-    """Though the weight of a layer with many rows may be less than what it makes of them."""
+def moved(rules: dict[str, Any]) -> tuple[Program, list[Reshard]]:
+    """What ranks exchange of a call with many rows, all of which are more than a weight."""
     with torch.device("meta"):
-        model = Pair(nn.Linear(WIDTH, INNER), normed(nn.Linear(INNER, WIDTH)))
+        model = Pair(normed(nn.Linear(WIDTH, INNER)), normed(nn.Linear(INNER, WIDTH)))
         x = torch.empty(8, 4096, WIDTH, requires_grad=True)
-    program = tpplan.compile_plan(model, PLAN, 4, (x,))
-    moved = [move for module in program.modules for move in (*module.entries, *module.inner, *module.exits)]
-    assert not any(move.shape[:1] == (WIDTH,) and WIDTH * INNER in move.shape for move in moved)
+    program = tpplan.compile_plan(model, {"version": 1, "modules": rules}, 4, (x,))
+    return program, [move for module in program.modules for move in (*module.entries, *module.inner, *module.exits)]
+
+
+def test_lengths_are_summed_and_explained() -> None:
+    program, moves = moved(PLAN["modules"])
+    assert sorted(move.shape for move in moves if len(move.shape) == 2) == [(WIDTH, 1)] * 2
     assert {module.name for module in program.modules if module.inner} == {"down.parametrizations.weight.0"}
     assert "mid" in render_program(program)
-    assert "TP147" in {finding.code for finding in program.diagnostics}
+    (finding,) = (finding for finding in program.diagnostics if finding.code == "TP147")
+    assert finding.span is not None or "down.parametrizations.weight.0" in finding.message
+
+
+def test_no_weight_is_gathered() -> None:
+    """Though it may be less than what is made by it."""
+    _, moves = moved({"up": GATHERED, "down": GATHERED})
+    assert moves and all(len(move.shape) == 3 for move in moves)
 
 
 @pytest.mark.parametrize("way", ["rows normed", "low rank", "columns scaled", "bounded"])
