@@ -203,7 +203,7 @@ def test_what_is_split_and_what_stays_whole() -> None:
 def moved(rules: dict[str, Any]) -> tuple[Program, list[Reshard]]:
     """What ranks exchange of a call with many rows, all of which are more than a weight."""
     with torch.device("meta"):
-        model = Pair(normed(nn.Linear(WIDTH, INNER)), normed(nn.Linear(INNER, WIDTH)))
+        model = Pair(*(normed(nn.Linear(*sizes, bias=False)) for sizes in ((WIDTH, INNER), (INNER, WIDTH))))
         x = torch.empty(8, 4096, WIDTH, requires_grad=True)
     program = tpplan.compile_plan(model, {"version": 1, "modules": rules}, 4, (x,))
     return program, [move for module in program.modules for move in (*module.entries, *module.inner, *module.exits)]
