@@ -272,7 +272,7 @@ def computed_weights(module: nn.Module) -> dict[str, str]:
     return {n: kind for n, kind in names.items() if n not in module._parameters and hasattr(module, n)}
 
 
-FUSED_WEIGHT_NORM: Callable[..., Tensor] = torch._weight_norm
+FUSED_WEIGHT_NORM: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
 """What torch's weight norms call: directions, lengths, the dim that counts the vectors; -1 for a single one."""
 
 PARAMETRIZATIONS = "parametrizations"

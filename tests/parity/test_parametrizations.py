@@ -34,6 +34,7 @@ class Masked(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
+        self.mask: Tensor
         self.register_buffer("mask", (torch.rand(weight.shape) < 0.5).to(weight))
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -385,14 +386,15 @@ def _trained(member: Member, watched: bool) -> dict[str, Any]:
 
 def _used(member: Member) -> dict[str, Any]:
     """What is asked of a model around its forwards, beside compiled and recomputed ones."""
-    model, x = Shared(normed, cached=True), x_of()
+    model: Any = Shared(normed, cached=True)
+    x = x_of()
     torch.manual_seed(2)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     model, own = model.double(), {"alone": torch.ones(2, 6, INNER, dtype=torch.float64)}
     if member.size > 1:
         model = tpplan.parallelize(model, PLAN, member.mesh(), (x,))
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     for name in ("eager", "quiet", "recomputed", "compiled"):
         model.zero_grad()
         x.grad = None

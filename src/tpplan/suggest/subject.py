@@ -207,8 +207,9 @@ def _linear(module: nn.Module, computed: tuple[int, Product | Addend] | None) ->
     """What linear layer a module is; also one of torch's own whose weight is computed."""
     if not parametrized_tensors(module):
         return linear_form(module)
+    use = None if computed is None else computed[1]
     stock = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return LinearForm(module.in_features, module.out_features, False) if stock and computed is not None else None
+    return LinearForm(use.inputs, use.outputs, False) if stock and isinstance(use, Product) else None
 
 
 def _computed_size(layer: str, sizes: Mapping[str, int]) -> int:
