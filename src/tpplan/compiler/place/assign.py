@@ -13,7 +13,18 @@ from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Features, Layout
 from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Frame, Path, Trace
-from tpplan.compiler.place.solution import Called, Choice, Dispatched, Entered, Normed, Ran, Recurred, Solution
+from tpplan.compiler.place.solution import (
+    Called,
+    Choice,
+    Decided,
+    Dispatched,
+    Entered,
+    Left,
+    Normed,
+    Ran,
+    Recurred,
+    Solution,
+)
 from tpplan.compiler.rewrite.recognise import Norm
 from tpplan.compiler.rewrite.replay import recorded_body
 from tpplan.compiler.rewrite.settle import moved_operand
@@ -184,7 +195,9 @@ class _Reader:
         self.assignment.frames.append(decided)
         children = dict(zip(self._calls[id(region)], instance.children, strict=True))
         fresh: set[tuple[int, Layout]] = set()
-        for choice in self._chosen(solution):
+        chosen = self._chosen(solution)
+        held.update((values[c.value], c.layout) for c in chosen if isinstance(c, Decided))  # before these are made
+        for choice in chosen:
             if isinstance(choice, Ran):
                 for output, layout in zip(region.nodes[choice.node].outputs, choice.outcome.outputs, strict=True):
                     if output is not None:
@@ -200,7 +213,7 @@ class _Reader:
                 self.read(children[choice.node], choice.solution, choice.inputs)
                 outputs = region.nodes[choice.node].outputs
                 for output, layout in zip(outputs, choice.solution.outputs, strict=True):
-                    if output is not None:
+                    if output is not None and layout is not None:
                         held[values[output]] = layout
             elif isinstance(choice, Normed):
                 own = [None if i is None else values[i] for i in (choice.norm.weight, choice.norm.bias)]
@@ -213,13 +226,21 @@ class _Reader:
                 decided.dispatched = held[values[region.exits[0].source]] = choice.layout
             elif isinstance(choice, Entered):
                 self._cross(instance, region.entries, choice.layouts, decided.entries)
-            else:
+            elif isinstance(choice, Left):
                 if region.reduced or (region.shared and decided.dispatched is None):
                     held[values[region.exits[0].source]] = PARTIAL
-                self._cross(instance, region.exits, choice.layouts, decided.exits)
+                self._cross(instance, region.exits, self._outside(instance, choice), decided.exits)
                 self._note(choice.partial_parameters, self.assignment.partial, instance)
                 self._note(choice.replicated_parameters, self.assignment.whole, instance)
                 self._note(choice.added_once, self.assignment.once, instance)
+
+    def _outside(self, instance: Instance, choice: Left) -> tuple[Layout, ...]:
+        """The layouts of what leaves: as its reader decided, or as it is made if nobody reads it."""
+        held, values = self.assignment.layouts, instance.values
+        return tuple(
+            layout or held.get(values[boundary.target]) or held.get(values[boundary.source], REPLICATED)
+            for boundary, layout in zip(instance.region.exits, choice.layouts, strict=True)
+        )
 
     def _move(self, instance: Instance, choice: Ran, decided: FrameAssignment, fresh: set[tuple[int, Layout]]) -> None:
         """Note what an operation's operands are moved to; `fresh` are the moves since something was written."""

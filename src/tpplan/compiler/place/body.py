@@ -40,6 +40,10 @@ class Numbering:
         """The layouts that these numbers stand for."""
         return tuple([self._known[code] for code in codes])
 
+    def known(self, codes: Codes) -> tuple[Layout | None, ...]:
+        """As `layouts`; None for numbers below zero, which stand for no single one."""
+        return tuple([self._known[code] if code >= 0 else None for code in codes])
+
 
 class Body:
     """How states pass through a region.
@@ -50,6 +54,8 @@ class Body:
         start: of the codes of inputs and entries' targets, the state at the beginning.
         operands: for each node, of a state and the constants, its operands; at last the exits' sources.
         following: for each node, of a state, the results and the constants, the state after it; at last the outputs.
+        names: for each node, the values that the state before it is of; at last those at the end.
+        read: for each node, the places of its operands in that state; at last those of what leaves.
     """
 
     def __init__(self, region: Region, numbering: Numbering) -> None:
@@ -61,14 +67,18 @@ class Body:
         self._numbering = numbering
         self.entries = self._picker(region.inputs, [b.source for b in region.entries])
         self.start = self._picker((*region.inputs, *(b.target for b in region.entries)), live[0])
+        self.names = live
+        self.read: list[tuple[int, ...]] = []
         self.operands: list[_Picker] = []
         self.following: list[_Picker] = []
         for before, after, node in zip(live, live[1:], region.nodes, strict=False):
             overwritten = node.overwritten if isinstance(node, OperationNode) else ()
             made = [o for o in node.outputs if o is not None]
             self.operands.append(self._picker(before, (*node.inputs, *overwritten)))
+            self.read.append(_places(before, (*node.inputs, *overwritten)))
             self.following.append(self._picker((*before, *made), after))
         self.operands.append(self._picker(live[-1], [b.source for b in region.exits]))
+        self.read.append(_places(live[-1], (*(b.source for b in region.exits), *region.outputs)))
         self.following.append(self._picker((*live[-1], *(b.target for b in region.exits)), region.outputs))
 
     def _picker(self, names: Sequence[int], wanted: Sequence[int]) -> _Picker:
@@ -90,6 +100,10 @@ class Body:
             self._places[name] = len(self.constants)
             self.constants += (self._numbering.code(_source_layout(self._region.values[name])),)
         return self._places[name]
+
+
+def _places(names: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    return tuple(place for place, name in enumerate(names) if name in wanted)
 
 
 def _source_layout(value: LocalValue) -> Layout:

@@ -25,11 +25,13 @@ from tpplan.compiler.ir.program import Recurrence, Reshard
 from tpplan.compiler.ir.region import CallNode, OperationNode, Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
+from tpplan.compiler.place.open_results import MANY, OpenResults
 from tpplan.compiler.place.solution import (
     Called,
     Choice,
     Constraints,
     Cost,
+    Decided,
     Dispatched,
     Entered,
     Failure,
@@ -63,6 +65,7 @@ class Placer:
         self._obey(propagator, Constraints())
         self._norms = SplitNorms(propagator.size, topology)
         self._numbering = Numbering()
+        self._open = OpenResults()
         self._bodies: dict[int, Body] = {}
         self._solved: dict[int, dict[Codes, _Solved]] = {}
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
@@ -114,7 +117,7 @@ class Placer:
             if isinstance(finished, Failure):
                 solved[inputs] = finished
             else:
-                layouts = self._numbering.layouts
+                layouts = self._numbering.known
                 solved[inputs] = [(o, Solution(layouts(o), cost, steps)) for o, (cost, steps) in finished.items()]
             normed = None
             if not (region.reduced or region.shared or region.recurrent):
@@ -122,7 +125,8 @@ class Placer:
             if normed is not None:
                 known = solved[inputs]
                 ways = [] if isinstance(known, Failure) else known
-                solved[inputs] = [*ways, (tuple(map(self._numbering.code, normed.outputs)), normed)]
+                made = [self._numbering.code(held) for held in normed.outputs if held is not None]
+                solved[inputs] = [*ways, (tuple(made), normed)]
         return solved[inputs]
 
     # -- ordinary bodies ------------------------------------------------------------------------------------------
@@ -141,6 +145,10 @@ class Placer:
             operands_of, following_of = body.operands[position], body.following[position]
             following: _States = {}
             failure: Failure | None = None
+            if self._open:
+                states = self._decided(region, body, position, states)
+                if not states:
+                    return self._constrained(position)
             for state, (cost, steps) in states.items():
                 operands = operands_of(state + constants)
                 found = memo.get(operands)
@@ -172,8 +180,31 @@ class Placer:
             if isinstance(node, OperationNode)
             else self._called(region, position, node, operands)
         )
+        return found if isinstance(found, Failure) or found else self._constrained(position)
+
+    def _constrained(self, position: int) -> Failure:
         refusal = Refusal("constraint", "would split a value whose size is read", ())
-        return found if isinstance(found, Failure) or found else Failure((), position, refusal, (position,))
+        return Failure((), position, refusal, (position,))
+
+    def _decided(self, region: Region, body: Body, position: int, states: _States) -> _States:
+        """The states in which what is read here has a layout, where a call left that open."""
+        read, names = body.read[position], body.names[position]
+        found: _States = {}
+        for state, (cost, steps) in states.items():
+            if all(state[place] >= 0 for place in read):
+                found[state] = (cost, steps)
+                continue
+            for after, extra, chosen in self._open.branches(state, read):
+                (*made,) = [(names[place], self._numbering.layouts((code,))[0]) for place, code in chosen]
+                if self._splits_unsharded(region, made):
+                    continue
+                total, taken = (cost[0] + extra[0], cost[1] + extra[1]), steps
+                for value, layout in made:
+                    taken = Steps(Decided(value, layout), taken)
+                known = found.get(after)
+                if known is None or total < known[0]:
+                    found[after] = (total, taken)
+        return found
 
     def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:
         numbers = (*node.inputs, *node.overwritten)
@@ -218,7 +249,9 @@ class Placer:
         return [
             (outputs, solution.cost, Called(position, inputs, solution))
             for outputs, solution in solutions
-            if not self._splits_unsharded(region, zip(node.outputs, solution.outputs, strict=True))
+            if not self._splits_unsharded(
+                region, [(o, held) for o, held in zip(node.outputs, solution.outputs, strict=True) if held is not None]
+            )
         ]
 
     def _splits_unsharded(self, region: Region, made: Iterable[tuple[int, Layout]]) -> bool:
@@ -253,7 +286,18 @@ class Placer:
                 failure = Failure((), None, refusal, (len(region.nodes),))
         if failure is not None:
             return failure
+        if region.depth and sum(len(options) > 1 for options in branches) >= MANY:
+            return [self._left_open(branches)]
         return [(tuple(map(self._numbering.code, held)), cost, Left(held)) for held, cost in _combined(branches)]
+
+    def _left_open(self, branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> _Step:
+        """All that exits could be outside, at once: whoever reads a result chooses its layout."""
+        coded = [tuple((self._numbering.code(held), cost) for held, cost in options) for options in branches]
+        single = [options[0] if len(options) == 1 else None for options in branches]
+        sure = [held[1] for held in single if held is not None]
+        codes = [held[0][0] if len(held) == 1 else self._open.code(held) for held in coded]
+        cost = (sum(c[0] for c in sure), sum(c[1] for c in sure))
+        return tuple(codes), cost, Left(tuple(None if held is None else held[0] for held in single))
 
     def _entry_failure(self, region: Region, sources: Codes) -> Failure:
         for boundary, source in zip(region.entries, self._numbering.layouts(sources), strict=True):

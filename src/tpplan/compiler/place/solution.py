@@ -25,12 +25,12 @@ class Solution:
     """One way to run a region for given input layouts.
 
     Attributes:
-        outputs: layouts of the region's outputs.
+        outputs: layouts of the region's outputs; None for one that the caller chooses where it reads it.
         cost: (picoseconds, tie-breaker).
         steps: what was chosen, newest first: a linked list of (choice, earlier steps).
     """
 
-    outputs: State
+    outputs: tuple[Layout | None, ...]
     cost: Cost
     steps: Steps | None
 
@@ -81,15 +81,23 @@ class Left:
     """The layouts of the region's exits on the outside.
 
     Attributes:
-        layouts: these.
+        layouts: these; None where the caller chooses.
         partial_parameters, replicated_parameters: parameters with such a gradient, as in `Outcome`.
         added_once: parameters that are added to a partial result, by one rank alone.
     """
 
-    layouts: State
+    layouts: tuple[Layout | None, ...]
     partial_parameters: frozenset[int] = frozenset()
     replicated_parameters: frozenset[int] = frozenset()
     added_once: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A result of a call, which its callee left open, has this layout outside."""
+
+    value: int
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ class Dispatched:
     layout: Layout
 
 
-Choice = Entered | Ran | Called | Left | Normed | Recurred | Dispatched
+Choice = Entered | Ran | Called | Left | Decided | Normed | Recurred | Dispatched
 
 
 @dataclass(frozen=True, slots=True)
