@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruc
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -49,8 +48,10 @@ all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if 
 __all__ = [
     "COMPILED_CALL",
     "COMPOSED",
+    "FUSED_WEIGHT_NORM",
     "HOOK_TABLES",
     "OFF",
+    "PARAMETRIZATIONS",
     "READ_VERSION",
     "FunctionNode",
     "ModuleHooks",
@@ -121,6 +122,7 @@ __all__ = [
     "own_modules",
     "own_parameters",
     "packs_saved_tensors",
+    "parametrized_tensors",
     "pending_fully_shard",
     "placed_anew",
     "propagate",
@@ -152,7 +154,6 @@ __all__ = [
     "traced_reduce_scatter",
     "transient_buffers",
     "uncompiled",
-    "weight_norm_parts",
     "without_dispatch_modes",
     "without_function_modes",
     "without_packing",
@@ -271,17 +272,15 @@ def computed_weights(module: nn.Module) -> dict[str, str]:
     return {n: kind for n, kind in names.items() if n not in module._parameters and hasattr(module, n)}
 
 
-def weight_norm_parts(module: nn.Module) -> tuple[str, ...]:
-    """The parameters of which a weight norm computes a module's weight, row by row or column by column.
+FUSED_WEIGHT_NORM: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
+"""What torch's weight norms call: directions, lengths, the dim that counts the vectors; -1 for a single one."""
 
-    None where more than that computes anything.
-    """
-    computed: Any = getattr(module, "parametrizations", {}) if is_parametrized(module) else {}
-    if [*computed] != ["weight"] or [type(step) for step in computed["weight"]] != [_WeightNorm]:
-        return ()
-    if computed["weight"][0].dim not in (0, 1):
-        return ()
-    return tuple(f"parametrizations.weight.{name}" for name, _ in computed["weight"].named_parameters(recurse=False))
+PARAMETRIZATIONS = "parametrizations"
+
+
+def parametrized_tensors(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
+    """The tensors of a module that torch's parametrizations compute whenever they're read, with the steps of each."""
+    return dict(cast("Any", module).parametrizations) if is_parametrized(module) else {}
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ def refusal(model: nn.Module, rules: dict[str, object], inputs: tuple[Tensor, ..
 
 FOLDED = '`torch.nn.utils.parametrize.remove_parametrizations({0}, "weight")`'
 COMPUTED = [
-    (partial(parametrizations.weight_norm, dim=None), "parametrization `_WeightNorm`", FOLDED),  # pyright: ignore
     (parametrizations.spectral_norm, "parametrization `_SpectralNorm`", FOLDED),
     (parametrizations.orthogonal, "parametrization `_Orthogonal`", FOLDED),
     (weight_norm, "hook `WeightNorm`", "`torch.nn.utils.remove_weight_norm({0})`"),

@@ -68,17 +68,23 @@ def test_the_parts_of_a_weight_follow_it(case: str, tp: int) -> None:
     assert report.ok, report.problems
 
 
-@pytest.mark.parametrize(("dim", "style"), [(0, "rowwise"), (1, "colwise")])
-def test_vectors_of_which_each_rank_would_have_a_part_are_refused(dim: int, style: str) -> None:
-    model, call = linear(lambda m: normed(m, dim=dim), plain)  # pyright: ignore[reportUnknownLambdaType]
-    with pytest.raises(CompileError) as caught:
-        tpplan.compile_plan(model, {"version": 1, "modules": {"first": style}}, 2, call)
-    (finding,) = caught.value.diagnostics
-    assert finding.code == "TP112" and "weight norm" in finding.message
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize(("dim", "style"), [(0, "rowwise"), (1, "colwise"), (None, "colwise"), (None, "rowwise")])
+@pytest.mark.parametrize("make", [linear, convolution])
+def test_lengths_of_vectors_of_which_each_rank_has_a_part_are_sums(
+    make: Any, dim: int | None, style: str, tp: int
+) -> None:
+    wrapped: Any = lambda m: normed(m, dim=dim)  # pyright: ignore  # noqa: E731
+    model, call = make(*((wrapped, plain) if style == "colwise" else (plain, wrapped)))
+    plan = {"version": 1, "modules": {"first": "colwise", "second": "rowwise"}}
+    program = tpplan.compile_plan(model, plan, tp, call)
+    name = "first" if style == "colwise" else "second"
+    assert {m.name for m in program.modules if m.inner} == {f"{name}.parametrizations.weight.0"}
+    report = tpplan.verify(model, plan, tp, call)
+    assert report.ok, report.problems
 
 
-@pytest.mark.parametrize("wrap", [lambda m: normed(m, dim=None), parametrizations.spectral_norm])  # pyright: ignore
-def test_what_normalizes_a_weight_as_a_whole_is_refused(wrap: Any) -> None:
-    model, call = linear(wrap, plain)
+def test_a_spectral_norm_is_refused() -> None:
+    model, call = linear(parametrizations.spectral_norm, plain)
     with pytest.raises(CompileError, match="isn't a parameter"):
         tpplan.compile_plan(model, {"version": 1, "modules": {"first": "colwise"}}, 2, call)

@@ -1,17 +1,18 @@
 """`suggest_plan` pairs linear layers by the flow of the data, whatever they are called, and never takes a guess."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 import tpplan
 from tests.models.mixed_draws import mixed_draws
 from tests.models.tiny import tiny_model
 from tpplan.api import suggest_text
-from tpplan.compiler.pipeline import compile_call
-from tpplan.compiler.request import Request
 
 WIDTH, HEADS, FEED = 24, 4, 40
 
@@ -239,14 +240,52 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         tpplan.suggest_plan(nn.LayerNorm(WIDTH), tp=2, inputs={"input": STREAM["x"]})
 
 
-def test_weights_that_a_norm_computes_are_the_cause_that_is_told() -> None:
-    model = nn.Sequential(weight_norm(nn.Linear(16, 32)), nn.ReLU(), weight_norm(nn.Linear(32, 16)))
-    with pytest.raises(tpplan.CompileError, match="the weight of `0` is computed in each forward, by a weight norm"):
+class Softened(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return F.softplus(weight)
+
+
+def softened(layer: nn.Module) -> nn.Module:
+    return register_parametrization(layer, "weight", Softened())
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, softened])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_computed_weights_are_split(wrap: Any, tp: int) -> None:
+    model = nn.Sequential(wrap(nn.Linear(16, 32)), nn.ReLU(), wrap(nn.Linear(32, 16))).double()
+    call = (torch.randn(3, 16, dtype=torch.float64),)
+    plan = tpplan.suggest_plan(model, tp=tp, inputs=call)
+    assert {(str(rule.pattern), str(rule.style)) for rule in plan.rules} == {("0", "colwise"), ("2", "rowwise")}
+    report = tpplan.verify(model, plan, tp, call)
+    assert report.ok, report.problems
+
+
+def test_computed_convolutions_are_split() -> None:
+    channelwise = weight_norm(nn.Conv1d(32, 32, 3, groups=32))
+    layers = weight_norm(nn.Conv1d(16, 32, 3)), channelwise, weight_norm(nn.ConvTranspose1d(32, 16, 3))
+    model, call = nn.Sequential(*layers).double(), (torch.randn(3, 16, 8, dtype=torch.float64),)
+    plan = tpplan.suggest_plan(model, tp=2, inputs=call)
+    assert {(str(rule.pattern), str(rule.style)) for rule in plan.rules} == {("{0,1}", "colwise"), ("2", "rowwise")}
+    report = tpplan.verify(model, plan, 2, call)
+    assert report.ok, report.problems
+
+
+def test_heads_of_computed_weights_are_gathered() -> None:
+    model = nn.Sequential()
+    model.up, model.down, model.head = nn.Linear(16, 32), nn.Linear(32, 16), weight_norm(nn.Linear(16, 64))
+    call = (torch.randn(3, 16, dtype=torch.float64),)
+    plan = tpplan.suggest_plan(model.double(), tp=2, inputs=call)
+    assert [(str(rule.style), str(rule.output)) for rule in plan.rules if str(rule.pattern) == "head"] == [
+        ("colwise", "replicate")
+    ]
+    report = tpplan.verify(model, plan, 2, call)
+    assert report.ok, report.problems
+
+
+def test_a_weight_that_can_only_be_computed_whole_is_the_cause_that_is_told() -> None:
+    model = nn.Sequential(spectral_norm(nn.Linear(16, 32)), nn.ReLU(), spectral_norm(nn.Linear(32, 16)))
+    with pytest.raises(tpplan.CompileError, match=r"`0\.weight` isn't a parameter: .* `_SpectralNorm`"):
         tpplan.suggest_plan(model, tp=2, inputs=(torch.randn(3, 16),))
-    gathered = {"style": "colwise", "output": "replicate"}  # as the help says
-    plan = tpplan.load_plan({"version": 1, "modules": {"0": gathered, "2": gathered}})
-    program = compile_call(Request(model, plan, 2, (torch.randn(3, 16),), {})).program
-    assert {str(placed.layout) for placed in program.parameters} == {"S(0)"}
 
 
 class Spectral(nn.Module):

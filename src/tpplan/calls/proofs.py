@@ -190,7 +190,8 @@ def _record(record: RecordedBody | None, batch: int) -> object:
         frozenset((name, number, shown(held)) for name, number, held in every)
         for every in (record.calls, record.passed)
     )
-    return shown(record.inputs), calls, shown(record.results), record.moves, passed, record.partial, record.averages
+    rest = (record.moves, passed, record.partial, record.averages, record.lengths)
+    return shown(record.inputs), calls, shown(record.results), *rest
 
 
 def _kernels(program: Program, called: set[str]) -> frozenset[KernelUse]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.compiler.bind.bind import Binding, bind, stored_tensors
+from tpplan.compiler.bind.computed import computed_tensors, layer_of
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.packing import pack, taken_apart
 from tpplan.compiler.bind.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
@@ -30,7 +31,6 @@ from tpplan.compiler.rules.group_norm import GROUP_NORM
 from tpplan.compiler.rules.packed import SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
-from tpplan.compiler.rules.weight_norm import WEIGHT_NORM
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
@@ -85,9 +85,14 @@ class Study:
         self._flow = DataFlow(self.trace)
         self._readers = Readers(self._flow)
 
-    def is_normed(self, value: int) -> bool:
-        """Whether a weight norm computes a weight of a parameter."""
-        return any(operation.name == WEIGHT_NORM for _, operation, _ in self._readers.of(value))
+    def computed_weights(self) -> dict[str, tuple[int, Product | Addend]]:
+        """The weights that torch's parametrizations compute of parameters, and what is done with each, by module."""
+        return {
+            name: (tensor.made, tensor.use)
+            for name, held in computed_tensors(self.model, self._readers).items()
+            for tensor in held
+            if tensor.parts and (isinstance(tensor.use, Product) or not tensor.use.is_added)
+        }
 
     def use_of(self, value: int) -> Product | Addend | None:
         """The product that a parameter is a factor of, or what a parameter or a buffer is added to or combined with."""
@@ -112,7 +117,10 @@ class Study:
         binding, findings = bind(self.model, Plan(rules=tuple(rules)), self.size)
         split = pack(self.model, self._flow, _without_conflicts(binding, findings), self.size)
         problems = _problems([*findings, *split.findings])
-        bound = {name: split.binding.modules.get(name) for name in packs}
+        modules = split.binding.modules
+        inside = {layer_of(name): held for name, held in modules.items()}  # of computed weights
+        inside |= {layer_of(name): held for name, held in modules.items() if held.style is Style.COLWISE}
+        bound = {name: modules.get(name) or inside.get(name) for name in packs}
         made = {name: held for name, held in bound.items() if held is not None and name not in problems}
         return ColumnSplits(
             {name: held.packs for name, held in made.items() if held.style is Style.COLWISE},
@@ -175,5 +183,5 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 __all__ = [
     "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "ColumnSplits",
     "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
-    "convolution_weight", "is_convolution", "is_norm", "linear_form", "stored_names",
+    "convolution_weight", "is_convolution", "is_norm", "layer_of", "linear_form", "stored_names",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from tpplan.compiler.check.localise import (
     splits_parameters,
 )
 from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.computed import of_computed
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import ForeignBackward, Frame
@@ -50,6 +51,7 @@ def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mi
     if attributes is not None:
         return replace(learned, attributes=attributes)
     finding = failures.of_check(subject, mismatch, problem.binding)
+    finding = of_computed(finding, mismatch.frame.module, subject.model, problem.binding)
     unsharded = learned.constraints.unsharded
     places = read_sizes(subject, mismatch, unsharded)
     recorded = _recorded(subject, learned, mismatch) if _splits_features(subject, mismatch) else None

@@ -19,6 +19,7 @@ from tpplan.compiler.check import local_run
 from tpplan.compiler.check.compare import Mismatch
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.explain import failures
+from tpplan.compiler.explain.computed import of_computed
 from tpplan.compiler.explain.warnings import gathered_columns
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import REPLICATED
@@ -151,10 +152,9 @@ class _Solver:
         if learned.reasons:
             raise CompileError([*learned.findings, learned.reasons[-1]])
         finding = failures.of_placement(instance, failure, problem.trace, problem.binding, problem.request.size)
-        findings, here = (
-            failures.with_one_cause([*learned.findings, finding]),
-            failures.instance_at(instance, failure.path),
-        )
+        here = failures.instance_at(instance, failure.path)
+        finding = of_computed(finding, here.frame.module, problem.request.model, problem.binding)
+        findings = failures.with_one_cause([*learned.findings, finding])
         unplaced = learned.unplaced | {here.frame.module}
         learned = replace(learned, findings=tuple(findings), unplaced=unplaced)
         place = (here.region.example, failure.node)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import local_of
+from tpplan.compiler.bind.computed import layer_of
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.divergence import compare_calls, first_divergence
 from tpplan.parity.measure import joined, magnitude, relative_error
@@ -159,9 +160,14 @@ def _scales(program: Program, gradients: dict[str, Tensor]) -> dict[str, float]:
     least = _SMALL * max(own.values(), default=0.0)
     siblings: dict[str, float] = {}
     for name, held in own.items():
-        owner = name.rpartition(".")[0]
+        owner = _owner(name)
         siblings[owner] = max(siblings.get(owner, least), held)
-    return {name: siblings[name.rpartition(".")[0]] for name in own}
+    return {name: siblings[_owner(name)] for name in own}
+
+
+def _owner(name: str) -> str:
+    """The module whose parameter it is, or whose weight is computed of it."""
+    return layer_of(name) or name.rpartition(".")[0]
 
 
 def _input_gradients(reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterable[TensorParity]:

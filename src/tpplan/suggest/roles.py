@@ -151,13 +151,14 @@ def _groups(subject: Subject, found: Flow, columns: Mapping[str, Column]) -> tup
             settings[name] = _split(subject, name, columns[name])
             families.join(_key(row, settings), _key(name, settings))
     for addend, name in found.addends.items():
-        if name in settings:
+        if name in settings and addend.rpartition(".")[0] != name:  # a layer's own goes by its rule
             sizes = tuple(part.outputs for part in subject.addends[addend].parts)
             packs = settings[name].packed or (pack_names(sizes) if sizes[1:] else None)
             settings[addend] = replace(settings[name], packed=packs)
             families.join(_key(name, settings), _key(addend, settings))
     for parameter, (name, packs) in found.beside.items():
-        if parameter not in settings and name in settings:
+        of_layer = parameter.rpartition(".")[0] in found.beside
+        if parameter not in settings and name in settings and not of_layer:
             settings[parameter] = Setting(Style.COLWISE, packed=pack_names(packs, True) if len(packs) > 1 else None)
             families.join(_key(name, settings), _key(parameter, settings))
     order = [name for name in (*subject.tables, *subject.weights, *subject.addends) if name in settings]

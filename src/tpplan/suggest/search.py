@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import named_modules, weight_norm_parts
+from tpplan.compat import computed_weights, named_modules, parametrized_tensors
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation
@@ -268,13 +268,12 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     kind = type(subject.model).__name__
     notes = tuple(f"`{name}`: {found.reasons[name]}" for name in heaviest[:3])
     message = f"nothing in `{kind}` can be sharded over {subject.size} ranks"
-    normed = next((name for name, module in named_modules(subject.model) if weight_norm_parts(module)), None)
-    if not subject.weights and normed is not None:
-        message += f": the weight of `{normed}` is computed in each forward, by a weight norm"
-        way_out = (
-            "remove the weight norms; or write the plan by hand: `colwise` splits such a layer, and with `output: "
-        )
-        way_out += "replicate` its result is gathered"
+    computed = next(
+        (n for n, m in named_modules(subject.model) if {**parametrized_tensors(m), **computed_weights(m)}), None
+    )
+    if not subject.weights and computed is not None:
+        message += f": the weight of `{computed}` is computed in each forward, of what can't be split with it"
+        way_out = "remove what computes it, such as a spectral norm, or use data parallelism for this model"
     elif not subject.weights:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, parametrized_tensors
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.layout import Pack as Stretch
 from tpplan.compiler.ir.region import Instance
@@ -30,6 +30,7 @@ from tpplan.compiler.queries import (
     Product,
     Study,
     Taken,
+    layer_of,
     linear_form,
 )
 from tpplan.plan.rules import Pack
@@ -123,12 +124,12 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
         if frame.module not in frames or not frames[frame.module].exits:  # whose result nobody reads
             frames[frame.module] = frame
     called = [(name, module) for name, module in named_modules(model) if name in frames]
-    linears = {
-        name: form for name, module in called if (form := linear_form(module)) is not None and _is_plain(frames[name])
-    }
+    computed = study.computed_weights()
+    forms = ((name, _linear(module, computed.get(name))) for name, module in called if _is_plain(frames[name]))
+    linears = {name: form for name, form in forms if form is not None}
     tables = {name: module for name, module in called if isinstance(module, nn.Embedding)}
     bags = {name: module for name, module in called if isinstance(module, nn.EmbeddingBag)}
-    products, addends = _bare_parameters(study, {*linears, *tables, *bags})
+    products, addends = _bare_parameters(study, {*linears, *tables, *bags}, computed)
     counts = {name: form.outputs for name, form in linears.items()}
     counts |= {name: sum(part.outputs for part in product.parts) for name, product in products.items()}
     taken = {name: study.taken_apart(frames[name].exits[0].target) for name in linears}
@@ -136,12 +137,14 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     parts = {n: tuple(part.outputs for part in product.parts) for n, product in products.items() if product.following}
     columns, unsplittable, heads = _columns(study, taken, counts, parts)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    weights = {name: form.inputs * form.outputs for name, form in linears.items()} | {n: sizes[n] for n in products}
+    weights = {name: form.inputs * form.outputs for name, form in linears.items()}
+    weights |= {n: _computed_size(n, sizes) if n in computed else sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
     columns |= {name: (Column(None, ()),) for name in wide}
+    beside = _beside(study, addends, computed)
     return Subject(
-        study, arguments, keywords, linears, products, addends, heads, _beside(study, addends), weights, columns,
-        unsplittable, tables, bags,
+        study, arguments, keywords, linears, products, addends, heads, beside, weights, columns, unsplittable, tables,
+        bags,
     )  # fmt: skip
 
 
@@ -152,9 +155,12 @@ def columns_with_packs(subject: Subject, packs: Mapping[str, tuple[int, ...]]) -
     return _split(subject.study, counts, named)[0]
 
 
-def _beside(study: Study, addends: Mapping[str, Addend]) -> dict[int, dict[str, int]]:
+def _beside(
+    study: Study, addends: Mapping[str, Addend], computed: Mapping[str, tuple[int, Product | Addend]]
+) -> dict[int, dict[str, int]]:
     beside: dict[int, dict[str, int]] = {}
-    for parameter, (name, *_) in study.trace.stored.items():
+    held = [(parameter, names[0]) for parameter, names in study.trace.stored.items()]
+    for parameter, name in [*held, *((made, name) for name, (made, _) in computed.items())]:
         addend = addends.get(name)
         if addend is None or (addend.is_added and len(study.trace.values[parameter].shape) != 1):
             continue
@@ -197,14 +203,31 @@ def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
                             beside.setdefault(made[0], {})[name] = place
 
 
-def _bare_parameters(study: Study, called: Collection[str]) -> tuple[dict[str, Product], dict[str, Addend]]:
-    """What bodies do with parameters and buffers that no called layer or table has."""
-    products: dict[str, Product] = {}
-    addends: dict[str, Addend] = {}
+def _linear(module: nn.Module, computed: tuple[int, Product | Addend] | None) -> LinearForm | None:
+    """What linear layer a module is; also one of torch's own whose weight is computed."""
+    if not parametrized_tensors(module):
+        return linear_form(module)
+    use = None if computed is None else computed[1]
+    stock = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return LinearForm(use.inputs, use.outputs, False) if stock and isinstance(use, Product) else None
+
+
+def _computed_size(layer: str, sizes: Mapping[str, int]) -> int:
+    """The number of entries of all that a layer's weight is computed of."""
+    return sum(count for name, count in sizes.items() if layer_of(name) == layer)
+
+
+def _bare_parameters(
+    study: Study, called: Collection[str], computed: Mapping[str, tuple[int, Product | Addend]]
+) -> tuple[dict[str, Product], dict[str, Addend]]:
+    """What bodies do with parameters and buffers that no called layer or table has; computed weights go by layers."""
+    uses = {name: use for name, (_, use) in computed.items() if name not in called}
+    products = {name: use for name, use in uses.items() if isinstance(use, Product)}
+    addends = {name: use for name, use in uses.items() if isinstance(use, Addend)}
     for value, names in study.trace.stored.items():
         if value in study.trace.parameters and any(n.rpartition(".")[0] in called for n in names):
             continue
-        use = None if study.is_normed(value) else study.use_of(value)
+        use = None if any(map(layer_of, names)) else study.use_of(value)
         if isinstance(use, Product):
             products[names[0]] = use
         elif isinstance(use, Addend):

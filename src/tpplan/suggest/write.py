@@ -14,6 +14,7 @@ from torch import nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.ir.trace import Operation
+from tpplan.compiler.queries import layer_of
 from tpplan.plan import Plan, Style
 from tpplan.plan.emit import SCHEMA_COMMENT, plan_to_dict
 from tpplan.suggest.judge import all_names, rule_of
@@ -80,6 +81,8 @@ def reason_for(suggestion: Suggestion, whole: Whole) -> str:
         return "it makes a single head, which every rank needs"
     if setting is not None and setting.style is Style.REPLICATE:
         return "each rank takes its part of the result"
+    if layer_of(f"{whole.example}.") in suggestion.settings:
+        return "of what a weight is computed of, these count nothing that is split"
     found = reasons.get(whole.example)
     alike = (reason for name, reason in reasons.items() if shape_of(name) == whole.pattern)
     own = (reason for name, reason in reasons.items() if name.rpartition(".")[0] == whole.example)  # a parameter's

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import named_modules, parametrized_tensors
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.misfits import may_wrap, misfit
 from tpplan.compiler.bind.recurrent import recurrence
@@ -133,7 +133,8 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
         problem = misfit(modules[name], name, rule)
         if problem is None:
             recurrent = recurrence(modules[name]) if rule.style is Style.COLWISE else None
-            bound[name] = Bound(name, rule.style, rule, linear_form(modules[name]), recurrent=recurrent)
+            form = None if parametrized_tensors(modules[name]) else linear_form(modules[name])
+            bound[name] = Bound(name, rule.style, rule, form, recurrent=recurrent)
         elif problem.code == "TP101" and rule.style is not Style.EXPERTS and may_wrap(modules[name]):
             bound[name], wrappers[name] = Bound(name, rule.style, rule), problem
         else:

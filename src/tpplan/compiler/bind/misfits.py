@@ -6,13 +6,9 @@ out: TP101 for a style that isn't for such a module, TP112 for what the module d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
-
 from torch import nn
-from torch.nn.utils import parametrize
 
-from tpplan.compat import computed_weights, named_modules, own_parameters, weight_norm_parts
+from tpplan.compat import computed_weights, named_modules, own_parameters, parametrized_tensors
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
 from tpplan.compiler.bind.recurrent import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
@@ -27,8 +23,9 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     """What keeps a rule from being carried out on this module, seen from the module alone."""
     if is_recurrent(module) and rule.style in (Style.COLWISE, Style.ROWWISE):
         return _computed_weight(module, name, rule) or _recurrent(module, name, rule)
-    if rule.style in (Style.COLWISE, Style.ROWWISE) and weight_norm_parts(module):
-        return None  # these are split
+    table = rule.style is Style.VOCAB or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    if rule.style in (Style.COLWISE, Style.ROWWISE) and parametrized_tensors(module) and not table:
+        return _input_of_other_features(name, rule)  # the trace tells what its weight is computed of
     if rule.style in (Style.COLWISE, Style.ROWWISE, Style.VOCAB):
         computed = _computed_weight(module, name, rule)
         if computed is not None:
@@ -53,17 +50,23 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
 
 def _computed_weight(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
     """TP112 for a weight that a parametrization, or a hook before each forward, computes from other parameters."""
-    if parametrize.is_parametrized(module):
-        computed = cast("Mapping[str, Sequence[nn.Module]]", module.parametrizations)
-        leaf, steps = next(iter(computed.items()))
-        what = f"the parametrization `{type(steps[0]).__name__}`"
-        remove = f'`torch.nn.utils.parametrize.remove_parametrizations({_last(name)}, "{leaf}")`'
-    else:
-        leaf, hook = next(iter(computed_weights(module).items()), ("", ""))
-        if not leaf:
-            return None
-        what = f"the hook `{hook}`"
-        remove = f"`torch.nn.utils.{_REMOVED_BY[hook]}({_last(name)})`" if hook in _REMOVED_BY else "removing the hook"
+    if parametrized_tensors(module):
+        return not_followed(module, name, rule)
+    leaf, hook = next(iter(computed_weights(module).items()), ("", ""))
+    if not leaf:
+        return None
+    remove = f"`torch.nn.utils.{_REMOVED_BY[hook]}({_last(name)})`" if hook in _REMOVED_BY else "removing the hook"
+    return _computed(name, rule, leaf, f"the hook `{hook}`", remove)
+
+
+def not_followed(module: nn.Module, name: str, rule: Rule) -> Diagnostic:
+    """TP112 for a weight that a parametrization computes of what can't be split with it."""
+    leaf, steps = next(iter(parametrized_tensors(module).items()))
+    remove = f'`torch.nn.utils.parametrize.remove_parametrizations({_last(name)}, "{leaf}")`'
+    return _computed(name, rule, leaf, f"the parametrization `{type(steps[0]).__name__}`", remove)
+
+
+def _computed(name: str, rule: Rule, leaf: str, what: str, remove: str) -> Diagnostic:
     return Diagnostic(
         code="TP112",
         message=f"`{name}.{leaf}` isn't a parameter: {what} computes it in each forward, and `{rule.style}` has "
@@ -207,4 +210,4 @@ def _suggest_style(module: nn.Module) -> str:
     return "a module of this kind can be `sequence` or `replicate`"
 
 
-__all__ = ["holds_experts", "may_wrap", "misfit"]
+__all__ = ["holds_experts", "may_wrap", "misfit", "not_followed"]

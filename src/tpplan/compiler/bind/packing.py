@@ -22,9 +22,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.compat import named_modules, weight_norm_parts
+from tpplan.compat import named_modules, parametrized_tensors
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
+from tpplan.compiler.bind.computed import Computed, computed_tensors, names_among
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_convolution
+from tpplan.compiler.bind.misfits import not_followed
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
@@ -67,8 +69,9 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     readers = Readers(flow)
     findings: list[Diagnostic] = []
     grouped = {name for name, module in named_modules(model) if is_grouped_convolution(module)}
-    normed = {name: weight_norm_parts(module) for name, module in named_modules(model)}
-    modules = _with_parameters(binding, readers, frames, findings, partly, grouped, normed)
+    computed = computed_tensors(model, readers)
+    modules = _with_parameters(binding, readers, frames, findings, partly, grouped, computed)
+    findings += _unfollowed(model, binding, computed, grouped, partly)
     uses: dict[str, Use] = {}
     for name, bound in modules.items():
         if bound.form is not None and bound.style in (Style.COLWISE, Style.ROWWISE):
@@ -130,58 +133,66 @@ def _with_parameters(
     findings: list[Diagnostic],
     partly: bool,
     grouped: Collection[str],
-    normed: Mapping[str, Sequence[str]],
+    computed: Mapping[str, Sequence[Computed]],
 ) -> dict[str, Bound]:
     """The binding's modules, and bare parameters with what is done with them."""
     values = {name: value for value, names in readers.trace.stored.items() for name in names}
+    parts = {name: held for tensors in computed.values() for held in tensors for name in held.parts}
     modules: dict[str, Bound] = {}
     for name, bound in binding.modules.items():
-        leaves = ("weight", "bias", *normed.get(name, ()))
-        read = [f"{name}.{leaf}" for leaf in leaves if f"{name}.{leaf}" in values]
+        own = [f"{name}.{leaf}" for leaf in ("weight", "bias")]
+        read = [leaf for leaf in (*own, *sorted(names_among(computed.get(name, ())))) if leaf in values]
         convolves = bound.form is None and bound.style in (Style.COLWISE, Style.ROWWISE) and not bound.is_parameter
         unread = bound.form is not None and name not in frames and not bound.wrapper
         if read and (convolves or unread):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
             pins = bound.input is not None or bound.output is not None
+            # What it says of the module's own boundary.
             if convolves and pins and bound.style is Style.COLWISE and name not in grouped:
-                modules[name] = replace(bound, style=Style.REPLICATE)  # what it says of the module's own boundary
+                modules[name] = replace(bound, style=Style.REPLICATE)
+            elif convolves and bound.output is not None and bound.style is Style.ROWWISE:
+                modules[name] = replace(bound, style=Style.NONE, rule=replace(bound.rule, input=None))
         else:
             modules[name] = bound
-    parts = {f"{name}.{leaf}" for name, leaves in normed.items() for leaf in leaves}
     if partly:
         unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, values.get(n))}
         modules = {name: bound for name, bound in modules.items() if name not in unread}
     for name, bound in modules.items():
-        if bound.is_parameter and bound.style is not Style.REPLICATE:
-            form = _find_use(readers, values[name]) if name in values else None
-            lone = isinstance(form, Addend) and not form.is_added
-            if lone and name in parts:
-                bound = replace(bound, style=Style.COLWISE)  # lengths lie as the rows that they are of
-            if form is None or (lone and bound.style is Style.ROWWISE):
-                findings.append(_no_product(bound))
-            modules[name] = replace(bound, form=form)
-    for name, leaves in normed.items():
-        bound = binding.modules.get(name)
-        held = [modules[f"{name}.{leaf}"].form for leaf in leaves if f"{name}.{leaf}" in modules]
-        lengths = next((form.output_dim for form in held if isinstance(form, Addend)), None)
-        product = next((form for form in held if isinstance(form, Product)), None)
-        if bound is not None and product is not None:
-            split = product.output_dim if bound.style is Style.COLWISE else product.input_dim
-            if lengths != split:
-                findings.append(_cuts_norm(bound))
+        if not bound.is_parameter or bound.style is Style.REPLICATE:
+            continue
+        if name in parts:
+            form = parts[name].form_of(name, bound.style)
+            modules[name] = replace(bound, form=form, style=Style.REPLICATE if form is None else bound.style)
+            continue
+        form = _find_use(readers, values[name]) if name in values else None
+        if form is None or (isinstance(form, Addend) and not form.is_added and bound.style is Style.ROWWISE):
+            findings.append(_no_product(bound))
+        modules[name] = replace(bound, form=form)
     return modules
 
 
-def _cuts_norm(bound: Bound) -> Diagnostic:
-    return Diagnostic(
-        code="TP112",
-        message=f"`{bound.style}` would give each rank a part of every vector of `{bound.name}.weight` that its weight "
-        "norm normalizes",
-        span=bound.rule.style_span,
-        help=f"remove the rule, so that `{bound.name}` stays whole"
-        + ("; or make it `colwise`, with `output: replicate`" if bound.style is Style.ROWWISE else ""),
-        subject=bound.name,
-    )
+def _unfollowed(
+    model: nn.Module,
+    binding: Binding,
+    computed: Mapping[str, Sequence[Computed]],
+    grouped: Collection[str],
+    partly: bool,
+) -> list[Diagnostic]:
+    """TP112 for layers that compute a weight of which no part is split with it, or a bias that a sum needs once."""
+    found: list[Diagnostic] = []
+    for name, module in named_modules(model):
+        bound, leaves = binding.modules.get(name), parametrized_tensors(module)
+        if not leaves or bound is None or bound.style not in (Style.COLWISE, Style.ROWWISE) or bound.is_parameter:
+            continue
+        held = computed.get(name, ())
+        if partly and not held:
+            continue
+        rows = bound.style is Style.ROWWISE
+        makes = name in grouped or any(isinstance(tensor.use, Product) for tensor in held) or "weight" not in leaves
+        added = rows and any(isinstance(tensor.use, Addend) and tensor.use.is_added for tensor in held)
+        if not makes or added or not all(tensor.is_split(bound.style) for tensor in held):
+            found.append(not_followed(module, name, bound.rule))
+    return found
 
 
 def _find_use(readers: Readers, value: int) -> Product | Addend | None:

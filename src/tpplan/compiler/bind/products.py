@@ -23,10 +23,9 @@ from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
 from tpplan.compiler.rules.packed import SPLITS, VIEWS, picked_dim
-from tpplan.compiler.rules.weight_norm import WEIGHT_NORM
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
-_FACTORS = {
+FACTORS = {
     "aten.mm.default": 0,
     "aten.bmm.default": 0,
     "aten._grouped_mm.default": 0,
@@ -87,7 +86,7 @@ def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
                 yield seen, dims
             known = lookup(operation.name)
             entrywise = known is not None and known.kind == "entrywise" and set(operation.inputs) == {seen}
-            after = dims if entrywise else _moved(readers, operation, seen, dims)
+            after = dims if entrywise else moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 pending.append((made, after, depth + 1))
@@ -102,8 +101,7 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
         for _, operation, seen in readers.of(value):
             others = [i for i in operation.inputs if i != seen]
             made = operation.outputs[0]
-            beside = operation.name in ENTRYWISE_OF_TWO or operation.name == WEIGHT_NORM
-            if not beside or len(others) != 1 or seen != value or made is None:
+            if operation.name not in ENTRYWISE_OF_TWO or len(others) != 1 or seen != value or made is None:
                 continue
             rank = len(values[made].shape)
             its = values[others[0]].shape
@@ -116,7 +114,7 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
 
 def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int) -> Iterator[Product | Addend]:
     for _, operation, seen in readers.of(value):
-        first = _FACTORS.get(operation.name)
+        first = FACTORS.get(operation.name)
         if first is not None:
             yield from _in_product(readers, operation, seen, dims, shape, first)
         elif operation.name in _ADDITIONS:
@@ -128,7 +126,7 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
         elif operation.name in SPLITS and depth < _DEEPEST:
             yield from _of_parts(readers, operation, seen, dims, shape, depth)
         elif depth < _DEEPEST:
-            after = _moved(readers, operation, seen, dims)
+            after = moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 yield from _uses(readers, made, after, shape, depth + 1)
@@ -210,7 +208,7 @@ def _made(
         yield Product(outputs, inputs, output_dim, input_dim, made, made_dim, given.identifier)
 
 
-def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dims | None:
+def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dims | None:
     """The parameter's dims after an operation that moves or picks entries; None for one that computes."""
     values = readers.trace.values
     made = next((o for o in operation.outputs if o is not None), None)
@@ -221,10 +219,6 @@ def _moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Di
     name = operation.name
     if name in _KEEPS:
         return dims
-    if (
-        name == WEIGHT_NORM
-    ):  # of the directions; with lengths along another dim, neither outputs nor inputs can be split
-        return dims if len(arguments) < 3 or arguments[2] < 2 else None
     if name == "aten.t.default":
         return dims[::-1]
     if name == "aten.transpose.int":
@@ -283,4 +277,4 @@ def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims
     return None if kept or left != 1 else tuple(found)
 
 
-__all__ = ["ENTRYWISE_OF_TWO", "derived", "find_use"]
+__all__ = ["ENTRYWISE_OF_TWO", "FACTORS", "Dims", "derived", "find_use", "moved"]

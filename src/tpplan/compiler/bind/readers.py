@@ -82,6 +82,12 @@ class Readers:
         for target in self._flow.targets.get(value, ()):
             yield from self.of(target)
 
+    def maker(self, value: int) -> tuple[int, Operation | None]:
+        """The value on the far side of the boundaries that `value` came through, and the operation that made it."""
+        while value in self._flow.source:
+            value = self._flow.source[value]
+        return value, self._flow.made.get(value)
+
     def is_written(self, value: int) -> bool:
         """Whether an operation writes to `value`, or to what shares its storage."""
         return value in self._flow.written

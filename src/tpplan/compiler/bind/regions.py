@@ -9,7 +9,7 @@ out: a tree of `Instance`s over shared `Region`s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,20 @@ from tpplan.compiler.bind.bind import Binding, Bound
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
-from tpplan.compiler.ir.trace import ForeignBackward, Frame, Operation, Path, Reference, Trace
+from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.plan import Pin, Style
+
+_LOOK_UPS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "embedding.default",
+        "_embedding_bag.default",
+        "index.Tensor",
+        "index_select.default",
+        "gather.default",
+    )
+)
 
 
 @dataclass(slots=True)
@@ -60,6 +71,7 @@ class _Builder:
         self.fixed = fixed
         self.interned = table.regions
         self.free, self.escapes, self.constants = _uncrossed(trace, parts)
+        self.lasting, self.weights = _lasting(trace, binding, self.constants)
         self._kinds = table.values
 
     def build(self, frame: Frame, depth: int) -> Instance:
@@ -99,9 +111,10 @@ class _Builder:
         stack = bound.experts if shared and bound is not None and bound.experts is not None else None
         stack = None if stack is None or stack.owner is not None else stack
         fixed = frame.module in self.fixed
+        of_weights = not self.weights.isdisjoint(local.numbers) and self.lasting.issuperset(local.numbers)
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
-            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent, stack,
+            entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent, stack, of_weights,
         )  # fmt: skip
         region = self.interned.get(key)
         if region is None:
@@ -115,7 +128,7 @@ class _Builder:
                 tuple(Boundary(*held, exit_pin, own) for held, own in zip(exits, exit_packs, strict=True)),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
                 style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared,
-                recurrent, stack,
+                recurrent, stack, of_weights,
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 
@@ -128,7 +141,8 @@ class _Builder:
         layout = buffer if buffer is not None and buffer.is_sharded else layout
         constant, picks = identifier in self.constants, picks_of(value.numbers)
         gradless = identifier in self.trace.gradless
-        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks, gradless)
+        weight = identifier in self.weights
+        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks, gradless, weight)
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = LocalValue(*key)
@@ -266,3 +280,33 @@ def _uncrossed(
                     free[id(frame)].append(identifier)
     made = {*home, *trace.inputs, *trace.parameters, *(crossing.target for crossing in trace.root.exits)}
     return free, escapes, frozenset(range(len(trace.values))).difference(made)
+
+
+def _lasting(trace: Trace, binding: Binding, constants: Collection[int]) -> tuple[set[int], set[int]]:
+    """The values that follow from what is there before a call alone; and of these the ones made of split parameters.
+
+    What is looked up in a table isn't among them, as it depends on what is looked up how much that is.
+    """
+    lasting = {*constants, *trace.parameters}
+    weights = {v for v, names in trace.stored.items() if v in lasting and binding.parameters[names[0]].is_sharded}
+
+    def cross(frame_crossings: Iterable[Crossing]) -> None:
+        for crossing in frame_crossings:
+            for held in (lasting, weights):
+                if crossing.source in held:
+                    held.add(crossing.target)
+
+    def visit(frame: Frame) -> None:
+        cross(frame.entries)
+        for node in frame.body:
+            if isinstance(node, Frame):
+                visit(node)
+            elif node.name not in _LOOK_UPS and lasting.issuperset((*node.inputs, *node.overwritten)):
+                made = [o for o in node.outputs if o is not None]
+                lasting.update(made)
+                if not weights.isdisjoint(node.inputs):
+                    weights.update(made)
+        cross(frame.exits)
+
+    visit(trace.root)
+    return lasting, weights

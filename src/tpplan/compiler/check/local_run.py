@@ -308,7 +308,7 @@ def _replay(given: CheckInput, modules: Mapping[str, nn.Module], recorded: froze
         own = {n.removeprefix(prefix): layout for n, layout in held.items() if n.startswith(prefix)}
         replay = Replay(
             stock[name],
-            record_of(given.assignment, given.trace, name),
+            record_of(given.assignment, given.trace, name, given.size),
             own,
             given.size,
             given.rank,

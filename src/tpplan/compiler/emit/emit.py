@@ -226,7 +226,7 @@ def _modules(
                 random=random,
                 local_attributes=attributes.get(name, ()),
                 inner=_inner(trace, assignment, calls, size, bound, experts),
-                recorded=record_of(assignment, trace, name) if name in recorded else None,
+                recorded=record_of(assignment, trace, name, size) if name in recorded else None,
                 split_norm=None if normed is None else _split_norm(trace, normed),
                 walked=bound is not None and bound.walked,
                 class_calls=classes,

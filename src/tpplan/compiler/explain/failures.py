@@ -32,9 +32,14 @@ _VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.def
 
 
 def with_one_cause(findings: list[Diagnostic]) -> list[Diagnostic]:
-    """Without what follows from a write in place: operations of the same body that meet the same shards."""
+    """Without what follows from a write in place: operations of the same body that meet the same shards.
+
+    Nor what follows from a weight that can't be computed; of its steps the first that can't be made counts.
+    """
     written = {(found.subject, found.span) for found in findings if found.code == "TP113"}
-    return [found for found in findings if found.code != "TP107" or (found.subject, found.span) not in written]
+    findings = [found for found in findings if found.code != "TP107" or (found.subject, found.span) not in written]
+    computed = {found.subject: found for found in reversed(findings) if found.code == "TP112"}
+    return [found for found in findings if computed.get(found.subject, found) is found]
 
 
 def instance_at(instance: Instance, path: tuple[int, ...]) -> Instance:

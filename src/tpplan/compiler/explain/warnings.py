@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.bind.bind import Binding, Bound
+from tpplan.compiler.bind.computed import layer_of
 from tpplan.compiler.bind.packing import packed_option
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.explain.neighbours import Neighbours, Reach
@@ -62,7 +63,7 @@ def exchanges(trace: Trace, binding: Binding, assignment: Assignment, size: int)
         if not moves:
             continue
         owners = (bound for parameter, bound in binding.owners.items() if parameter.startswith(f"{name}."))
-        bound = binding.first_inside(name) or next(owners, None)
+        bound = binding.first_inside(name) or next(owners, None) or binding.first_inside(layer_of(name) or name)
         span = bound.rule.style_span if bound is not None else None
         places = ", and ".join(dict.fromkeys(_exchange(move) for move, _ in moves))
         found[span, places].setdefault(

@@ -105,7 +105,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "upsample_linear1d.default upsample_bilinear2d.default upsample_bicubic2d.default upsample_trilinear3d.default "
      "_upsample_bilinear2d_aa.default _upsample_bicubic2d_aa.default reflection_pad1d.default "
      "reflection_pad2d.default reflection_pad3d.default replication_pad1d.default replication_pad2d.default "
-     "replication_pad3d.default _weight_norm_interface.default"),
+     "replication_pad3d.default"),
     (Operator("along", "first"), "cumsum.default* _fft_c2c.default _fft_r2c.default _fft_c2r.default"),
     (Operator("reduction", "first"), "sum.default sum.dim_IntList mean.default mean.dim"),
     (Operator("reduction"),

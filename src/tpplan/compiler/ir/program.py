@@ -308,6 +308,7 @@ class RecordedBody:
         passed: where there are any, how the arguments of its calls lie outside of these, as `calls`.
         partial: likewise, the parameters whose gradients are summed over the ranks, by their names in the module.
         averages: whether of means over split dims each rank makes its part.
+        lengths: of arguments with a split dim that the axis doesn't divide, by path, its length.
     """
 
     inputs: PathLayouts
@@ -318,6 +319,7 @@ class RecordedBody:
     passed: tuple[tuple[str, int, PathLayouts], ...] = ()
     partial: tuple[str, ...] = ()
     averages: bool = False
+    lengths: tuple[tuple[tuple[str | int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,7 +604,7 @@ class Program:
             for name in ("exchange", "sent") if "experts" in module else ():
                 if module["experts"][name] is None:
                     del module["experts"][name]
-            for name in ("moves", "passed", "partial", "averages"):
+            for name in ("moves", "passed", "partial", "averages", "lengths"):
                 if module["recorded"] is not None and not module["recorded"][name]:
                     del module["recorded"][name]
         return _without_defaults(json.loads(json.dumps(_plain(plain))))

@@ -33,6 +33,7 @@ class LocalValue:
         constant: whether it is there before the call.
         picks: the numbers of a short row of integers that the model made of Python's.
         gradless: see `Trace`.
+        weight: whether it follows from parameters alone, of which one is split.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class LocalValue:
     constant: bool = False
     picks: tuple[int, ...] | None = None
     gradless: bool = False
+    weight: bool = False
 
     @property
     def bytes(self) -> int:
@@ -113,6 +115,7 @@ class Region:
         shared: whether each rank runs whole experts of its own.
         recurrent: what recurrent layer it is, if each rank computes its features of the hidden state.
         stack: the experts, if they are stacked.
+        of_weights: whether it computes of parameters alone, of which one is split.
     """
 
     values: tuple[LocalValue, ...]
@@ -130,6 +133,7 @@ class Region:
     shared: bool = False
     recurrent: Recurrence | None = None
     stack: SharedExperts | None = None
+    of_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)

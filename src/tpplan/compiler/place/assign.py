@@ -158,13 +158,20 @@ def assign(
     return reader.assignment
 
 
-def record_of(assignment: Assignment, trace: Trace, module: str) -> RecordedBody:
+def record_of(assignment: Assignment, trace: Trace, module: str, size: int) -> RecordedBody:
     """What a module's record has to know of an assignment."""
     decided = next(held for held in assignment.frames if held.frame.module == module)
     partial = [name for names in trace.parameters.values() if names[0] in assignment.partial for name in names]
     moves = [move.place for move in decided.moves]
     body = recorded_body(decided.frame, assignment.layouts, assignment.heads, moves, partial)
-    return replace(body, averages=decided.averages)
+    shapes = {path: trace.values[c.target].shape for c in decided.frame.entries for path in (c.path, *c.aliases)}
+    lengths = tuple((path, _uneven(layout, shapes[path], size)) for path, layout in body.inputs)
+    return replace(body, averages=decided.averages, lengths=tuple((path, n) for path, n in lengths if n))
+
+
+def _uneven(layout: Layout, shape: tuple[int, ...], size: int) -> int:
+    """The length of a split dim of which ranks have unequal parts; 0 if there is none."""
+    return 0 if layout.dim is None or layout.is_even(shape[layout.dim], size) else shape[layout.dim]
 
 
 class _Reader:

@@ -57,6 +57,8 @@ class Boundaries:
                 continue
             if target != REPLICATED and (region.example, boundary.target) in self.constraints.whole:
                 continue
+            if _gathers_weight(boundary, source, target, value):
+                continue
             collectives = _change(source, target, value)
             if collectives is not None:
                 tie = 0 if source == target else 100 * (2 if source == PARTIAL else 1) + region.depth
@@ -68,6 +70,8 @@ class Boundaries:
         value = region.values[boundary.target]
         options: list[tuple[Layout, Cost]] = []
         for target in self._targets(region, boundary, value, source, outward=True):
+            if _gathers_weight(boundary, source, target, value):
+                continue
             collectives = _change(source, target, value)
             if collectives is not None:
                 tie = 0 if source == target else (50 - region.depth if source == PARTIAL else 1000)
@@ -182,6 +186,11 @@ class Boundaries:
     def gradient_sum(self, value: LocalValue) -> int:
         """A parameter's share of the coalesced sum; its latency is paid once for all."""
         return 1 + self.topology.time(0, bytes_sent("all-reduce", value.bytes, self.size))
+
+
+def _gathers_weight(boundary: Boundary, source: Layout, target: Layout, value: LocalValue) -> bool:
+    """Whether a weight that is computed of split parameters would be gathered in each call, although no pin says so."""
+    return value.weight and source.is_sharded and not target.is_sharded and boundary.pin is None
 
 
 def _change(source: Layout, target: Layout, value: LocalValue) -> Collectives | None:

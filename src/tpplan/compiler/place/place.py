@@ -210,7 +210,8 @@ class Placer:
         numbers = (*node.inputs, *node.overwritten)
         known = dict(zip(numbers, self._numbering.layouts(operands), strict=True))
         sliced = region.example[0] and region.example not in self.constraints.unsliced
-        recorded = self._moving if region.example in self.constraints.moving else self._slicing
+        moving = region.of_weights or region.example in self.constraints.moving
+        recorded = self._moving if moving else self._slicing
         rules = recorded if sliced else self.propagator
         kept = self._made_of_parameters(region) if rules.moves else frozenset[int]()
         outcomes = rules.outcomes(node, region.values, known.__getitem__, kept)

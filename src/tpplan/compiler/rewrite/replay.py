@@ -89,13 +89,13 @@ class Replay:
     # -- recording ------------------------------------------------------------------------------------------------
     def _write(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int | None) -> Script:
         names = self._names
-        layouts = dict(self._body.inputs)
+        layouts, lengths = dict(self._body.inputs), dict(self._body.lengths)
         wholes: dict[int, Tensor] = {}
 
         def whole(held: Any, path: Path) -> Any:
             if isinstance(held, Tensor):
                 if id(held) not in wholes:
-                    wholes[id(held)] = self._whole(held, layouts.get(path, REPLICATED))
+                    wholes[id(held)] = self._whole(held, layouts.get(path, REPLICATED), lengths.get(path))
                 return wholes[id(held)]
             if isinstance(held, tuple):
                 return tuple(whole(item, (*path, i)) for i, item in enumerate(held))  # pyright: ignore
@@ -137,11 +137,11 @@ class Replay:
         whole = replace(trace.recorded, exits=root.exits)
         return replace(trace, root=without_dead_operations(whole, passed | kept))
 
-    def _whole(self, local: Tensor, layout: Layout) -> Tensor:
+    def _whole(self, local: Tensor, layout: Layout, length: int | None) -> Tensor:
         shape = list(local.shape)
         if layout.dim is not None:
             packs = sum(pack.size for pack in layout.packs)
-            shape[layout.dim] = packs or shape[layout.dim] * self._size
+            shape[layout.dim] = packs or length or shape[layout.dim] * self._size
             if layout.joint:
                 shape[layout.dim + 1] = sum(pack.size for pack in layout.joint) // packs
             elif layout.within:
@@ -203,12 +203,10 @@ class _BodyRecorder(Recorder):
             self.values[outside] = replace(self.values[outside], numbers=tensor)
         return alias, outside, inside
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def meet(self) -> None:
+        """Compare autocast, which is off below the function modes, whatever it is outside."""
         if _autocast(self._kind) != self._around:
             raise ReplayError("it turns autocast on or off itself")
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _autocast(kind: str) -> torch.dtype | None:

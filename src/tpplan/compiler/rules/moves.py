@@ -55,7 +55,9 @@ def may_move(node: OperationNode) -> bool:
 
 def made_of_parameters(region: Region) -> frozenset[int]:
     """The values of a body that follow from parameters, and from what is there before a call, alone."""
-    found = {i for i, value in enumerate(region.values) if value.parameter is not None or value.constant}
+    found = {
+        i for i, value in enumerate(region.values) if value.parameter is not None or value.constant or value.weight
+    }
     for node in region.nodes:
         if isinstance(node, OperationNode) and found.issuperset(node.inputs):
             found.update(o for o in node.outputs if o is not None)
@@ -71,9 +73,11 @@ def ways_to_move(
         numbers: of the operands, by local number.
         values: the body's.
         layout: how each operand lies.
-        kept: values that aren't moved: no parameter is split to be gathered in each call.
+        kept: values that aren't moved: no parameter is split to be gathered in each call. What is computed of a split
+            one may be summed.
     """
-    operands = [i for i in dict.fromkeys(numbers) if i not in kept and not values[i].constant]
+    summed = {i for i in numbers if values[i].weight and values[i].parameter is None and not layout(i).is_sharded}
+    operands = [i for i in dict.fromkeys(numbers) if not values[i].constant and (i not in kept or i in summed)]
     known: list[dict[int, Layout]] = []
     for targets in _targets(operands, [*dict.fromkeys(numbers)], values, layout):
         movable = [i for i in targets if layout(i) != targets[i] and reshard_between(layout(i), targets[i]) is not None]
@@ -95,7 +99,7 @@ def _targets(
         held, shape = layout(other), values[other].shape
         if held.dim is None or held.interleave != 1 or held.within:
             continue
-        for i in operands:
+        for i in (operand for operand in operands if not values[operand].weight):
             alike = [d for d, count in enumerate(values[i].shape) if count == shape[held.dim] and i != other]
             yield from ({i: replace(held, dim=dim)} for dim in alike)
 

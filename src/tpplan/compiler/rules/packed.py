@@ -32,7 +32,6 @@ from tpplan.compiler.rules.batch_norm import BATCH_NORM, batch_normed
 from tpplan.compiler.rules.convolution import CONVOLUTION, convolved
 from tpplan.compiler.rules.group_norm import GROUP_NORM, group_normed
 from tpplan.compiler.rules.pooling import POOLING, pooled
-from tpplan.compiler.rules.weight_norm import WEIGHT_NORM, weight_normed
 
 VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unsafe_split.Tensor"))
@@ -53,7 +52,7 @@ Ask = Callable[[dict[int, Layout]], "Layouts | str"]
 def concerns(node: OperationNode, layouts: dict[int, Layout]) -> bool:
     """Whether these rules decide, and not DTensor's alone."""
     return (
-        node.name in (CONVOLUTION, GROUP_NORM, BATCH_NORM, WEIGHT_NORM)
+        node.name in (CONVOLUTION, GROUP_NORM, BATCH_NORM)
         or node.name in POOLING
         or any(not held.is_plain for held in layouts.values())
         or _joins(node, layouts)
@@ -81,8 +80,6 @@ def results(
         return group_normed(node.arguments, values, layouts, size)
     if node.name == BATCH_NORM:
         return batch_normed(node.arguments, values, layouts)
-    if node.name == WEIGHT_NORM:
-        return weight_normed(node.arguments, layouts)
     number, held = split[0]
     assert held.dim is not None
     if node.name in POOLING:

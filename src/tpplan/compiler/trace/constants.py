@@ -21,6 +21,7 @@ from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_func
 from tpplan.compiler.ir.steps import form_of, side_of, step_of
 from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.counts import SPLITS, with_counted
+from tpplan.compiler.trace.decomposed import decomposed
 from tpplan.compiler.trace.device import NOTHING, DeviceView
 from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
@@ -133,6 +134,7 @@ class ConstantWatcher(TorchFunctionMode):
     ) -> Any:
         """Call `func`, and keep its numbers if it makes a tensor of Python's."""
         keywords: dict[str, Any] = kwargs or {}
+        self._recorder.meet()
         if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
             return counts
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
@@ -171,7 +173,7 @@ class ConstantWatcher(TorchFunctionMode):
         if _holds_meta(data):
             result, data = _assembled(func, args, keywords, data), None
         elif classes is None:
-            result = func(*args, **keywords)
+            result = decomposed(func)(*args, **keywords)
         else:
             result = self._over_classes(classes, lambda: func(*args, **keywords))
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):

@@ -239,6 +239,9 @@ class Recorder(RecordingMode):
         return self._storage[value] == self._storage[other]
 
     # -- operations -----------------------------------------------------------------------------------------------
+    def meet(self) -> None:
+        """Hear of a function of torch that a body calls, before it runs."""
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -141,10 +141,11 @@ one placement, make the module `replicate`, or use a separate module for each ca
         summary="A module that can't be sharded as it is.",
         explanation="""
 Some modules do what a shard can't: an embedding with `max_norm` writes to its weight in the forward, a forward that
-was assigned to the instance bypasses the class, a weight that a parametrization or a hook computes (`spectral_norm`)
-isn't a parameter that the style could split, `weight_norm` needs whole vectors of those that it normalizes, and a hook
-on a parameter's gradient would be lost with the parameter that is replaced. The message says which it is. Leave the
-module `replicate`, or remove what's in the way first.
+was assigned to the instance bypasses the class, a weight that a hook computes isn't a parameter that the style could
+split, and a hook on a parameter's gradient would be lost with the parameter that is replaced. A weight that a
+parametrization of torch computes is split where its steps can work on parts: entry by entry, as products, or with sums,
+as `weight_norm` takes them; not where each entry depends on all others, as in `spectral_norm` and `orthogonal`. The
+message says which it is, and a note at which step. Leave the module `replicate`, or remove what's in the way first.
 """,
     ),
     Entry(
@@ -185,7 +186,9 @@ modules:
 An operation needs all of what a rank has a part of, and no module's boundary stands before it where that could be
 gathered: one softmax over all experts' scores, a mix of attention heads, a norm over the features of all heads. The
 body then runs from its record (TP124), and the value is gathered, or summed over the ranks, before that operation. It
-is tried last, where a plan would be refused otherwise or a column-wise result would be gathered at a boundary for more.
+is tried last, where a plan would be refused otherwise or a column-wise result would be gathered at a boundary for more;
+and where the weight of a layer is computed, as the lengths of vectors that `weight_norm` normalizes are sums over the
+ranks if each has a part of every vector. A weight itself is never gathered.
 The message names the operation and its line, and how many bytes each rank sends; `tpplan explain` lists it with the
 other reshards. The program is right. Whether the split is worth these bytes is yours to say: scores of attention grow
 with the square of the length.
