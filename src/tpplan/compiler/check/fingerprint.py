@@ -53,12 +53,21 @@ class Fingerprints:
     def passed(self, arguments: Any, name: str, running: nn.Module) -> object:
         """What a call is told beside tensors: its plain arguments, and what is set on the module that runs."""
         positions = _positions(name)
-        told = ((path, held) for path, held in leaves(arguments, objects=True) if not isinstance(held, Tensor))
+        told = ((path, held) for path, held in leaves(arguments) if not isinstance(held, Tensor))
         own = ((at, key, held) for at, module in named_modules(running) for key, held in vars(module).items())
         return (
-            tuple((path, self._content(held, {})) for path, held in told),
+            tuple((path, self._told(held)) for path, held in told),
             tuple((at, key, _plain(held, positions)) for at, key, held in own if type(held) in _PLAIN),
         )
+
+    def _told(self, held: Any) -> object:
+        """An argument; of an object, such as a cache that each layer writes to, which it is, and its own numbers."""
+        table = getattr(held, "__dict__", None)
+        if not isinstance(table, dict) or isinstance(held, (type, types.FunctionType, functools.partial)):
+            return self._content(held, {})
+        self._alive.append(held)
+        own = tuple((key, _plain(item, ())) for key, item in table.items() if type(item) in _PLAIN)  # pyright: ignore
+        return ("object", id(held), own)
 
     def _attribute(self, key: str, value: Any, positions: Collection[int], inside: Mapping[int, str]) -> object:
         if type(value) in _PLAIN:
