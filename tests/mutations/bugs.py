@@ -34,6 +34,8 @@ BUGS = (
     Bug("the check's memo forgets what a call is told", "compiler/check/local_run.py",
         "key = (*key, self._fingerprints.passed(passed, module, self.modules[module]),", "key = (*key,",
         ("parity/test_chosen_by_size.py",)),
+    Bug("the check's memo forgets which code a layer's place chooses", "compiler/check/local_run.py",
+        "(*key, _lines(instance.frame))", "key", ("parity/test_chosen_by_size.py",)),
     Bug("which tensors a call gets that isn't looked at again isn't compared", "compiler/check/local_run.py",
         "found += _compare_left_out(", "_compare_left_out(", ("parity/test_chosen_by_size.py",)),
     Bug("which tensors come out isn't compared", "compiler/check/local_run.py",

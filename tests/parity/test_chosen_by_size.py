@@ -160,6 +160,46 @@ def test_a_matrix_that_is_turned_only_where_it_is_whole_is_refused() -> None:
     assert tpplan.verify(made(Turned), PLAN, 4, (x,)).ok
 
 
+class Layer(Body):
+    """Every second one divides by what it has of the features."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x: Tensor, place: int) -> Tensor:
+        h = self.up(x)
+        h = h.tanh() * (h.shape[-1] if place % 2 else INNER)
+        if self.layer_idx % 2:
+            return x + self.down(h / h.shape[-1])
+        return x + self.down(h / INNER)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer(number) for number in range(4))
+
+    def forward(self, x: Tensor, places: tuple[int, ...] = (0, 0, 0, 0)) -> Tensor:
+        x = self.first(x)
+        for layer, place in zip(self.layers, places, strict=True):
+            x = layer(x, place)
+        return x
+
+
+@pytest.mark.parametrize("places", [(0, 0, 0, 0), (0, 1, 2, 3)])
+def test_a_layers_place_chooses_its_code(places: tuple[int, ...]) -> None:
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    rules = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    model = made(Stack)
+    if any(places):
+        for layer in model.get_submodule("layers").children():
+            vars(layer)["layer_idx"] = 0
+    report = tpplan.verify(model, {"version": 1, "modules": rules}, 2, (x, places))
+    assert report.ok, report.problems
+
+
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_size_chooses_is_right(kind: Callable[[], nn.Module], tp: int) -> None:

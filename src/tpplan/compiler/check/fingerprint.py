@@ -62,11 +62,12 @@ class Fingerprints:
 
     def _told(self, held: Any) -> object:
         """An argument; of an object, such as a cache that each layer writes to, which it is, and its own numbers."""
-        table = getattr(held, "__dict__", None)
-        if not isinstance(table, dict) or isinstance(held, (type, types.FunctionType, functools.partial)):
+        table: Any = getattr(held, "__dict__", None)
+        if type(table) is not dict or isinstance(held, (type, types.FunctionType, functools.partial)):
             return self._content(held, {})
         self._alive.append(held)
-        own = tuple((key, _plain(item, ())) for key, item in table.items() if type(item) in _PLAIN)  # pyright: ignore
+        items: dict[str, Any] = table
+        own = tuple((key, _plain(item, ())) for key, item in items.items() if type(item) in _PLAIN)
         return ("object", id(held), own)
 
     def _attribute(self, key: str, value: Any, positions: Collection[int], inside: Mapping[int, str]) -> object:

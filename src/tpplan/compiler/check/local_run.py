@@ -41,7 +41,7 @@ from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
+from tpplan.compiler.ir.trace import Cut, Frame, Location, Operation, Path, Trace, Value
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.place.assign import PlacedReshard, record_of
 from tpplan.compiler.rewrite.replay import Replay
@@ -518,7 +518,7 @@ class _LocalBoundary:
         told = [self.given.trace.reads.get((f.module, f.call)) for f in instance.frame.walk()]
         key = (id(region), layouts, self._fingerprints.of(module))
         key = (*key, self._fingerprints.passed(passed, module, self.modules[module]), repr(told) if any(told) else "")
-        first = self._seen.setdefault(key, (instance.frame.module, instance.frame.call))
+        first = self._seen.setdefault((*key, _lines(instance.frame)), (instance.frame.module, instance.frame.call))
         if first == (instance.frame.module, instance.frame.call):
             return False
         self._like[instance.frame.module, instance.frame.call] = first
@@ -545,6 +545,11 @@ class _LocalBoundary:
             return _like(shape, held.dtype, value.differentiable, _strides(value, shape))
 
         return Walk(local)(result)
+
+
+def _lines(frame: Frame) -> tuple[Location | None, ...]:
+    """Where a call's operations stand in the code, which it may choose by its module's place among others."""
+    return tuple(n.location for inner in frame.walk() for n in inner.body if isinstance(n, Operation))
 
 
 def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInput) -> tuple[int, ...]:
