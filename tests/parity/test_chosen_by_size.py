@@ -125,6 +125,15 @@ class Kept(Body):
         return a + b
 
 
+class Picked(Body):
+    """The same numbers pick among the first dim, or among the second, which is as long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        y, picks = self.down(h.relu())[:, :2], torch.tensor([1, 0])
+        return y[picks] if h.shape[-1] == INNER else y[:, picks]
+
+
 class Turned(Body):
     """A matrix is turned where it doesn't fit as it is; a rank's part of it is square."""
 
@@ -135,7 +144,7 @@ class Turned(Body):
 
 KINDS = (
     Number, NumberInObject, NumberForAWhile, Exchanged, Detached, Returned, ReturnedInput, ReturnedDetached,
-    ReturnedElsewhere, Kept,
+    ReturnedElsewhere, Kept, Picked,
 )  # fmt: skip
 
 

@@ -398,10 +398,18 @@ def _shown(operation: Operation) -> str:
 
 
 def scalars(operation: Operation) -> list[object]:
-    """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes."""
+    """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes.
+
+    Of a row of tensors it is the places that have none, as in `x[:, picks]`.
+    """
     held = (*operation.arguments, *operation.keywords.values())
     sized = operation.name.startswith(_SIZED)
-    return [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and (sized or _has_tensors(a))))]  # pyright: ignore
+    kept: list[Any] = [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and sized))]
+    return [_places_without(a) if isinstance(a, tuple) and _has_tensors(a) else a for a in kept]
+
+
+def _places_without(items: Any) -> tuple[int, ...]:
+    return tuple(place for place, item in enumerate(items) if not isinstance(item, Reference))
 
 
 def _has_tensors(items: Any) -> bool:

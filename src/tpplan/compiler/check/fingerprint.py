@@ -62,13 +62,11 @@ class Fingerprints:
 
     def _told(self, held: Any) -> object:
         """An argument; of an object, such as a cache that each layer writes to, which it is, and its own numbers."""
-        table: Any = getattr(held, "__dict__", None)
-        if type(table) is not dict or isinstance(held, (type, types.FunctionType, functools.partial)):
+        own: dict[str, Any] = getattr(held, "__dict__", {})
+        if not own or isinstance(held, (type, types.FunctionType, functools.partial)):
             return self._content(held, {})
         self._alive.append(held)
-        items: dict[str, Any] = table
-        own = tuple((key, _plain(item, ())) for key, item in items.items() if type(item) in _PLAIN)
-        return ("object", id(held), own)
+        return ("object", id(held), tuple((k, _plain(item, ())) for k, item in own.items() if type(item) in _PLAIN))
 
     def _attribute(self, key: str, value: Any, positions: Collection[int], inside: Mapping[int, str]) -> object:
         if type(value) in _PLAIN:
