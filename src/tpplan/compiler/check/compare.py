@@ -39,7 +39,8 @@ REARRANGING = frozenset(
         "slice_copy.Tensor", "alias_copy.default", "as_strided_copy.default",
     )
 )  # fmt: skip
-_PERMUTING = frozenset(("aten.transpose.int", "aten.permute.default"))
+_STRIDED = "aten.as_strided.default"
+_PERMUTING = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default", _STRIDED))
 _SIZED = tuple(
     f"aten.{name}"
     for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
@@ -182,7 +183,7 @@ def _compare_rearranged(
 
 
 def _order(operation: Operation) -> object:
-    return operation.name, scalars(operation)
+    return operation.name, None if operation.name == _STRIDED else scalars(operation)  # strides are a part's own
 
 
 def _compare_crossings(
@@ -200,6 +201,49 @@ def _compare_crossings(
             reason = f"`{'.'.join(map(str, mine.path)) or 'the result'}` has a different shape"
             return Mismatch(whole, None, position, expected, found, reason)
     return None
+
+
+def compare_call(
+    given: CheckInput,
+    caller: Frame,
+    position: int,
+    whole: Frame,
+    local: Frame,
+    values: Sequence[Value],
+    operands: Correspondence,
+) -> Mismatch | None:
+    """What is wrong with the arguments of a call that wasn't run, and so doesn't read them."""
+    reason = compare_passed(given, whole.entries, local.entries, values, operands)
+    if reason:
+        return Mismatch(caller, None, position, None, None, f"of what it passes to `{whole.module}`, {reason}")
+    return _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
+
+
+def compare_passed(
+    given: CheckInput,
+    ours: Sequence[Crossing],
+    theirs: Sequence[Crossing],
+    values: Sequence[Value],
+    operands: Correspondence,
+) -> str:
+    """In what way the tensors that a body passes or returns aren't those of the trace; "" if they are."""
+    mine, its = ({path: c.source for c in held for path in (c.path, *c.aliases)} for held in (ours, theirs))
+    for path in (*mine, *(path for path in its if path not in mine)):
+        reason = f"is a tensor only {'in the unsharded model' if path in mine else 'on a rank'}"
+        if path in mine and path in its:
+            reason = differing(given, mine[path], its[path], values, operands)
+        if reason:
+            return f"`{'.'.join(map(str, path)) or 'the result'}` {reason}"
+    return ""
+
+
+def differing(given: CheckInput, mine: int, its: int, values: Sequence[Value], operands: Correspondence) -> str:
+    """In what way a value isn't the one of the trace; "" if it is."""
+    if operands.differs(mine, its):
+        return "is another value than in the unsharded model"
+    if not given.surprising and values[its].differentiable != given.trace.values[mine].differentiable:
+        return f"{'has a' if values[its].differentiable else 'has no'} gradient only on a rank's part"
+    return ""
 
 
 def _compare_operation(
@@ -233,11 +277,7 @@ def _compare_operands(
     values: Sequence[Value],
 ) -> Mismatch | None:
     for place, (mine, its) in enumerate(zip(ours.inputs, theirs.inputs, strict=False)):
-        reason = ""
-        if operands.differs(mine, its):
-            reason = "is another value than in the unsharded model"
-        elif not given.surprising and values[its].differentiable != given.trace.values[mine].differentiable:
-            reason = f"{'has a' if values[its].differentiable else 'has no'} gradient only on a rank's part"
+        reason = differing(given, mine, its, values, operands)
         if reason:
             return Mismatch(whole, ours, position, None, None, f"operand {place + 1} of {ours.name} {reason}")
     return None
@@ -358,14 +398,32 @@ def _shown(operation: Operation) -> str:
 
 
 def scalars(operation: Operation) -> list[object]:
-    """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes."""
+    """The arguments that aren't tensors. Sizes are left out where they show in the results' shapes.
+
+    Of a row of tensors it is the places that have none, as in `x[:, picks]`.
+    """
     held = (*operation.arguments, *operation.keywords.values())
     sized = operation.name.startswith(_SIZED)
-    return [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and (sized or _has_tensors(a))))]  # pyright: ignore
+    kept: list[Any] = [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and sized))]
+    return [_places_without(a) if isinstance(a, tuple) and _has_tensors(a) else a for a in kept]
+
+
+def _places_without(items: Any) -> tuple[int, ...]:
+    return tuple(place for place, item in enumerate(items) if not isinstance(item, Reference))
 
 
 def _has_tensors(items: Any) -> bool:
     return any(isinstance(item, Reference) for item in items)
 
 
-__all__ = ["REARRANGING", "CheckInput", "Mismatch", "compare", "promised_shape", "scalars"]
+__all__ = [
+    "REARRANGING",
+    "CheckInput",
+    "Mismatch",
+    "compare",
+    "compare_call",
+    "compare_passed",
+    "differing",
+    "promised_shape",
+    "scalars",
+]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.compiler.rules.packed import SPLITS
 
 
 class Correspondence:
@@ -45,7 +46,7 @@ class Correspondence:
             if known is not None and not local.body:  # it didn't run: its results are taken as they were promised
                 self._matched[self._local(crossing.target)] = self._whole(known.target)
         for ours, theirs in zip(self._computing(whole), self._computing(local), strict=False):
-            if ours.name != theirs.name:
+            if ours.name != theirs.name and not {ours.name, theirs.name} <= SPLITS:
                 return
             for mine, its in zip(ours.outputs, theirs.outputs, strict=False):
                 if mine is not None and its is not None:

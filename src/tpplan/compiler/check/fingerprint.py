@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.ir.program import LocalAttribute
+from tpplan.compiler.ir.pytree import leaves
 
 _PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), type(Ellipsis)))
 _BY_IDENTITY = (type, types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device)
@@ -40,7 +41,7 @@ class Fingerprints:
 
         A number that is the module's own position among its siblings (`layer_idx`) counts as a position.
         """
-        positions = {int(part) for part in name.split(".") if part.isdigit()}
+        positions = _positions(name)
         inside = {id(module): inner for inner, module in named_modules(self._modules[name])}
         parts: list[object] = []
         for inner, module in named_modules(self._modules[name]):
@@ -49,11 +50,27 @@ class Fingerprints:
             parts.append((inner, type(module), attributes, self._attributes.get(full)))
         return tuple(parts)
 
+    def passed(self, arguments: Any, name: str, running: nn.Module) -> object:
+        """What a call is told beside tensors: its plain arguments, and what is set on the module that runs."""
+        positions = _positions(name)
+        told = ((path, held) for path, held in leaves(arguments) if not isinstance(held, Tensor))
+        own = ((at, key, held) for at, module in named_modules(running) for key, held in vars(module).items())
+        return (
+            tuple((path, self._told(held)) for path, held in told),
+            tuple((at, key, _plain(held, positions)) for at, key, held in own if type(held) in _PLAIN),
+        )
+
+    def _told(self, held: Any) -> object:
+        """An argument; of an object, such as a cache that each layer writes to, which it is, and its own numbers."""
+        own: dict[str, Any] = getattr(held, "__dict__", {})
+        if not own or isinstance(held, (type, types.FunctionType, functools.partial)):
+            return self._content(held, {})
+        self._alive.append(held)
+        return ("object", id(held), tuple((k, _plain(item, ())) for k, item in own.items() if type(item) in _PLAIN))
+
     def _attribute(self, key: str, value: Any, positions: Collection[int], inside: Mapping[int, str]) -> object:
-        if type(value) is int and value in positions:
-            return "position"
         if type(value) in _PLAIN:
-            return (_class(value), value)
+            return _plain(value, positions)
         if key.endswith(_HOOKS) and isinstance(value, dict):  # the keys number all hooks of the process
             return tuple(self._content(hook, inside) for hook in value.values())  # pyright: ignore
         return self._content(value, inside)
@@ -107,6 +124,17 @@ class Fingerprints:
         if not isinstance(table, dict):
             return None
         return tuple((name, self._content(item, inside)) for name, item in table.items())  # pyright: ignore
+
+
+def _positions(name: str) -> set[int]:
+    return {int(part) for part in name.split(".") if part.isdigit()}
+
+
+def _plain(value: Any, positions: Collection[int]) -> object:
+    """What plain data counts as; None of what isn't plain."""
+    if type(value) is int and value in positions:
+        return "position"
+    return (_class(value), value) if type(value) in _PLAIN else None
 
 
 def _class(value: object) -> object:

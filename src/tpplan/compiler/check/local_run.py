@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from tpplan.compat import named_modules, without_dispatch_modes
 from tpplan.compiler.bind.attributes import replaced_attribute
 from tpplan.compiler.check.backward import backward_fault
-from tpplan.compiler.check.compare import REARRANGING, CheckInput, Mismatch, compare, promised_shape
+from tpplan.compiler.check.compare import (
+    REARRANGING,
+    CheckInput,
+    Mismatch,
+    compare,
+    compare_call,
+    compare_passed,
+    differing,
+    promised_shape,
+)
 from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.check.fingerprint import Fingerprints
 from tpplan.compiler.ir.inner_gradient import GRADIENT
@@ -32,7 +41,7 @@ from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.trace import Cut, Frame, Operation, Path, Trace, Value
+from tpplan.compiler.ir.trace import Cut, Frame, Location, Operation, Path, Trace, Value
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.place.assign import PlacedReshard, record_of
 from tpplan.compiler.rewrite.replay import Replay
@@ -117,7 +126,7 @@ def _check_rank(
         for attribute in held:
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
-    boundary = _LocalBoundary(given, excused, attributes, every_call)
+    boundary = _LocalBoundary(given, excused, attributes, modules, every_call)
     state = Capture(Recorder.like(given.trace), boundary)
     state.recorder.listening = True
     state.recorder.whole = False
@@ -136,8 +145,10 @@ def _check_rank(
     given = replace(given, surprising=bool(state.recorder.surprising))
     operands = Correspondence(root, local, REARRANGING)
     found: list[Mismatch] = []
-    for frame in local.walk():
+    for caller, frame in _with_callers(local):
         if (frame.module, frame.call) in boundary.skipped:
+            if caller is not None and frame.module not in excused:
+                found += _compare_left_out(given, caller, frame, frames, values, operands)
             continue
         if (frame.module, frame.call) not in frames:
             message = f"calls {frame.module} once more than the unsharded model does"
@@ -154,7 +165,10 @@ def _check_rank(
     assert found or failed is None, failed.module
     if run is not None:
         found += _compare_numbers(given, state.results["", 0], run)
-        left = _compare_written(given, run) if not excused else []  # what is reported already may write
+        returned = compare_passed(given, root.exits, local.exits, values, operands)
+        found += [_at_end(given, f"of what it returns, {returned}")] if returned else []
+        # What is reported already may write.
+        left = [*_compare_written(given, run), *_compare_kept(given, run, operands, boundary)] if not excused else []
         if left and boundary.skipped and not every_call:
             return _check_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
         found += left
@@ -277,6 +291,55 @@ def _compare_written(given: CheckInput, run: Trace) -> list[Mismatch]:
     return []
 
 
+def _compare_kept(
+    given: CheckInput, run: Trace, operands: Correspondence, boundary: _LocalBoundary
+) -> Iterator[Mismatch]:
+    """Tensors that the run leaves in attributes, arguments and objects must be those of the unsharded model."""
+    pairs = [
+        ({f"`{name}`": value for value, name in trace.kept.items()}
+        | {f"`{'.'.join(map(str, path))}`": value for path, value in trace.left.items()}
+        | {f"a `{kind}` ({number})": value for number, (value, kind) in enumerate(trace.hidden.items())})
+        for trace in (given.trace, run)
+    ]  # fmt: skip
+    mine, its = pairs
+    for name, value in mine.items():
+        reason = "is left only in the unsharded model" if not boundary.skipped and name not in its else ""
+        if name in its:
+            reason = differing(given, value, its[name], run.values, operands)
+        if reason:
+            yield _at_end(given, f"of what it leaves, {name} {reason}")
+            return
+
+
+def _at_end(given: CheckInput, reason: str) -> Mismatch:
+    place = len(given.trace.recorded.body)
+    return Mismatch(given.trace.recorded, None, place, None, None, reason, when=(place,))
+
+
+def _with_callers(frame: Frame, caller: Frame | None = None) -> Iterator[tuple[Frame | None, Frame]]:
+    """A frame and those inside, in order of calling, each with the one that calls it."""
+    yield caller, frame
+    for node in frame.body:
+        if isinstance(node, Frame):
+            yield from _with_callers(node, frame)
+
+
+def _compare_left_out(
+    given: CheckInput,
+    caller: Frame,
+    frame: Frame,
+    frames: Mapping[tuple[str, int], tuple[Frame, tuple[int, ...]]],
+    values: Sequence[Value],
+    operands: Correspondence,
+) -> Iterator[Mismatch]:
+    """The arguments of a call that wasn't run must be the trace's as well."""
+    whole, place = frames[frame.module, frame.call]
+    calls, _ = frames[caller.module, caller.call]
+    differs = compare_call(given, calls, place[-1], whole, frame, values, operands)
+    if differs is not None:
+        yield replace(differs, when=place)
+
+
 def _as_sizes(held: object) -> tuple[int, ...] | None:
     if isinstance(held, torch.Size):
         return tuple(held)
@@ -381,10 +444,12 @@ class _LocalBoundary:
         given: CheckInput,
         excused: frozenset[str],
         attributes: Mapping[str, tuple[LocalAttribute, ...]],
+        modules: Mapping[str, nn.Module],
         every_call: bool,
     ) -> None:
         self.given = given
         self.excused = excused
+        self.modules = modules
         self.every_call = every_call
         self.skipped: set[tuple[str, int]] = set()
         self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
@@ -423,7 +488,7 @@ class _LocalBoundary:
                 return _like(shape, tensor.dtype, tensor.requires_grad, stride)
         return tensor
 
-    def stand_in(self, module: str, call: int) -> tuple[Any, Sequence[str]] | None:
+    def stand_in(self, module: str, call: int, passed: Any) -> tuple[Any, Sequence[str]] | None:
         instance = self._instances.get((module, call))
         if instance is None or not module:
             return None
@@ -433,13 +498,14 @@ class _LocalBoundary:
         replaced = replaced or instance.region.recurrent is not None  # see `recurrent`
         # An exact look-up, see `rewrite/lemmas`: the padding row may be another rank's.
         replaced = replaced or (instance.region.reduced and instance.region.style is Style.VOCAB)
-        if module not in self.excused and not replaced and (self.every_call or not self._repeats(module, instance)):
+        replaced = replaced or module in self.excused
+        if not replaced and (self.every_call or not self._repeats(module, instance, passed)):
             return None
         _, *inside = frames = [*self._recorded[module, call].walk()]
         self.skipped.update((f.module, f.call) for f in frames)
         return self._promised(self.given.results[module, call], instance), [f.module for f in inside]
 
-    def _repeats(self, module: str, instance: Instance) -> bool:
+    def _repeats(self, module: str, instance: Instance, passed: Any) -> bool:
         region = instance.region
         result = self.given.results[module, instance.frame.call]
         if not isinstance(result, Tensor) and any(type(held) in _COUNTS for _, held in leaves(result)):
@@ -451,9 +517,8 @@ class _LocalBoundary:
         layouts = tuple(str(self.given.assignment.layouts.get(v, REPLICATED)) for v in instance.values)
         told = [self.given.trace.reads.get((f.module, f.call)) for f in instance.frame.walk()]
         key = (id(region), layouts, self._fingerprints.of(module))
-        first = self._seen.setdefault(
-            (*key, repr(told) if any(told) else ""), (instance.frame.module, instance.frame.call)
-        )
+        key = (*key, self._fingerprints.passed(passed, module, self.modules[module]), repr(told) if any(told) else "")
+        first = self._seen.setdefault((*key, _lines(instance.frame)), (instance.frame.module, instance.frame.call))
         if first == (instance.frame.module, instance.frame.call):
             return False
         self._like[instance.frame.module, instance.frame.call] = first
@@ -480,6 +545,11 @@ class _LocalBoundary:
             return _like(shape, held.dtype, value.differentiable, _strides(value, shape))
 
         return Walk(local)(result)
+
+
+def _lines(frame: Frame) -> tuple[Location | None, ...]:
+    """Where a call's operations stand in the code, which it may choose by its module's place among others."""
+    return tuple(n.location for inner in frame.walk() for n in inner.body if isinstance(n, Operation))
 
 
 def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInput) -> tuple[int, ...]:

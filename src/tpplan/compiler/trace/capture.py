@@ -77,8 +77,11 @@ class BoundaryRule(Protocol):
         """The result as the caller gets it."""
         ...
 
-    def stand_in(self, module: str, call: int) -> tuple[Any, Sequence[str]] | None:
-        """A result that makes running the body unnecessary, with the modules that it would call; None to run it."""
+    def stand_in(self, module: str, call: int, passed: Any) -> tuple[Any, Sequence[str]] | None:
+        """A result that makes running the body unnecessary, with the modules that it would call; None to run it.
+
+        `passed` is the call's arguments and keywords.
+        """
         ...
 
 
@@ -470,7 +473,7 @@ def _record_call(
     inner_kwargs = {key: inward(arg, (key,)) for key, arg in kwargs.items()}
     frame = OpenFrame(name, call, [])
     with Unwatched():
-        stand_in = None if boundary is None else boundary.stand_in(name, call)
+        stand_in = None if boundary is None else boundary.stand_in(name, call, (inner_args, inner_kwargs))
     if stand_in is None:
         recorder.frames.append(frame)
         try:
