@@ -42,6 +42,8 @@ BUGS = (
         "if returned else []", "if False else []", ("parity/test_chosen_by_size.py",)),
     Bug("calls inside of one that isn't looked at again aren't counted", "compiler/trace/capture.py",
         "state.calls[module] = state.calls.get(module, 0) + 1", "pass", ("parity/test_repeated_calls.py",)),
+    Bug("no gradient comes back to what is recomputed", "compiler/trace/gradient_flow.py",
+        "return frozenset(passed) - answered", "return frozenset(passed)", ("parity/test_repeated_calls.py",)),
     Bug("a gradient is expected of each call", "compiler/ir/program.py",
         "forward - self.without_gradient if", "forward if", ("parity/test_repeated_calls.py",)),
     Bug("the guard forgets the numbers that steer", "calls/steering.py",

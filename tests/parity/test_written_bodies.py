@@ -172,7 +172,6 @@ class Lora(nn.Linear):
 
 @pytest.mark.parametrize("make", [
     lambda: Lora(INNER, WIDTH),
-    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(INNER, WIDTH)),
     lambda: nn.utils.parametrizations.orthogonal(nn.Linear(INNER, WIDTH)),
 ])  # fmt: skip
 def test_a_layer_of_more_than_its_weight_is_refused(make: Callable[[], nn.Module]) -> None:
@@ -182,11 +181,17 @@ def test_a_layer_of_more_than_its_weight_is_refused(make: Callable[[], nn.Module
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("style", ["colwise", "rowwise"])
 @pytest.mark.parametrize("make", [
+    lambda layer: nn.utils.parametrizations.weight_norm(layer),
     lambda layer: nn.utils.parametrizations.weight_norm(layer, dim=None),  # pyright: ignore[reportArgumentType]
-    nn.utils.weight_norm,
-    nn.utils.spectral_norm,
     lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
 ])  # fmt: skip
+def test_a_weight_that_a_parametrization_computes_is_split(make: Callable[[nn.Module], nn.Module], style: str) -> None:
+    assert outcome(Mlp(make(nn.Linear(INNER, WIDTH))), {"down": style}, 2) == "equal"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+@pytest.mark.parametrize("make", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_a_weight_that_is_computed_is_named(make: Callable[[nn.Module], nn.Module], style: str) -> None:
     with pytest.raises(CompileError, match=r"TP112 .*`down\.weight` isn't a parameter"):
         tpplan.compile_plan(Mlp(make(nn.Linear(INNER, WIDTH))), {"version": 1, "modules": {"down": style}}, 2,

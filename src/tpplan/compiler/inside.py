@@ -14,7 +14,7 @@ each such body that it is a sum over pairs of a token and an expert, of which a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -47,8 +47,11 @@ class _NotSplitError(Exception):
     """Why a stack can't be split inside."""
 
 
-class _UnfitError(CompileError):
+class _UnfitError(Exception):
     """Rules that don't fit what they are for, whose findings say what does."""
+
+    def __init__(self, findings: Sequence[Diagnostic]) -> None:
+        self.diagnostics = findings
 
 
 def split_inside(
@@ -86,7 +89,7 @@ def split_inside(
                     known[key] = _compiled(request, trace, modules[name], rules, ranks, call)
                 if found.setdefault(name, known[key]) != known[key]:
                     raise _NotSplitError("its calls would split it differently")
-        except (_NotSplitError, NotRoutedError, CompileError) as error:
+        except (_NotSplitError, _UnfitError, NotRoutedError, CompileError) as error:
             findings.append(_refused(name, next(iter(rules.values())), ranks, error))
     return found, once(findings)
 
@@ -144,7 +147,7 @@ def _value(trace: Trace, name: str) -> int:
 
 
 def _refused(name: str, inside: Bound, ranks: int, error: Exception) -> Diagnostic:
-    findings = error.diagnostics if isinstance(error, CompileError) else ()
+    findings = error.diagnostics if isinstance(error, (_UnfitError, CompileError)) else ()
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     why = errors[0].message.replace("the body of the model", "its body") if errors else str(error)
     return Diagnostic(

@@ -287,8 +287,9 @@ class Trace:
         left: values that the run leaves in lists and dicts among the call's arguments, by their place there.
         hidden: values in objects among the results that nobody can look into, with the objects' classes.
         device: where the bodies were told that their tensors lie.
-        gradless: values made, or passed to a module, with gradients off, in calls that began with gradients on: under
-            `no_grad`, or inside of a function with a backward of its own.
+        gradless: values made with gradients off, in calls that began with gradients on: under `no_grad`, or inside of a
+            function with a backward of its own.
+        unanswered: values passed to a module under `no_grad`: they may have a gradient, and nothing made of them has.
         takes_gradients: whether the forward takes gradients itself.
         sides: those that branches on data were told to take.
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
@@ -336,10 +337,11 @@ class Trace:
     reads: Mapping[tuple[str, int], Sequence[object]] = field(default_factory=dict[tuple[str, int], "Sequence[object]"])
     known: frozenset[int] = frozenset()
     wraps: bool = False
+    unanswered: frozenset[int] = frozenset()
 
     def sends_back(self, value: int) -> bool:
         """Whether a gradient comes back for a value that crosses a boundary."""
-        return self.values[value].differentiable and value not in self.gradless
+        return self.values[value].differentiable and value not in self.unanswered
 
     @property
     def stored(self) -> dict[int, tuple[str, ...]]:

@@ -44,7 +44,7 @@ from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.trace.backward import record_backwards
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
-from tpplan.compiler.trace.gradient_flow import complete_gradients
+from tpplan.compiler.trace.gradient_flow import complete_gradients, unanswered
 from tpplan.compiler.trace.hooks import note_module_hooks
 from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
 from tpplan.compiler.trace.recorder import OpenFrame, Recorder
@@ -299,10 +299,11 @@ def _record(
     root = wrapped.settled(root)
     live = without_dead_operations(root, kept_values)
     root = wrapped.stripped(root, live, kept_values)
+    values = complete_gradients(root, recorder.values, recorder.surprising)
     return Trace(
         live,
         root,
-        complete_gradients(root, recorder.values, recorder.surprising),
+        values,
         parameters,
         tuple(inputs.values()),
         training,
@@ -333,6 +334,7 @@ def _record(
         {call: tuple(told) for call, told in recorder.reads.items()},
         frozenset() if recorder.known is None else recorder.known.values,
         wrapped.has_any,
+        unanswered(root, values, recorder.passed),
     )
 
 
@@ -492,7 +494,8 @@ def _record_call(
     outward = _Crosser(recorder, True, None if boundary is None else functools.partial(boundary.leave, name, call))
     result = outward(result, ())
     if recorder.frames[-1].differentiates and not torch.is_grad_enabled():
-        recorder.gradless.update(crossing.target for crossing in (*inward.crossings, *outward.crossings))
+        recorder.gradless.update(crossing.target for crossing in outward.crossings)
+        recorder.passed.update(crossing.target for crossing in inward.crossings)
     state.results[name, call] = result
     recorder.frames[-1].body.append(
         Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body), cuts=tuple(frame.cuts))

@@ -45,6 +45,25 @@ def complete_gradients(root: Frame, values: Sequence[Value], surprising: Collect
     )
 
 
+def unanswered(root: Frame, values: Sequence[Value], passed: Collection[int]) -> frozenset[int]:
+    """Of the values that modules were called with under `no_grad`, those to which no gradient comes back.
+
+    A function with a backward of its own turns gradients off as well, and what is made inside of it may have one.
+
+    Args:
+        root: the recorded calls.
+        values: by identifier, with their gradients completed.
+        passed: values that modules were called with while gradients were off.
+    """
+    if not passed:
+        return frozenset()
+    answered: set[int] = set()
+    for inputs, outputs in reversed([*_steps(root)]):
+        if any(o in answered or (o not in passed and values[o].differentiable) for o in outputs):
+            answered.update(inputs)
+    return frozenset(passed) - answered
+
+
 def _steps(frame: Frame) -> Iterator[Step]:
     """What is made from what, in order of execution."""
     for crossing in frame.entries:

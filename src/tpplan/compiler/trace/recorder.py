@@ -131,6 +131,7 @@ class Recorder(RecordingMode):
         self.effects: set[int] = set()  # results of operations that write to what outlives the run
         self._outliving: set[int] = set()
         self.gradless: set[int] = set()
+        self.passed: set[int] = set()  # to modules, with gradients off
         self.surprising: set[int] = set()  # they have a gradient that no operation gave them; see gradient_flow
         self._identity: dict[int, int] = {}
         self._alive: list[Tensor] = []  # ids are only unique while their objects live
