@@ -292,3 +292,49 @@ def test_a_result_may_be_written_to_once_it_is_resharded() -> None:
 def test_a_plan_without_matching_sharding_is_a_plain_program() -> None:
     program = tpplan.compile_plan(Mlp(), plan_of({"up": "replicate"}), 2, (x_BSH(),))
     assert not reshards(program) and not program.count_collectives()
+
+
+class Distances(nn.Module):
+    """A bias for each head, which the model makes and both blocks add."""
+
+    def __init__(self, literal: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 4)
+        self.blocks = nn.ModuleList(Biased(literal) for _ in range(2))
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        places = torch.arange(x_BSH.shape[1])
+        bias_NSS = self.table((places[:, None] - places).abs()).permute(2, 0, 1)
+        for block in self.blocks:
+            x_BSH = x_BSH + block(x_BSH, bias_NSS)
+        return x_BSH
+
+
+class Biased(nn.Module):
+    def __init__(self, literal: bool) -> None:
+        super().__init__()
+        self.literal = literal
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x_BSH: Tensor, bias_NSS: Tensor) -> Tensor:
+        sizes = (4, -1) if self.literal else (-1, HIDDEN // 4)
+        q, k, v = (t.unflatten(-1, sizes).transpose(1, 2) for t in self.qkv(x_BSH).chunk(3, -1))
+        weights = (q @ k.mT + bias_NSS).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("literal", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_batch_as_large_as_the_number_of_heads_is_placed_as_any_other(norm: bool, literal: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(HIDDEN), Distances(literal)).double()
+    rules: dict[str, Any] = {
+        "1.blocks.*.qkv": {"style": "colwise", "packed": ["q", "k", "v"]}, "1.blocks.*.out": "rowwise",
+        **({"0": "sequence"} if norm else {}),
+    }  # fmt: skip
+    reports = [
+        tpplan.verify(model, plan_of(rules), 2, (torch.randn(batch, 8, HIDDEN, dtype=torch.float64),))
+        for batch in (3, 4)
+    ]
+    assert all(report.ok for report in reports), [report.problems for report in reports]
+    assert reports[0].collectives == reports[1].collectives == reports[1].predicted

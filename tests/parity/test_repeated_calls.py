@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
+from tests.marking import in_turns
 from tests.runtime.world import Member, world
 from tpplan.parity.run import verify_program
 from tpplan.suggest import search
@@ -159,11 +160,11 @@ def plan_of(rules: dict[str, Any]) -> dict[str, Any]:
     return {"version": 1, "modules": rules}
 
 
-@pytest.mark.parametrize(("tp", "wants_gradient"), [(2, False), (2, True), (4, False)])
-@pytest.mark.parametrize(("kind", "rules"), CASES)
+@pytest.mark.parametrize(("case", "way"), in_turns(CASES, [(2, False), (2, True), (4, False)]))
 def test_calls_of_one_module_are_right(
-    kind: Callable[[], nn.Module], rules: dict[str, Any], tp: int, wants_gradient: bool
+    case: tuple[Callable[[], nn.Module], dict[str, Any]], way: tuple[int, bool]
 ) -> None:
+    (kind, rules), (tp, wants_gradient) = case, way
     report = tpplan.verify(made(kind), plan_of(rules), tp, call_of(kind, wants_gradient=wants_gradient))
     assert report.ok, report.problems
     if kind is Checkpointed:  # what runs again sends again

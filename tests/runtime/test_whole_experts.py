@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tpplan
-from tests.marking import slow_but
+from tests.marking import in_turns, slow_but
 from tests.parity.test_expert_groups import INSIDE
 from tests.parity.test_expert_groups import Block as GroupBlock
 from tests.parity.test_expert_lists import Block as ListBlock
@@ -130,8 +130,7 @@ def test_other_bodies_of_the_experts_generate_the_same(implementation: str) -> N
         assert [step.counts for step in steps] == [step.predicted for step in steps]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize(("implementation", "size"), in_turns(["eager", "batched_mm"], [2, 4], quick=1))
 def test_other_bodies_of_the_experts_train_the_same(implementation: str, size: int) -> None:
     stock, call = build("mixtral")
     config: Any = stock.config

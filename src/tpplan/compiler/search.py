@@ -146,7 +146,8 @@ class _Solver:
         problem, constraints = self._problem, learned.constraints
         if constraints.sequence and not constraints.slice_constants:
             return learned.constrained(slice_constants=True)
-        wider = _widened(problem, learned) or _moving(problem, learned, _on_the_way(instance, failure.path))
+        wider = _widened(problem, learned) or _batch_as_heads(problem, learned)
+        wider = wider or _moving(problem, learned, _on_the_way(instance, failure.path))
         if wider is not None:
             return wider
         if learned.reasons:
@@ -174,6 +175,14 @@ def _widened(problem: Problem, learned: Learned) -> Learned | None:
         return learned.constrained(heads=problem.heads)
     if not learned.constraints.slices:
         return learned.constrained(slices=True)
+    return None
+
+
+def _batch_as_heads(problem: Problem, learned: Learned) -> Learned | None:
+    """Take a first dim that is as long as the batch for one of heads: of each value, that is one more way."""
+    counted = {pack.size for (pack,) in learned.constraints.heads}
+    if problem.trace.batch in counted and not learned.constraints.batch_as_heads:
+        return learned.constrained(batch_as_heads=True)
     return None
 
 
