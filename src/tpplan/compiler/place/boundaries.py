@@ -116,7 +116,8 @@ class Boundaries:
     def _head_layouts(self, value: LocalValue) -> list[Layout]:
         """The splits by heads: of a dim that counts them, or of dim 0 where it was flattened with the batch."""
         heads = sorted(self.constraints.heads)
-        found = [packed(dim, (pack,)) for dim, n in enumerate(value.shape) for (pack,) in heads if pack.size == n]
+        counted = [(dim, n) for dim, n in enumerate(value.shape) if dim >= value.lengths]
+        found = [packed(dim, (pack,)) for dim, n in counted for (pack,) in heads if pack.size == n]
         batch = self.propagator.batch
         if batch > 1 and len(value.shape) == 3:
             found += [flat_heads(pack, batch) for (pack,) in heads if value.shape[0] == batch * pack.size]
