@@ -257,3 +257,26 @@ def test_as_many_entries_as_the_example_has_are_not_all_of_a_longer_sequence(kin
     plan = {"first.up": "colwise", "first.down": "rowwise", "norm": "sequence"}
     calls = [((x(3, length),), {"last": last}) for length in (4, 12, 4, 6)]
     assert max(worst(seeded(kind), plan, 2, calls[0], calls)) < TOLERANCE
+
+
+class WholeQueries(nn.Module):
+    """Of the attention's columns a plan may name one alone, so that what it makes meets whole queries by heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, 2 * HIDDEN) for _ in range(3))
+        self.out = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = (q @ k.transpose(-1, -2) / 2) @ v
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("example", [(4, 6), (3, 4), (4, 4)], ids=["batch", "length", "both"])
+def test_an_example_of_as_many_sequences_as_heads_serves_any_number(example: tuple[int, int]) -> None:
+    stock = seeded(lambda: nn.Sequential(nn.Linear(HIDDEN, HIDDEN), WholeQueries(4), nn.Linear(HIDDEN, 6)))
+    rules = {"1.k": "colwise", "1.out": "rowwise"}
+    calls = [((x(batch, length),), {}) for batch, length in (example, (5, 6), (3, 5), (1, 7))]
+    assert max(worst(stock, rules, 2, ((x(*example),), {}), calls)) < TOLERANCE

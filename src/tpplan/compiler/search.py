@@ -146,7 +146,7 @@ class _Solver:
         problem, constraints = self._problem, learned.constraints
         if constraints.sequence and not constraints.slice_constants:
             return learned.constrained(slice_constants=True)
-        wider = _widened(problem, learned) or _batch_as_heads(problem, learned)
+        wider = _widened(problem, learned) or _lengths_as_heads(problem, learned)
         wider = wider or _moving(problem, learned, _on_the_way(instance, failure.path))
         if wider is not None:
             return wider
@@ -178,11 +178,12 @@ def _widened(problem: Problem, learned: Learned) -> Learned | None:
     return None
 
 
-def _batch_as_heads(problem: Problem, learned: Learned) -> Learned | None:
-    """Take a first dim that is as long as the batch for one of heads: of each value, that is one more way."""
-    counted = {pack.size for (pack,) in learned.constraints.heads}
-    if problem.trace.batch in counted and not learned.constraints.batch_as_heads:
-        return learned.constrained(batch_as_heads=True)
+def _lengths_as_heads(problem: Problem, learned: Learned) -> Learned | None:
+    """Take dims that are as long as the batch or the sequence for heads: where the example has as many."""
+    trace, counted = problem.trace, {pack.size for (pack,) in learned.constraints.heads}
+    lengths = trace.values[trace.inputs[0]].shape[:2] if trace.inputs else ()
+    if not counted.isdisjoint(lengths) and not learned.constraints.lengths_as_heads:
+        return learned.constrained(lengths_as_heads=True)
     return None
 
 

@@ -71,7 +71,7 @@ class _Builder:
         self.fixed = fixed
         self.interned = table.regions
         self.free, self.escapes, self.constants = _uncrossed(trace, parts)
-        self.lasting, self.weights = _lasting(trace, binding, self.constants)
+        self.lasting, self.weights, self.passed = _lasting(trace, binding, self.constants)
         self._kinds = table.values
 
     def build(self, frame: Frame, depth: int) -> Instance:
@@ -141,12 +141,24 @@ class _Builder:
         layout = buffer if buffer is not None and buffer.is_sharded else layout
         constant, picks = identifier in self.constants, picks_of(value.numbers)
         gradless = identifier in self.trace.gradless
-        weight = identifier in self.weights
-        key = (value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks, gradless, weight)
+        weight, lengths = identifier in self.weights, self._lengths(identifier)
+        key = (
+            value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks, gradless, weight,
+            lengths,
+        )  # fmt: skip
         found = self._kinds.get(key)
         if found is None:
             found = self._kinds[key] = LocalValue(*key)
         return found
+
+    def _lengths(self, identifier: int) -> int:
+        """How many of its first dims are the batch and the sequence: of the sizes of the call's first tensor."""
+        if identifier not in self.passed:
+            return 0
+        shape, first = self.trace.values[identifier].shape, self.trace.values[self.trace.inputs[0]].shape
+        if not shape or shape[:1] != first[:1]:
+            return 0
+        return 2 if len(shape) == 3 and shape[1:2] == first[1:2] else 1  # of four dims, the second are heads
 
 
 class _Numbers:
@@ -282,17 +294,19 @@ def _uncrossed(
     return free, escapes, frozenset(range(len(trace.values))).difference(made)
 
 
-def _lasting(trace: Trace, binding: Binding, constants: Collection[int]) -> tuple[set[int], set[int]]:
-    """The values that follow from what is there before a call alone; and of these the ones made of split parameters.
+def _lasting(trace: Trace, binding: Binding, constants: Collection[int]) -> tuple[set[int], set[int], set[int]]:
+    """The values that follow from what is there before a call alone; of these the ones made of split parameters.
 
-    What is looked up in a table isn't among them, as it depends on what is looked up how much that is.
+    What is looked up in a table isn't among them, as it depends on what is looked up how much that is. And the values
+    that follow from what a call is passed.
     """
     lasting = {*constants, *trace.parameters}
     weights = {v for v, names in trace.stored.items() if v in lasting and binding.parameters[names[0]].is_sharded}
+    passed = set(trace.inputs)
 
     def cross(frame_crossings: Iterable[Crossing]) -> None:
         for crossing in frame_crossings:
-            for held in (lasting, weights):
+            for held in (lasting, weights, passed):
                 if crossing.source in held:
                     held.add(crossing.target)
 
@@ -301,7 +315,10 @@ def _lasting(trace: Trace, binding: Binding, constants: Collection[int]) -> tupl
         for node in frame.body:
             if isinstance(node, Frame):
                 visit(node)
-            elif node.name not in _LOOK_UPS and lasting.issuperset((*node.inputs, *node.overwritten)):
+                continue
+            if not passed.isdisjoint(node.inputs):
+                passed.update(o for o in node.outputs if o is not None)
+            if node.name not in _LOOK_UPS and lasting.issuperset((*node.inputs, *node.overwritten)):
                 made = [o for o in node.outputs if o is not None]
                 lasting.update(made)
                 if not weights.isdisjoint(node.inputs):
@@ -309,4 +326,4 @@ def _lasting(trace: Trace, binding: Binding, constants: Collection[int]) -> tupl
         cross(frame.exits)
 
     visit(trace.root)
-    return lasting, weights
+    return lasting, weights, passed

@@ -34,6 +34,8 @@ class LocalValue:
         picks: the numbers of a short row of integers that the model made of Python's.
         gradless: see `Trace`.
         weight: whether it follows from parameters alone, of which one is split.
+        lengths: how many of its first dims have the size of the call's batch and sequence, of a value that follows from
+            what is passed: these count neither heads nor features, whatever the example's size.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +47,7 @@ class LocalValue:
     picks: tuple[int, ...] | None = None
     gradless: bool = False
     weight: bool = False
+    lengths: int = 0
 
     @property
     def bytes(self) -> int:

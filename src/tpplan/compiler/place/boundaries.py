@@ -116,10 +116,9 @@ class Boundaries:
     def _head_layouts(self, value: LocalValue) -> list[Layout]:
         """The splits by heads: of a dim that counts them, or of dim 0 where it was flattened with the batch."""
         heads, batch = sorted(self.constraints.heads), self.propagator.batch
-        dims = [*enumerate(value.shape)]
-        if dims[:1] == [(0, batch)] and not self.constraints.batch_as_heads:
-            dims = dims[1:]
-        found = [packed(dim, (pack,)) for dim, n in dims for (pack,) in heads if pack.size == n]
+        lengths = 0 if self.constraints.lengths_as_heads else value.lengths
+        counted = [(dim, n) for dim, n in enumerate(value.shape) if dim >= lengths]
+        found = [packed(dim, (pack,)) for dim, n in counted for (pack,) in heads if pack.size == n]
         if batch > 1 and len(value.shape) == 3:
             found += [flat_heads(pack, batch) for (pack,) in heads if value.shape[0] == batch * pack.size]
         return found if value.dtype.is_floating_point else []

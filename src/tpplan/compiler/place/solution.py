@@ -156,7 +156,7 @@ class Constraints:
         heads: numbers of heads, as packs; a dim of such a size may be split at any boundary. Empty until that is worth
             a try.
         features: ways to split features; a tensor made anew with a dim of so many may be split. Empty until then.
-        batch_as_heads: whether the first dim may be one of heads, too, where it is as long as the batch.
+        lengths_as_heads: whether dims that are as long as the batch or the sequence may be of heads, too.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         slices: whether operations may take parts of whole values that their bodies make.
         unsliced: regions whose bodies can't: their own code has to run.
@@ -172,7 +172,7 @@ class Constraints:
     whole: frozenset[Place] = frozenset()
     heads: Features = frozenset()
     features: Features = frozenset()
-    batch_as_heads: bool = False
+    lengths_as_heads: bool = False
     slice_constants: bool = False
     slices: bool = False
     unsliced: frozenset[Name] = frozenset()
@@ -183,7 +183,7 @@ class Constraints:
     @property
     def everywhere(self) -> tuple[object, ...]:
         """Those that hold in every region."""
-        return (self.heads, self.batch_as_heads, self.features, self.slice_constants, self.slices, self.sequence)
+        return (self.heads, self.lengths_as_heads, self.features, self.slice_constants, self.slices, self.sequence)
 
     def differing(self, other: Constraints) -> frozenset[Name]:
         """The examples of the regions on which the two differ."""
