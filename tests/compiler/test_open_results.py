@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.place.place import Placer
+from tpplan.compiler.rules.propagate import Propagator
+from tpplan.cost.communication import NVLINK
 
 WIDTH, MODULATIONS = 16, 5
 
@@ -109,3 +114,14 @@ def test_many_results_take_no_longer() -> None:
         Wide().double(), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, 2, (x, given)
     )
     assert program.count_collectives(backward=False) == {"all-reduce": 1}
+
+
+def test_of_two_ways_to_a_layout_the_cheaper_one_is_kept() -> None:
+    placer = Placer(Propagator(2, 1), NVLINK)
+    split, whole = placer._numbering.code(sharded(1)), placer._numbering.code(REPLICATED)
+    undecided = placer._open.code(((split, (0, 0)), (whole, (5, 0))))
+    region, body = SimpleNamespace(example=("attend", 0)), SimpleNamespace(read=[(0,)], names=[(7,)])
+    states = {(undecided,): ((1, 0), None), (split,): ((9, 0), None), (whole,): ((3, 0), None)}
+    for given in (states, dict(reversed(states.items()))):
+        found = placer._decided(region, body, 0, given)  # pyright: ignore
+        assert {state: cost for state, (cost, _) in found.items()} == {(split,): (1, 0), (whole,): (3, 0)}

@@ -191,10 +191,8 @@ class Placer:
         read, names = body.read[position], body.names[position]
         found: _States = {}
         for state, (cost, steps) in states.items():
-            if all(state[place] >= 0 for place in read):
-                found[state] = (cost, steps)
-                continue
-            for after, extra, chosen in self._open.branches(state, read):
+            is_open = any(state[place] < 0 for place in read)
+            for after, extra, chosen in self._open.branches(state, read) if is_open else ((state, (0, 0), ()),):
                 (*made,) = [(names[place], self._numbering.layouts((code,))[0]) for place, code in chosen]
                 if self._splits_unsharded(region, made):
                     continue
