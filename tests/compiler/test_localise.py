@@ -235,3 +235,23 @@ def test_a_literal_without_an_attribute_gathers_or_is_refused() -> None:
     program = compiled(Literal(), {"q": "colwise", "o": "rowwise"})
     assert not local(program)
     assert [d.code for d in program.diagnostics] == ["TP104", "TP105"]
+
+
+def test_a_count_of_heads_in_front_of_a_norm_of_queries_becomes_local() -> None:
+    """All before the norm is a view, so that the norm is the first to see a wrong shape; the body has the count."""
+
+    class Normed(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_norm, self.k_norm = nn.LayerNorm(HIDDEN // 4), nn.LayerNorm(HIDDEN // 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            size = k.shape[-1] // self.num_heads
+            q, k, v = (t.view(x.shape[0], -1, self.num_heads, size).transpose(1, 2) for t in (q, k, v))
+            mixed = functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+            return self.o(mixed.transpose(1, 2).reshape(x.shape[0], -1, self.num_heads * size))
+
+    model = nn.Sequential(*(Block(Normed()) for _ in range(2)))
+    found = local(compiled(model, in_blocks(ATTENTION)))
+    assert found == {f"{i}.body": (LocalAttribute("num_heads", 4, 2),) for i in range(2)}

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from tests.runtime.simulated import worst
 from tpplan.api import suggest_text
+from tpplan.plan import Style
+from tpplan.suggest import search
 
-WIDTH, HEADS = 24, 4
+WIDTH, HEADS, WIDE = 24, 4, 16
 
 
 class Cosine(nn.Module):
@@ -132,3 +134,52 @@ def test_what_makes_a_modulated_stream_stays_whole_and_heads_are_split() -> None
     assert "{q,k,v}: colwise" in plan
     assert "o: rowwise" in plan
     assert "embedder: colwise" not in plan
+
+
+class Routed(nn.Module):
+    """As Llama 4: what the experts make is added in place to what the shared one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.ModuleDict({"up": nn.Linear(WIDE, WIDE), "down": nn.Linear(WIDE, WIDE)})
+        self.router = nn.Linear(WIDE, 4)
+        self.up = nn.Parameter(torch.randn(4, WIDE, 4 * WIDE) / 10)
+        self.down = nn.Parameter(torch.randn(4, 4 * WIDE, WIDE) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDE)
+        scores = self.router(flat).softmax(-1).t().reshape(-1, 1)
+        made = torch.bmm(torch.bmm((flat.repeat(4, 1) * scores).view(4, -1, WIDE), self.up).relu(), self.down)
+        out = self.shared["down"](self.shared["up"](flat).relu())
+        out.add_(made.sum(0))
+        return out.view_as(x)
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Streams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList((Mixing(), Routed())) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mixing, routed in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = x + mixing(x)
+            x = x + routed(x)
+        return x
+
+
+def test_the_stream_is_no_branch_beside_heavier_layers() -> None:
+    """The experts weigh more than the attention before them, whose row they don't stand beside."""
+    found = search(Streams(), 2, (torch.randn(2, 6, WIDE),), {}, False)
+    styles = {name.rpartition("layers.0.")[2]: held.style for name, held in found.settings.items() if ".0." in name}
+    assert {name for name, style in styles.items() if style is Style.ROWWISE} >= {"0.o", "1.shared.down", "1.down"}
+    assert {name for name, style in styles.items() if style is Style.COLWISE} >= {"0.q", "0.k", "0.v", "1.shared.up"}

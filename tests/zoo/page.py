@@ -1,13 +1,16 @@
 """docs/coverage.md: a row for each architecture, written from what the sweep found.
 
-python -m tests.zoo.page              sweep all, write the page; exits with 1 if anything is wrong
-python -m tests.zoo.page llama bert   sweep these alone, and print their rows
+python -m tests.zoo.page                       sweep all, write the page; exits with 1 if anything is wrong
+python -m tests.zoo.page llama bert            sweep these alone, and print their rows
+python -m tests.zoo.page --update llama bert   sweep these alone, and put their rows into the page
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.zoo.architectures import ARCHITECTURES
@@ -32,7 +35,24 @@ all-gather, RS: reduce-scatter).
 """
 _PARTS: dict[str, Sequence[str]] = {"text models": [*ARCHITECTURES], **{f: [*held] for f, held in FAMILIES.items()}}
 _HEAD = ("architecture", "sharded, 2 ranks", "4 ranks", "a layer", "a layer, sequence-parallel", "largest error")
+_REASONS = "## What is refused or left whole, and why"
+_ROW = re.compile(r"^\| [\w-]+ \| (?:[\d.]+%|refused|\*\*wrong)")
+_NAMED = re.compile(r"^\*\*([\w-]+)\*\*$", re.MULTILINE)
+_REASON = re.compile(r"^- (.*)$", re.MULTILINE)
 _SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the page says of one architecture: its row, and why something is refused or whole."""
+
+    row: str
+    reasons: tuple[str, ...]
+
+    @staticmethod
+    def of(outcomes: Sequence[Outcome]) -> Entry:
+        """What there is to say of these outcomes."""
+        return Entry(row(outcomes), tuple(reasons(outcomes)))
 
 
 def row(outcomes: Sequence[Outcome]) -> str:
@@ -72,28 +92,35 @@ def reasons(outcomes: Iterable[Outcome]) -> list[str]:
     return [reason if len(where) == count else f"{reason} ({'; '.join(where)})" for reason, where in settings.items()]
 
 
-def page(found: dict[str, list[Outcome]]) -> str:
+def page(found: Mapping[str, Entry]) -> str:
     """The whole page."""
     lines = [_INTRODUCTION]
     for family, names in _PARTS.items():
-        outcomes = [found[name] for name in names if name in found]
-        lines += [f"## {family[0].upper()}{family[1:]}", "", _counted(outcomes), ""]
-        lines += [f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}", *map(row, outcomes), ""]
-    lines += ["## What is refused or left whole, and why", ""]
-    lines += ["Of the blocks' parameters, what makes up a hundredth of the model or more.", ""]
-    for name, outcomes in found.items():
-        held = reasons(outcomes)
-        if held:
-            lines += [f"**{name}**", "", *(f"- {reason}" for reason in held), ""]
+        rows = [found[name].row for name in names if name in found]
+        lines += [f"## {family[0].upper()}{family[1:]}", "", _counted(rows), ""]
+        lines += [f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}", *rows, ""]
+    lines += [_REASONS, "", "Of the blocks' parameters, what makes up a hundredth of the model or more.", ""]
+    for name in (name for names in _PARTS.values() for name in names if name in found):
+        if found[name].reasons:
+            lines += [f"**{name}**", "", *(f"- {reason}" for reason in found[name].reasons), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _counted(outcomes: Sequence[list[Outcome]]) -> str:
+def read(text: str) -> dict[str, Entry]:
+    """What a page says of each architecture."""
+    tables, _, causes = text.partition(_REASONS)
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in tables.splitlines() if _ROW.match(line)}
+    held = _NAMED.split(causes)
+    reasons = {name: tuple(_REASON.findall(body)) for name, body in zip(held[1::2], held[2::2], strict=True)}
+    return {name: Entry(line, reasons.get(name, ())) for name, line in rows.items()}
+
+
+def _counted(rows: Sequence[str]) -> str:
     """How many models are equal in all settings, refused in some, or wrong."""
-    wrong = sum(any(o.problems for o in held) for held in outcomes)
-    refused = sum(any(o.blocks is None and not o.problems for o in held) for held in outcomes)
-    counts = {"equal": len(outcomes) - wrong - refused, "refused": refused, "wrong": wrong}
-    return f"{len(outcomes)} models: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}."
+    wrong = sum("**wrong**" in line for line in rows)
+    refused = sum("refused" in line and "**wrong**" not in line for line in rows)
+    counts = {"equal": len(rows) - wrong - refused, "refused": refused, "wrong": wrong}
+    return f"{len(rows)} models: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}."
 
 
 def sweep(name: str) -> list[Outcome]:
@@ -111,8 +138,10 @@ def sweep(name: str) -> list[Outcome]:
     return outcomes
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Sweep, and write the page or print rows."""
+    update = arguments[:1] == ["--update"]
+    names = arguments[1:] if update else arguments
     missing = sorted(
         {held.package for name, held in SUBJECTS.items() if not held.installed and name in (names or SUBJECTS)}
     )
@@ -120,10 +149,12 @@ def main(names: list[str]) -> int:
         print(f"not installed: {', '.join(missing)}; `pip install 'tpplan[zoo]'`", file=sys.stderr)
         return 2
     found = {name: sweep(name) for name in names or (*ARCHITECTURES, *SUBJECTS)}
-    if names:
-        print("\n".join(line for outcomes in found.values() for line in (row(outcomes), *reasons(outcomes))))
+    entries = {name: Entry.of(outcomes) for name, outcomes in found.items()}
+    if names and not update:
+        print("\n".join(line for entry in entries.values() for line in (entry.row, *entry.reasons)))
     else:
-        PAGE.write_text(page(found), encoding="utf-8")
+        known = read(PAGE.read_text(encoding="utf-8")) if update else {}
+        PAGE.write_text(page(known | entries), encoding="utf-8")
     return 0 if all(o.ok for outcomes in found.values() for o in outcomes) else 1
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.marking import in_thirds
 from tests.zoo.architectures import ARCHITECTURES
-from tests.zoo.page import PAGE, row
+from tests.zoo.page import PAGE, page, read, row
 from tests.zoo.subjects import SUBJECTS
 from tests.zoo.sweep import SIZES, Outcome, run
 
@@ -76,3 +76,8 @@ def test_the_page_has_a_row_for_whatever_is_tried_by_default() -> None:
 def test_a_refusal_is_a_row_too() -> None:
     refused = [Outcome("x", size, sequence, refused=("no",)) for size in (2, 4) for sequence in (False, True)]
     assert row(refused) == "| x | refused | refused | – | – | – |"
+
+
+def test_a_page_that_is_read_and_written_is_the_same() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(read(text)) == text

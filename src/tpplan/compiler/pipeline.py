@@ -38,6 +38,7 @@ from tpplan.compiler.later import after_a_call, before_any_call, refuse_differen
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
 from tpplan.compiler.problem import Learned, Placed, Problem, stays_split
+from tpplan.compiler.refine import UnreadError
 from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
@@ -45,6 +46,7 @@ from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.compiler.trace.unread import with_unread
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
 
 
@@ -127,6 +129,10 @@ def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace
     """Compile; where bodies can't work on parts, by what costs more, and is right as well."""
     try:
         return request, _compile(request)
+    except UnreadError:
+        if request.unread:
+            raise
+        return _compile_leniently(replace(request, unread=True))
     except UnplacedError as error:
         for other in _dearer(request, error):
             try:
@@ -155,6 +161,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         findings = once([*findings, *binding.wrappers.values()])
     _refuse(findings)
     trace, state = _capture(request, findings)
+    trace = with_unread(trace) if request.unread else trace
     dump.trace(trace)
     flow = DataFlow(trace)
     wrappers = tuple(binding.wrappers)

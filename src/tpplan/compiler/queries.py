@@ -33,6 +33,7 @@ from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
 from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.compiler.trace.unread import with_unread
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.plan.rules import Pack as NamedPack
@@ -65,7 +66,7 @@ class Study:
 
     Attributes:
         model, size: the model and the number of ranks.
-        trace: the run.
+        trace: the run, with the layers of which nobody reads what they compute.
         root: its calls, over shared regions.
     """
 
@@ -80,7 +81,7 @@ class Study:
             raise CompileError(unfit)
         self.model = model
         self.size = size
-        self.trace = _captured(model, arguments, keywords)
+        self.trace = with_unread(_captured(model, arguments, keywords))
         self.root: Instance = build_regions(self.trace, bind(model, Plan(), size)[0])
         self._flow = DataFlow(self.trace)
         self._readers = Readers(self._flow)

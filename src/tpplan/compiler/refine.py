@@ -29,17 +29,25 @@ from tpplan.compiler.ir.trace import ForeignBackward, Frame
 from tpplan.compiler.place.conflicts import uses_of_values
 from tpplan.compiler.place.solution import Name
 from tpplan.compiler.problem import Attributes, Learned, Problem
+from tpplan.compiler.trace.unread import is_unread
 from tpplan.plan import CompileError, Diagnostic
 
 _TRIALS = 96  # of attributes, for one place
+
+
+class UnreadError(CompileError):
+    """A layer can't work on what it gets, and has no layouts, as nobody reads what it computes."""
 
 
 def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Learned:
     """What makes the next round's program differ where this one failed, or one finding more.
 
     Raises:
+        UnreadError: the mismatch is in what the trace leaves out.
         CompileError: nothing helps, and nothing can be set aside to look for the next mistake.
     """
+    if is_unread(subject.trace, mismatch.frame, mismatch.position):
+        raise UnreadError([*learned.findings, failures.of_check(subject, mismatch, problem.binding)])
     replayed = [n for n in subject.assignment.replayed if f"{mismatch.frame.module}.".startswith(f"{n}.")]
     if replayed:
         return unrecorded(subject.instance, learned, replayed)
@@ -202,4 +210,4 @@ def _same_place(one: Mismatch, other: Mismatch) -> bool:
     return one.frame.module == other.frame.module and one.when <= other.when
 
 
-__all__ = ["refine", "unrecorded"]
+__all__ = ["UnreadError", "refine", "unrecorded"]

@@ -130,6 +130,8 @@ class _Solver:
                     break
                 best = root_solution(solutions)
                 assignment = assign(instance, best, trace.parameters, inputs, constraints.heads)
+                for value, names in trace.parameters.items():  # a plan also splits what nobody reads
+                    assignment.layouts.setdefault(value, problem.binding.parameters[names[0]])
                 return Placed(instance, assignment, learned)
             learned = self._after(learned, instance, solutions)
         raise UnplacedError(learned)

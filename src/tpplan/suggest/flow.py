@@ -253,6 +253,9 @@ class _Walk:
             elif name in self.columns:
                 self.unsure.add(made)
             return True
+        if given in self.unsure:  # it may be a row of what may be a column
+            self.unsure.add(made)
+            return True
         if name in self.found.rows:
             self.found.mixed.add(name)
         self.whole_inputs.add(name)
@@ -316,7 +319,8 @@ class _Walk:
         answer = self._ask(instance, node, {})
         if isinstance(answer, Refusal):
             slid = self._beside_slices(instance, node) if self.lenient else None
-            branch = self._beside_branch(instance, node, sources) if self.lenient and slid is None else None
+            tries = self.lenient and slid is None and not unsure
+            branch = self._beside_branch(instance, node, sources) if tries else None
             answer = slid or branch or self._beside_parts(instance, node) or answer
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
             if self.exchanges and instance.frame.module:
@@ -404,10 +408,16 @@ class _Walk:
         return answer
 
     def _of_reduced(self, node: OperationNode, inputs: list[int], outputs: list[int]) -> None:
-        """Note what rows make through what is done with it entry by entry."""
+        """Note what rows make through what is done with it entry by entry. A stream that is added isn't theirs."""
         rows = [self.reduced[i] for i in inputs if i in self.reduced]
-        if rows and len(outputs) == 1 and (node.name in ELEMENTWISE_OPERATORS or node.name in _CARRIED):
+        entrywise = node.name in ELEMENTWISE_OPERATORS or node.name in _CARRIED
+        if rows and len(outputs) == 1 and entrywise and not any(map(self._has_features, set(inputs) - {*self.reduced})):
             self.reduced[outputs[0]] = _NONE.union(*rows)
+
+    def _has_features(self, value: int) -> bool:
+        """Whether a value depends on data, and has features of its own, unlike a gate of each token."""
+        held = self.subject.trace.values[value]
+        return value in self.dynamic and bool(held.shape) and held.shape[-1] > 1 and held.stride[-1] != 0
 
     def _beside_branch(self, instance: Instance, node: OperationNode, sources: Names) -> Outcome | None:
         """The outcome if a whole value beside split features were split like these, as its last layer can do.

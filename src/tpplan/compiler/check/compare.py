@@ -124,10 +124,7 @@ def compare(
     unfinished: bool,
     failure: str,
 ) -> Mismatch | None:
-    """The first difference between a call in the trace and the same call on local shapes."""
-    found = _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
-    if found is not None:
-        return found
+    """The first difference between a call's body in the trace and the same body on local shapes."""
     steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in REARRANGING]
     runs = [n for n in local.body if isinstance(n, Operation) and n.name not in REARRANGING]
     rearranged = zip(_rearranging_before(whole), _rearranging_before(local), strict=False)
@@ -216,7 +213,28 @@ def compare_call(
     reason = compare_passed(given, whole.entries, local.entries, values, operands)
     if reason:
         return Mismatch(caller, None, position, None, None, f"of what it passes to `{whole.module}`, {reason}")
-    return _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
+    return compare_entries(given, caller, position, whole, local, values)
+
+
+def compare_entries(
+    given: CheckInput, caller: Frame | None, position: int, whole: Frame, local: Frame, values: Sequence[Value]
+) -> Mismatch | None:
+    """The first argument with another shape than was promised; where it had that before the boundary, in the caller.
+
+    A caller that makes it by views alone is noticed here first.
+    """
+    found = _compare_crossings(given, whole, whole.entries, local.entries, values, 0)
+    if found is None or caller is None:
+        return found
+    for mine, its in zip(whole.entries, local.entries, strict=False):
+        if mine.path != its.path or mine.source not in given.assignment.layouts:
+            continue
+        expected, shape = promised_shape(given, given.trace.values[mine.source]), values[its.source].shape
+        if expected != shape:
+            path = ".".join(map(str, mine.path))
+            reason = f"of what it passes to `{whole.module}`, `{path}` has a different shape"
+            return Mismatch(caller, None, position, expected, shape, reason)
+    return found
 
 
 def compare_passed(
@@ -422,6 +440,7 @@ __all__ = [
     "Mismatch",
     "compare",
     "compare_call",
+    "compare_entries",
     "compare_passed",
     "differing",
     "promised_shape",

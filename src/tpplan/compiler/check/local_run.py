@@ -29,6 +29,7 @@ from tpplan.compiler.check.compare import (
     Mismatch,
     compare,
     compare_call,
+    compare_entries,
     compare_passed,
     differing,
     promised_shape,
@@ -155,6 +156,13 @@ def _check_rank(
             return min(found, key=_when, default=Mismatch(given.trace.root, None, 0, None, None, message)), None
         whole, place = frames[frame.module, frame.call]
         unfinished = not frame.exits and bool(whole.exits)
+        differs = None
+        if caller is None or (caller.module, caller.call) in frames:
+            calls = None if caller is None else frames[caller.module, caller.call][0]
+            differs = compare_entries(given, calls, place[-1] if place else 0, whole, frame, values)
+        if differs is not None:
+            found.append(replace(differs, when=place if differs.frame is not whole else (*place, 0)))
+            continue
         differs = compare(given, whole, frame, values, operands, unfinished, reason if frame is failed else "")
         if differs is None and whole.cuts:
             differs = _cut(given, whole, frame, replays=frame.module in recorded)

@@ -1,0 +1,88 @@
+"""Unread: calls that the model makes, and of which nobody reads what they compute.
+
+in:  a trace
+out: the same, in which layers that compute for nobody count as those do whose results are read
+
+    text = self.to_add_out(text)   ->   in the last block of two streams, in which only the picture is read on
+
+Nothing has to be known of such a call where it can work on whatever it gets. A layer can't that multiplies by whole
+weights what is split, or the other way round: it has to be placed, though no gradient comes back from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
+from tpplan.compiler.trace.capture import without_dead_operations
+
+
+def with_unread(trace: Trace) -> Trace:
+    """The trace with the calls of layers that compute for nobody, and with what these read."""
+    live = _live_values(trace.root)
+    made = {
+        crossing.source
+        for frame in trace.recorded.walk()
+        if _reads_parameters(frame, trace) and live.isdisjoint(c.source for c in frame.exits)
+        for crossing in frame.exits
+    }
+    if not made:
+        return trace
+    root = without_dead_operations(trace.recorded, live | made)
+    unanswered = {value for value in _values(root) if value not in live}
+    return replace(trace, root=root, unanswered=trace.unanswered | unanswered)
+
+
+def is_unread(trace: Trace, frame: Frame, position: int) -> bool:
+    """Whether the step at this position of a call's body is left out of the trace, as nobody reads what it makes."""
+    kept = _same_call(trace.root.walk(), frame)
+    if kept is None or position >= len(frame.body):
+        return False
+    step = frame.body[position]
+    if isinstance(step, Operation):
+        made = {o for n in kept.body if isinstance(n, Operation) for o in (*n.outputs, *n.overwritten)}
+        return made.isdisjoint((*step.outputs, *step.overwritten))
+    inner = next(
+        (n for n in kept.body if isinstance(n, Frame) and (n.module, n.call) == (step.module, step.call)), None
+    )
+    return inner is None or not any(isinstance(n, Operation) for f in inner.walk() for n in f.body)
+
+
+def _same_call(frames: Iterator[Frame], wanted: Frame) -> Frame | None:
+    return next((f for f in frames if (f.module, f.call) == (wanted.module, wanted.call)), None)
+
+
+def _reads_parameters(frame: Frame, trace: Trace) -> bool:
+    return any(not trace.parameters.keys().isdisjoint(n.inputs) for n in frame.body if isinstance(n, Operation))
+
+
+def _live_values(root: Frame) -> set[int]:
+    """The values that anybody reads in a trace, and what is made in it for its own sake, such as what is written."""
+    held = [n for frame in root.walk() for n in frame.body if isinstance(n, Operation)]
+    live = {value for n in held for value in (*n.inputs, *n.overwritten)}
+    live.update(crossing.source for crossing in root.exits)
+    for crossing in reversed([*_crossings(root)]):
+        if crossing.target in live:
+            live.add(crossing.source)
+    alone = [[o for o in n.outputs if o is not None] for n in held]
+    live.update(o for outputs in alone if live.isdisjoint(outputs) for o in outputs)
+    return live
+
+
+def _values(root: Frame) -> Iterator[int]:
+    for frame in root.walk():
+        yield from (o for n in frame.body if isinstance(n, Operation) for o in n.outputs if o is not None)
+    yield from (crossing.target for crossing in _crossings(root))
+
+
+def _crossings(frame: Frame) -> Iterator[Crossing]:
+    """In the order in which they are crossed."""
+    yield from frame.entries
+    for node in frame.body:
+        if isinstance(node, Frame):
+            yield from _crossings(node)
+    yield from frame.exits
+
+
+__all__ = ["is_unread", "with_unread"]
