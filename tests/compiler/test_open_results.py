@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import tpplan
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.place.open_results import Option
 from tpplan.compiler.place.place import Placer
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.cost.communication import NVLINK
@@ -119,9 +120,67 @@ def test_many_results_take_no_longer() -> None:
 def test_of_two_ways_to_a_layout_the_cheaper_one_is_kept() -> None:
     placer = Placer(Propagator(2, 1), NVLINK)
     split, whole = placer._numbering.code(sharded(1)), placer._numbering.code(REPLICATED)
-    undecided = placer._open.code(((split, (0, 0)), (whole, (5, 0))))
+    undecided = placer._open.code((Option(split, (0, 0)), Option(whole, (5, 0))))
     region, body = SimpleNamespace(example=("attend", 0)), SimpleNamespace(read=[(0,)], names=[(7,)])
     states = {(undecided,): ((1, 0), None), (split,): ((9, 0), None), (whole,): ((3, 0), None)}
     for given in (states, dict(reversed(states.items()))):
-        found = placer._decided(region, body, 0, given)  # pyright: ignore
+        found = placer._decided(region, body, 0, given, None)  # pyright: ignore
         assert {state: cost for state, (cost, _) in found.items()} == {(split,): (1, 0), (whole,): (3, 0)}
+
+
+class Joint(nn.Module):
+    """Attention of two streams, of which each has its projections, views and norms before they meet."""
+
+    def __init__(self, streams: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)) for _ in range(streams))
+        self.q_norm, self.k_norm = nn.LayerNorm(WIDTH // 4), nn.LayerNorm(WIDTH // 4)
+
+    def forward(self, streams: list[Tensor], angles: Tensor) -> list[Tensor]:
+        parts: list[list[Tensor]] = [[], [], []]
+        for stream, layers in zip(streams, self.layers, strict=True):
+            for held, layer in zip(parts, layers, strict=False):  # pyright: ignore[reportArgumentType]
+                held.append(layer(stream).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2))
+        q, k, v = parts
+        one = torch.cat([self.q_norm(held) for held in q], 2)
+        other = torch.cat([self.k_norm(held) for held in k], 2)
+        mixed = nn.functional.scaled_dot_product_attention(one * angles, other * angles, torch.cat(v, 2))
+        lengths = [stream.shape[1] for stream in streams]
+        outs = mixed.transpose(1, 2).flatten(2).split(lengths, 1)
+        return [layers[3](held) for layers, held in zip(self.layers, outs, strict=True)]  # pyright: ignore
+
+
+class Joints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(Joint() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+        streams = [x, y]
+        for block in self.blocks:
+            made = block([norm(held) for norm, held in zip(self.norms, streams, strict=True)], angles)
+            streams = [held + its for held, its in zip(streams, made, strict=True)]
+        return tuple(streams)
+
+
+JOINT: dict[str, Any] = {"blocks.*.layers.*.{0,1,2}": "colwise", "blocks.*.layers.*.3": "rowwise"}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_crowd_of_layouts_has_the_same_least_cost(sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that leave their results open, and bodies whose ways from a state on are remembered, prune nothing."""
+    rules = JOINT | ({"norms.*": "sequence"} if sequence else {})
+    x, y, _ = call()
+    example = (x, y.detach().requires_grad_(), torch.randn(16, WIDTH // 4, dtype=torch.float64))
+    plan = {"version": 1, "modules": rules}
+    digests: set[str] = set()
+    for crowded in (1, 32, 10**9):
+        monkeypatch.setattr(importlib.import_module("tpplan.compiler.place.place"), "CROWDED", crowded)
+        torch.manual_seed(0)
+        model = Joints().double()
+        program = tpplan.compile_plan(model, plan, 2, example)
+        digests.add(program.digest)
+        parity = tpplan.verify(model, plan, 2, example)
+        assert parity.ok and parity.collectives == parity.predicted
+    assert len(digests) == 1

@@ -6,6 +6,7 @@ out: `Assignment`: the layout of every value of the trace, the reshards of every
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
@@ -174,6 +175,13 @@ def _uneven(layout: Layout, shape: tuple[int, ...], size: int) -> int:
     return 0 if layout.dim is None or layout.is_even(shape[layout.dim], size) else shape[layout.dim]
 
 
+def _position(choice: Choice) -> float:
+    """Where in the body a choice was made: what was left open was chosen later."""
+    if isinstance(choice, (Ran, Called)):
+        return choice.node
+    return math.inf if isinstance(choice, Left) else -1
+
+
 class _Reader:
     """Reads solutions back; what equal layers share, a region or a solution, is looked at once."""
 
@@ -287,7 +295,7 @@ class _Reader:
     def _chosen(self, solution: Solution) -> list[Choice]:
         if id(solution) not in self._choices:
             assert solution.steps is not None
-            self._choices[id(solution)] = solution.steps.in_order()
+            self._choices[id(solution)] = sorted(solution.steps.in_order(), key=_position)
         return self._choices[id(solution)]
 
     def _note(self, numbers: frozenset[int], into: dict[str, list[str]], instance: Instance) -> None:

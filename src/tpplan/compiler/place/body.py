@@ -56,6 +56,8 @@ class Body:
         following: for each node, of a state, the results and the constants, the state after it; at last the outputs.
         names: for each node, the values that the state before it is of; at last those at the end.
         read: for each node, the places of its operands in that state; at last those of what leaves.
+        alone: for each node, the place of the only operand in that state, where nothing reads that later and the node
+            makes one value; else None. At last None.
     """
 
     def __init__(self, region: Region, numbering: Numbering) -> None:
@@ -71,12 +73,18 @@ class Body:
         self.read: list[tuple[int, ...]] = []
         self.operands: list[_Picker] = []
         self.following: list[_Picker] = []
+        self.alone: list[int | None] = []
         for before, after, node in zip(live, live[1:], region.nodes, strict=False):
             overwritten = node.overwritten if isinstance(node, OperationNode) else ()
             made = [o for o in node.outputs if o is not None]
             self.operands.append(self._picker(before, (*node.inputs, *overwritten)))
             self.read.append(_places(before, (*node.inputs, *overwritten)))
+            lasts = len(self.read[-1]) != 1 or before[self.read[-1][0]] in after
+            self.alone.append(
+                None if lasts or overwritten or len(node.outputs) != 1 or len(made) != 1 else self.read[-1][0]
+            )
             self.following.append(self._picker((*before, *made), after))
+        self.alone.append(None)
         self.operands.append(self._picker(live[-1], [b.source for b in region.exits]))
         self.read.append(_places(live[-1], (*(b.source for b in region.exits), *region.outputs)))
         self.following.append(self._picker((*live[-1], *(b.target for b in region.exits)), region.outputs))

@@ -1,22 +1,41 @@
-"""Open results: layouts that a call leaves to the first operation which reads its result.
+"""Open results: layouts that a step leaves to the first operation which combines its result with others.
 
-in:  the layouts that each result of a call could have outside, with their costs
+in:  the layouts that each result could have, with their costs
 out: one code for all of them, which stands in states until the result is read, and branches there
 
     norm(x, emb) -> x, gate, shift, scale, gate   with three layouts each: 243 states, or one
+
+What reads nothing but such a result, and makes one value, leaves that open in turn: each layout goes its own way, at a
+cost of its own, and none of them concerns the other values that a state is of. So six projections of two streams, each
+with its view and its norm, meet as six values with three layouts, and not as 729 states.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from tpplan.compiler.place.body import Codes
-from tpplan.compiler.place.solution import Cost
+from tpplan.compiler.place.solution import Cost, Steps
 
 MANY = 3  # of fewer results the layouts are chosen as they leave
+CROWDED = 32  # with fewer states, a step branches into them
 
-Options = tuple[tuple[int, Cost], ...]
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A layout that a result could have.
+
+    Attributes:
+        code: the layout's.
+        cost: what it takes to make it so.
+        trail: what is chosen on the way, in the body in which it stands; newest first.
+        decided: whether the step that makes it has left its layout open: who reads it is to note the layout.
+    """
+
+    code: int
+    cost: Cost
+    trail: Steps | None = None
+    decided: bool = True
 
 
 class OpenResults:
@@ -24,30 +43,29 @@ class OpenResults:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._known: list[Options] = []
-        self._codes: dict[Options, int] = {}
+        self._known: list[Sequence[Option]] = []
+        self._codes: dict[Hashable, int] = {}
 
-    def code(self, options: Options) -> int:
-        """What stands for these in a state."""
-        found = self._codes.get(options)
+    def code(self, options: Sequence[Option], key: Hashable = None) -> int:
+        """What stands for these in a state; `key` tells them from others, else they do so themselves."""
+        key = tuple(options) if key is None else key
+        found = self._codes.get(key)
         if found is None:
-            found = self._codes[options] = -1 - len(self._known)
+            found = self._codes[key] = -1 - len(self._known)
             self._known.append(options)
         return found
 
-    def branches(self, state: Codes, read: Sequence[int]) -> Iterator[tuple[Codes, Cost, tuple[tuple[int, int], ...]]]:
-        """The states in which what stands at these places has a layout: each with its cost, and (place, layout)."""
-        places = [place for place in dict.fromkeys(read) if state[place] < 0]
-        for chosen in itertools.product(*(self._known[-1 - state[place]] for place in places)):
-            after = list(state)
-            for place, (code, _) in zip(places, chosen, strict=True):
-                after[place] = code
-            cost = (sum(c[0] for _, c in chosen), sum(c[1] for _, c in chosen))
-            yield tuple(after), cost, tuple((place, code) for place, (code, _) in zip(places, chosen, strict=True))
+    def forget(self) -> None:
+        """Number what comes anew; what has a number keeps it."""
+        self._codes.clear()
+
+    def options(self, code: int) -> Sequence[Option]:
+        """What a code below zero stands for."""
+        return self._known[-1 - code]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
         return bool(self._known)
 
 
-__all__ = ["MANY", "OpenResults", "Options"]
+__all__ = ["CROWDED", "MANY", "OpenResults", "Option"]

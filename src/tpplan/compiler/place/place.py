@@ -25,7 +25,7 @@ from tpplan.compiler.ir.program import Recurrence, Reshard
 from tpplan.compiler.ir.region import CallNode, OperationNode, Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
-from tpplan.compiler.place.open_results import MANY, OpenResults
+from tpplan.compiler.place.open_results import CROWDED, MANY, OpenResults, Option
 from tpplan.compiler.place.solution import (
     Called,
     Choice,
@@ -50,8 +50,10 @@ from tpplan.compiler.rules.recurrent import GATHERED, gathers, gathers_first, ma
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
 from tpplan.plan import Exchange
 
-# What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later.
-_Step = tuple[Codes, Cost, Choice]
+# What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later, which is
+# none where it depends on a layout that is left open.
+_Step = tuple[Codes, Cost, Choice | None]
+_Entry = tuple[Codes, Cost, Entered]
 _States = dict[Codes, tuple[Cost, Steps | None]]
 _Solved = list[tuple[Codes, Solution]] | Failure
 
@@ -71,6 +73,9 @@ class Placer:
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
         self._inside: dict[int, frozenset[Name]] = {}
         self._kept: dict[int, frozenset[int]] = {}
+        self._after: dict[tuple[int, int, int], list[_Step] | Failure] = {}
+        self._from: dict[int, dict[Codes, _States | Failure]] = {}
+        self._taken: dict[tuple[int, int, int], list[tuple[int, Cost, Steps | None]]] = {}
 
     def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
         """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
@@ -92,14 +97,22 @@ class Placer:
     def _forget(self, constraints: Constraints) -> None:
         """Drop what is remembered of regions for which other constraints will hold."""
         if constraints.everywhere != self.constraints.everywhere:
-            self._solved.clear()
-            self._steps.clear()
+            for kept in (self._solved, self._steps, self._from):
+                kept.clear()
+            self._forget_open()
             return
         changed = constraints.differing(self.constraints)
+        if changed:
+            self._forget_open()
         for key, names in self._inside.items():
             if not changed.isdisjoint(names):
-                self._solved.pop(key, None)
-                self._steps.pop(key, None)
+                for kept in (self._solved, self._steps, self._from):
+                    kept.pop(key, None)
+
+    def _forget_open(self) -> None:
+        self._after.clear()
+        self._taken.clear()
+        self._open.forget()
 
     def _note_inside(self, region: Region) -> frozenset[Name]:
         """The names of a region and of those that it calls."""
@@ -134,26 +147,58 @@ class Placer:
         body = self._bodies.get(id(region))
         if body is None:
             body = self._bodies[id(region)] = Body(region, self._numbering)
-        memos = self._steps.setdefault(id(region), [{} for _ in range(len(region.nodes) + 1)])
         states: _States = {}
         for inside, cost, choice in self._entered(region, body, inputs):
             _keep(states, body.start(inputs + inside + body.constants), cost, choice, None)
         if not states:
             return self._entry_failure(region, body.entries(inputs + body.constants))
+        return self._went(region, body, states) if len(states) < CROWDED else self._each_went(region, body, states)
+
+    def _each_went(self, region: Region, body: Body, states: _States) -> _States | Failure:
+        """As `_went`. What becomes of a state is remembered, as other inputs lead to the same ones."""
+        known = self._from.setdefault(id(region), {})
+        finished: _States = {}
+        failure: Failure | None = None
+        for state, (cost, steps) in states.items():
+            if state not in known:
+                known[state] = self._went(region, body, {state: ((0, 0), None)})
+            found = known[state]
+            if isinstance(found, Failure):
+                failure = found if failure is None or found.progress > failure.progress else failure
+                continue
+            for after, (extra, later) in found.items():
+                total, before = (cost[0] + extra[0], cost[1] + extra[1]), finished.get(after)
+                if before is None or total < before[0]:
+                    finished[after] = (total, steps if later is None else Steps(later, steps))
+        if not finished:
+            assert failure is not None
+            return failure
+        return finished
+
+    def _went(self, region: Region, body: Body, states: _States) -> _States | Failure:
+        """What becomes of states at a body's beginning."""
+        memos = self._steps.setdefault(id(region), [{} for _ in range(len(region.nodes) + 1)])
         constants = body.constants
         for position, memo in enumerate(memos):
-            operands_of, following_of = body.operands[position], body.following[position]
+            operands_of, following_of, alone = body.operands[position], body.following[position], body.alone[position]
             following: _States = {}
             failure: Failure | None = None
+            crowded = len(states) >= CROWDED
             if self._open:
-                states = self._decided(region, body, position, states)
+                states = self._decided(region, body, position, states, alone if crowded else None)
                 if not states:
                     return self._constrained(position)
+            single = crowded and position < len(region.nodes) and _makes_one(region.nodes[position])
             for state, (cost, steps) in states.items():
-                operands = operands_of(state + constants)
-                found = memo.get(operands)
-                if found is None:
-                    found = memo[operands] = self._step(region, position, operands)
+                if alone is not None and state[alone] < 0:
+                    found = self._gone_on(region, body, position, state, memo)
+                else:
+                    operands = operands_of(state + constants)
+                    found = memo.get(operands)
+                    if found is None:
+                        found = memo[operands] = self._step(region, position, operands)
+                    if single and not isinstance(found, Failure) and len(found) > 1:
+                        found = self._opened(region, position, operands, found)
                 if isinstance(found, Failure):
                     # Of two that got as far the first counts; of exits the last.
                     if failure is None or found.progress > failure.progress or position == len(region.nodes):
@@ -164,12 +209,75 @@ class Placer:
                     total = (cost[0] + extra[0], cost[1] + extra[1])
                     known = following.get(after)
                     if known is None or total < known[0]:
-                        following[after] = (total, Steps(choice, steps))
+                        following[after] = (total, steps if choice is None else Steps(choice, steps))
             if not following:
                 assert failure is not None
                 return failure
             states = following
         return states
+
+    def _opened(self, region: Region, position: int, operands: Codes, found: list[_Step]) -> list[_Step]:
+        """One step for all that the result of a step could be."""
+        options: list[Option] = []
+        for made, cost, choice in found:
+            if choice is None or made[0] < 0:  # its layouts are open already
+                return found
+            options.append(Option(made[0], cost, Steps(choice, None), decided=False))
+        return [((self._open.code(options, (id(region), position, operands)),), (0, 0), None)]
+
+    def _gone_on(
+        self, region: Region, body: Body, position: int, state: Codes, memo: dict[Codes, list[_Step] | Failure]
+    ) -> list[_Step] | Failure:
+        """One step for all that a step makes of what is open, and of nothing else."""
+        place = body.alone[position]
+        assert place is not None
+        key = (id(region), position, state[place])
+        known = self._after.get(key)
+        if known is not None:
+            return known
+        cheapest: dict[int, Option] = {}
+        failure: Failure | None = None
+        for option in self._open.options(state[place]):
+            before = (*state[:place], option.code, *state[place + 1 :])
+            trail = self._trail(region, body.names[position][place], option)
+            if trail is None:
+                continue
+            operands = body.operands[position](before + body.constants)
+            if operands not in memo:
+                memo[operands] = self._step(region, position, operands)
+            found = memo[operands]
+            if isinstance(found, Failure):
+                failure = found if failure is None or found.progress > failure.progress else failure
+                continue
+            for (made,), extra, choice in found:
+                cost = (option.cost[0] + extra[0], option.cost[1] + extra[1])
+                for code, price, decided in self._closed(made, cost):
+                    if code not in cheapest or price < cheapest[code].cost:
+                        held = trail if choice is None else Steps(choice, trail)
+                        cheapest[code] = Option(code, price, held, decided)
+        if not cheapest:
+            result: list[_Step] | Failure = failure or self._constrained(position)
+        else:
+            result = [((self._open.code([*cheapest.values()], key),), (0, 0), None)]
+        self._after[key] = result
+        return result
+
+    def _closed(self, made: int, cost: Cost) -> Iterator[tuple[int, Cost, bool]]:
+        """The layouts that a result could have: one, or those that its callee has left open."""
+        if made >= 0:
+            yield made, cost, False
+            return
+        for option in self._open.options(made):
+            yield option.code, (cost[0] + option.cost[0], cost[1] + option.cost[1]), True
+
+    def _trail(self, region: Region, value: int, option: Option) -> Steps | None:
+        """What is chosen where a value gets this layout; None if it may not have it."""
+        if not option.decided:
+            return option.trail
+        (layout,) = self._numbering.layouts((option.code,))
+        if self._splits_unsharded(region, ((value, layout),)):
+            return None
+        return Steps(Decided(value, layout), option.trail)
 
     def _step(self, region: Region, position: int, operands: Codes) -> list[_Step] | Failure:
         if position == len(region.nodes):
@@ -186,23 +294,32 @@ class Placer:
         refusal = Refusal("constraint", "would split a value whose size is read", ())
         return Failure((), position, refusal, (position,))
 
-    def _decided(self, region: Region, body: Body, position: int, states: _States) -> _States:
-        """The states in which what is read here has a layout, where a call left that open."""
-        read, names = body.read[position], body.names[position]
-        found: _States = {}
-        for state, (cost, steps) in states.items():
-            is_open = any(state[place] < 0 for place in read)
-            for after, extra, chosen in self._open.branches(state, read) if is_open else ((state, (0, 0), ()),):
-                (*made,) = [(names[place], self._numbering.layouts((code,))[0]) for place, code in chosen]
-                if self._splits_unsharded(region, made):
-                    continue
-                total, taken = (cost[0] + extra[0], cost[1] + extra[1]), steps
-                for value, layout in made:
-                    taken = Steps(Decided(value, layout), taken)
-                known = found.get(after)
-                if known is None or total < known[0]:
-                    found[after] = (total, taken)
-        return found
+    def _decided(self, region: Region, body: Body, position: int, states: _States, alone: int | None) -> _States:
+        """The states in which what is read here has a layout, where a step left that open; but what may stay so."""
+        names = body.names[position]
+        for place in body.read[position]:
+            if place == alone or all(state[place] >= 0 for state in states):
+                continue
+            found: _States = {}
+            for state, (cost, steps) in states.items():
+                head, code, tail = state[:place], state[place], state[place + 1 :]
+                for layout, extra, trail in (
+                    self._ways(region, names[place], code) if code < 0 else ((code, (0, 0), None),)
+                ):
+                    after, total = (*head, layout, *tail), (cost[0] + extra[0], cost[1] + extra[1])
+                    known = found.get(after)
+                    if known is None or total < known[0]:
+                        found[after] = (total, steps if trail is None else Steps(trail, steps))
+            states = found
+        return states
+
+    def _ways(self, region: Region, value: int, code: int) -> list[tuple[int, Cost, Steps | None]]:
+        """The layouts that an open value may have here, with their costs, and what is chosen on the way."""
+        key = (id(region), value, code)
+        if key not in self._taken:
+            held = [(option, self._trail(region, value, option)) for option in self._open.options(code)]
+            self._taken[key] = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
+        return self._taken[key]
 
     def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:
         numbers = (*node.inputs, *node.overwritten)
@@ -263,7 +380,7 @@ class Placer:
         )
 
     # -- boundaries -------------------------------------------------------------------------------------------------
-    def _entered(self, region: Region, body: Body, inputs: Codes) -> Iterator[_Step]:
+    def _entered(self, region: Region, body: Body, inputs: Codes) -> Iterator[_Entry]:
         """The layouts that the entries could have inside."""
         sources = self._numbering.layouts(body.entries(inputs + body.constants))
         branches = [
@@ -290,10 +407,10 @@ class Placer:
 
     def _left_open(self, branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> _Step:
         """All that exits could be outside, at once: whoever reads a result chooses its layout."""
-        coded = [tuple((self._numbering.code(held), cost) for held, cost in options) for options in branches]
+        coded = [tuple(Option(self._numbering.code(held), cost) for held, cost in options) for options in branches]
         single = [options[0] if len(options) == 1 else None for options in branches]
         sure = [held[1] for held in single if held is not None]
-        codes = [held[0][0] if len(held) == 1 else self._open.code(held) for held in coded]
+        codes = [held[0].code if len(held) == 1 else self._open.code(held) for held in coded]
         cost = (sum(c[0] for c in sure), sum(c[1] for c in sure))
         return tuple(codes), cost, Left(tuple(None if held is None else held[0] for held in single))
 
@@ -431,6 +548,11 @@ def _combined(branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> Iterator[tup
     for combination in itertools.product(*branches):
         cost = (sum(c[0] for _, c in combination), sum(c[1] for _, c in combination))
         yield tuple(held for held, _ in combination), cost
+
+
+def _makes_one(node: OperationNode | CallNode) -> bool:
+    overwrites = isinstance(node, OperationNode) and bool(node.overwritten)
+    return not overwrites and len(node.outputs) == 1 and node.outputs[0] is not None
 
 
 def _keep(states: _States, key: Codes, cost: Cost, choice: Choice, before: Steps | None) -> None:

@@ -37,9 +37,9 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A linked list of choices, so that states can share their past."""
+    """A linked list of choices, so that states can share their past; what many go through alike is a list in it."""
 
-    choice: Choice
+    choice: Choice | Steps
     before: Steps | None
 
     def in_order(self) -> list[Choice]:
@@ -47,7 +47,8 @@ class Steps:
         choices: list[Choice] = []
         step: Steps | None = self
         while step is not None:
-            choices.append(step.choice)
+            held = step.choice
+            choices += reversed(held.in_order()) if isinstance(held, Steps) else (held,)
             step = step.before
         return choices[::-1]
 
