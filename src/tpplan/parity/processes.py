@@ -6,6 +6,7 @@ takes the others with it, and what it raised is raised here.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import tempfile
 import time
@@ -25,6 +26,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
+from tpplan.parity.draws import OwnDraws
 from tpplan.parity.errors import RankError, RankTimeoutError, VerifyError, describe
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT
@@ -34,9 +36,16 @@ _JOB = "job.pt"
 
 
 def run_in_processes(
-    model: nn.Module, program: Program, call: Call, cotangents: Mapping[str, Tensor], timeout: float = TIMEOUT
+    model: nn.Module,
+    program: Program,
+    call: Call,
+    cotangents: Mapping[str, Tensor],
+    timeout: float = TIMEOUT,
+    draws: int | None = None,
 ) -> list[RankResult]:
     """Run `program` on all ranks at once and return what each shows, in rank order.
+
+    With `draws`, each rank draws random numbers from a stream of its own, which begins with that.
 
     Raises:
         RankError: a rank raised, or its process died.
@@ -45,7 +54,7 @@ def run_in_processes(
     """
     with tempfile.TemporaryDirectory(prefix="tpplan-verify-") as name:
         folder = Path(name)
-        _send((model, program, call, dict(cotangents)), folder)
+        _send((model, program, call, dict(cotangents), draws), folder)
         threads = max(1, torch.get_num_threads() // program.size)
         ranks: Any = spawn(_run_child, (program.size, name, threads, timeout), nprocs=program.size, join=False)
         try:
@@ -55,7 +64,7 @@ def run_in_processes(
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(program.size)]
 
 
-def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor]], folder: Path) -> None:
+def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], int | None], folder: Path) -> None:
     try:
         torch.save(job, folder / _JOB)
     except Exception as error:  # pickle raises PicklingError, AttributeError and TypeError alike
@@ -114,10 +123,12 @@ def _run_child(rank: int, size: int, name: str, threads: int, timeout: float) ->
             world_size=size,
             timeout=datetime.timedelta(seconds=timeout),
         )
-        model, program, call, cotangents = torch.load(folder / _JOB, weights_only=False, mmap=True)
+        model, program, call, cotangents, draws = torch.load(folder / _JOB, weights_only=False, mmap=True)
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(program.axis,))
         axis = _CountingGroup(mesh.get_group())
-        torch.save(run_rank(model, program, call, cotangents, axis, mesh), _result(folder, rank))
+        with contextlib.nullcontext() if draws is None else OwnDraws(draws):
+            result = run_rank(model, program, call, cotangents, axis, mesh)
+        torch.save(result, _result(folder, rank))
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, TorchDispatchMode
 from tpplan.parity.call import Call
+from tpplan.parity.draws import OwnDraws
 from tpplan.parity.errors import UnshardedError, VerifyError, describe
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.observe import Observation, observe
@@ -61,6 +62,7 @@ class Reference:
     Attributes:
         seen: outputs and gradients.
         cotangents: the gradients that were sent into the outputs.
+        draws: with what a run's stream of random numbers begins; None if this one drew none.
         epsilon: of the coarsest dtype that the model's arithmetic rounds to.
         terms: of the longest sum that an operation takes.
         depth: how many leaf modules were called.
@@ -68,6 +70,7 @@ class Reference:
 
     seen: Observation
     cotangents: dict[str, Tensor] = field(repr=False)
+    draws: int | None
     epsilon: float
     terms: int
     depth: int
@@ -90,9 +93,9 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
         cotangents[name] = drawn
         return drawn
 
-    meter = ArithmeticMeter()
+    meter, own = ArithmeticMeter(), OwnDraws(seed + 3)
     try:
-        with meter:
+        with own, meter:
             seen = observe(copy_structure(model), call, cotangent)
     except Exception as error:  # the model's own, whatever it is
         raise UnshardedError(f"the unsharded `{type(model).__name__}` raised {describe(error)}") from error
@@ -102,4 +105,5 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
             "  help: return tensors, or tuples, dicts or dataclasses of them"
         )
     epsilon = meter.epsilon or torch.finfo(torch.float64).eps
-    return Reference(seen, cotangents, epsilon, meter.terms, max(1, sum(held.leaf for held in seen.calls)))
+    draws = seed + 3 if own.drew else None
+    return Reference(seen, cotangents, draws, epsilon, meter.terms, max(1, sum(held.leaf for held in seen.calls)))

@@ -11,6 +11,7 @@ and each product and each sum comes out with a random error of one unit in the l
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, TorchDispatchMode
 from tpplan.parity.call import Call
+from tpplan.parity.draws import OwnDraws
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.measure import magnitude
 from tpplan.parity.observe import observe
@@ -74,7 +76,8 @@ def moved_by_rounding(model: nn.Module, call: Call, reference: Reference, seed: 
     generator = torch.Generator().manual_seed(seed)
     moved = Moved({}, {}, {})
     for _ in range(_RUNS):
-        with OtherRounding(generator):
+        draws = contextlib.nullcontext() if reference.draws is None else OwnDraws(reference.draws)
+        with draws, OtherRounding(generator):
             again = observe(copy_structure(model), call, lambda name, _: reference.cotangents.get(name))
         _note(moved.outputs, reference.seen.outputs, again.outputs)
         _note(moved.gradients, reference.seen.gradients, again.gradients)

@@ -117,7 +117,7 @@ def verify_program(
         kind = "processes" if processes else "simulated"
         _tell(progress, f"running {program.size} {'processes' if processes else 'simulated ranks'}")
         run = run_in_processes if processes else run_simulated
-        ranks = run(whole, program, call, reference.cotangents, timeout)
+        ranks = run(whole, program, call, reference.cotangents, timeout, reference.draws)
         rounded = functools.partial(moved_by_rounding, whole, call, reference, seed)
         return compare(program, reference, ranks, Setting(chosen, kind, seed), rounded)
     finally:

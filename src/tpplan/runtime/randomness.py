@@ -44,7 +44,9 @@ class SplitRandomness:
         if self._device.type == "meta":  # no numbers are drawn
             self._shared.append(_state_of(self._device))
             return
-        drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu").item())
+        # The generator is named, so that who follows what a model draws can tell this draw from the model's own.
+        shared = torch.default_generator
+        drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu", generator=shared).item())
         seed = (drawn + _RANK_STRIDE * (self._axis.rank + 1)) % (1 << 63)
         self._shared.append(_state_of(self._device))
         if self._device.type == "cuda":

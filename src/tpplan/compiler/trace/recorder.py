@@ -121,6 +121,7 @@ class Recorder(RecordingMode):
         self._random = random_state()
         self.familiar: set[int] | None = None  # ids of tensors from before the run; None while any may be met
         self.unfamiliar: list[tuple[str, Location | None]] = []  # where tensors were met that no operation made
+        self._redrawn: set[int] = set()  # ids of real tensors that hold random numbers by now
         self.seeded: set[int] = set()  # random numbers drawn after the body has set the generator
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
         self.tested: dict[int, Location | None] = {}  # values that the model branches on
@@ -254,10 +255,15 @@ class Recorder(RecordingMode):
         operands = _tensors((*args, *keywords.values()))
         if any([type(operand) is not Tensor and is_wrapper(operand) for operand in operands]):
             return NotImplemented  # its class says what it does, in operations on what it keeps
-        on_meta = [operand.is_meta for operand in operands]
+        on_meta = [operand.is_meta or id(operand) in self._redrawn for operand in operands]
         if not any(on_meta):
-            if not operands and is_draw(func, args, keywords):
-                keywords = {**keywords, "device": _META}  # a number that each run draws anew is no constant
+            if is_draw(func, args, keywords) and not (operands and keywords.get("generator") is not None):
+                # A number that each run draws anew is no constant.
+                if operands:
+                    args, keywords = self._drawing(func, args, keywords, operands)
+                    operands = _tensors((*args, *keywords.values()))
+                else:
+                    keywords = {**keywords, "device": _META}
             elif operands or not _is_meta_device(keywords.get("device")):
                 if not operands or not _is_meta_device(keywords.get("device")):
                     result = func(*args, **keywords)  # real constants stay real: the model may read their values
@@ -270,7 +276,7 @@ class Recorder(RecordingMode):
                     return result
                 args, keywords = self._constants_to_meta(args, keywords)
                 operands = _tensors((*args, *keywords.values()))
-        elif not all(on_meta):
+        elif not all([operand.is_meta for operand in operands]):
             args, keywords = self._constants_to_meta(args, keywords)
             operands = _tensors((*args, *keywords.values()))
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -443,6 +449,17 @@ class Recorder(RecordingMode):
             return argument
 
         return tuple(convert(a) for a in args), {name: convert(a) for name, a in keywords.items()}
+
+    def _drawing(
+        self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], operands: list[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an operation that draws by constants, on `meta`; what it writes to is no constant then."""
+        args, keywords = self._constants_to_meta(args, keywords)
+        if _traits(func)[0]:
+            self._redrawn.add(id(operands[0]))
+            written = self.value_of(args[0])
+            self.values[written] = replace(self.values[written], numbers=None)  # it reads none of them
+        return args, keywords
 
     def _assume(self, tensor: Tensor) -> Any:
         """What Python is told of a tensor with one entry: its number if that is known, else the side of a branch."""

@@ -1,0 +1,80 @@
+"""Models that draw random numbers in evaluation, too: ranks draw what the unsharded model draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.parity.draws import OwnDraws
+
+PLAN = {"version": 1, "modules": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(self.up(x).relu()))  # draws for split values, in training
+
+
+def picked(x: Tensor) -> Tensor:
+    return x[:, torch.multinomial(torch.ones(x.shape[1]), x.shape[1] - 2)]
+
+
+def disturbed(x: Tensor) -> Tensor:
+    return x + torch.zeros(16).normal_() * torch.empty(16).uniform_(0.1, 0.2)
+
+
+def dropped(x: Tensor) -> Tensor:
+    return x * nn.functional.dropout(torch.ones(16), 0.3)
+
+
+class Drawing(nn.Module):
+    """Draws after each block, whatever the mode."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.draw(block(x))
+        return x
+
+
+@pytest.mark.parametrize("draw", [picked, disturbed, dropped])
+def test_ranks_draw_what_the_unsharded_model_draws(draw: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, call = Drawing(draw), (torch.randn(3, 12, 16),)
+    state = torch.get_rng_state()
+    report = tpplan.verify(model, PLAN, tp=2, inputs=call)
+    assert report.ok, report.problems
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_real_ranks_draw_what_the_unsharded_model_draws() -> None:
+    report = tpplan.verify(Drawing(picked), PLAN, tp=2, inputs=(torch.randn(3, 12, 16),), processes=True)
+    assert report.ok, report.problems
+
+
+def test_a_stream_of_its_own_draws_as_a_generator_does_and_leaves_torch_s_alone() -> None:
+    state = torch.get_rng_state()
+    own = OwnDraws(5)
+    with own:
+        first = torch.rand(3)
+        named = torch.rand(2, generator=torch.Generator().manual_seed(1))
+        second = torch.rand(4)
+    assert own.drew
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = torch.Generator().manual_seed(5)
+    assert torch.equal(first, torch.rand(3, generator=expected))
+    assert torch.equal(second, torch.rand(4, generator=expected))
+    assert torch.equal(named, torch.rand(2, generator=torch.Generator().manual_seed(1)))
