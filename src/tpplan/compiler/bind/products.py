@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+
 from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
-from tpplan.compiler.rules.packed import SPLITS, VIEWS, picked_dim
+from tpplan.compiler.rules.packed import SPLITS, VIEWS
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 FACTORS = {
@@ -39,6 +41,7 @@ _KEEPS = frozenset(
 )
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
 LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
+_MASKS = (torch.bool, torch.uint8)
 _DEEPEST = 12
 
 Dims = tuple[int | None, ...]
@@ -243,17 +246,26 @@ def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dim
         return tuple(None if d in along else held for d, held in enumerate(dims))
     if name in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
         return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
-    if name in ("aten.index.Tensor", "aten.index_select.default"):
-        changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
-        picked = picked_dim(operation.name, operation.arguments, rank)
-        return (
-            tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
-        )
+    if name == "aten.index_select.default":
+        return tuple(None if d == arguments[1] % rank else held for d, held in enumerate(dims))
+    if name == "aten.index.Tensor":
+        return _indexed(readers, operation, dims)
     if name == "aten.expand.default":
         grown = (None,) * (len(after) - rank) + dims
         return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
                      for d, held in enumerate(grown))  # fmt: skip
     return _viewed(dims, before, after) if name in VIEWS else None
+
+
+def _indexed(readers: Readers, operation: Operation, dims: Dims) -> Dims | None:
+    """Where the dims are after numbers picked entries of some that stand side by side: `biases[:, places]`."""
+    rows: dict[int, Reference] = {d: held for d, held in enumerate(operation.arguments[1]) if held is not None}
+    kinds = [readers.trace.values[held.identifier] for held in rows.values()]
+    first, count = min(rows), max(len(kind.shape) for kind in kinds)
+    masks = any(kind.dtype in _MASKS for kind in kinds)
+    if [*rows] != [*range(first, first + len(rows))] or (masks and (len(rows), count) != (1, 1)):
+        return None
+    return (*dims[:first], *(None,) * count, *dims[first + len(rows) :])
 
 
 def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
