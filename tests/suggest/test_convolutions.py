@@ -108,6 +108,27 @@ class Inverted(nn.Module):
         return self.narrow(x * self.excite(self.squeeze(x.mean((2, 3), keepdim=True)).relu()).sigmoid())
 
 
+class Grouped(nn.Module):
+    """Bottlenecks with a convolution in groups; their first one could sum a split stream as well."""
+
+    def __init__(self, wide: int = 32, groups: int = 8) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(4, 32, 3, padding=1), nn.Linear(32, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "down": nn.Conv2d(32, wide, 1, bias=False), "norm": nn.BatchNorm2d(wide),
+            "each": nn.Conv2d(wide, wide, 3, padding=1, groups=groups, bias=False),
+            "up": nn.Conv2d(wide, 32, 1, bias=False), "last": nn.BatchNorm2d(32),
+        }) for _ in range(2))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            made = block["each"](block["norm"](block["down"](x)).relu()).relu()
+            x = (x + block["last"](block["up"](made))).relu()
+        return self.head(x.mean((2, 3)))
+
+
 MODELS = {
     "plain": (Pair, images),
     "padded": (lambda: Pair(padding="same"), images),
@@ -152,6 +173,15 @@ def test_batch_norms_and_pools_between_them_follow(make: type[nn.Module], tp: in
     assert held < whole * (0.75 if tp == 2 else 0.6)
     report = tpplan.verify(model, plan, tp, call)
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("wide", [32, 64])
+def test_a_stream_stays_whole_for_convolutions_in_groups(wide: int, tp: int) -> None:
+    model, call = Grouped(wide).double(), images(3, 8)
+    plan = suggest_text(model, tp, inputs=call[0])
+    assert "blocks.*.each.weight: colwise" in plan and "blocks.*.up.weight: rowwise" in plan
+    assert max(worst(model, plan, tp, call, [call, images(2, 5)])) < 1e-12
 
 
 @pytest.mark.parametrize("tp", [2, 4])

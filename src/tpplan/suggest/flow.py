@@ -30,7 +30,9 @@ from tpplan.compiler.queries import (
     channel_norm_weight,
     convolution_weight,
     is_convolution,
+    is_grouped_convolution,
     is_norm,
+    keeps_channels,
 )
 from tpplan.suggest.subject import Column, Subject
 
@@ -59,6 +61,7 @@ class Flow:
         starved: linear layers that would read what becomes of refused columns, with these.
         across: linear layers that a norm over the features of refused columns keeps from being rows, with these.
         joining: refused columns whose result is combined with a whole value that depends on data, as a stream is.
+        before_groups: rows whose sums reach a convolution in groups, channel by channel.
     """
 
     columns: set[str] = field(default_factory=set[str])
@@ -74,6 +77,7 @@ class Flow:
     mixed: set[str] = field(default_factory=set[str])
     across: dict[str, Names] = field(default_factory=dict[str, Names])
     joining: set[str] = field(default_factory=set[str])
+    before_groups: set[str] = field(default_factory=set[str])
 
 
 def flow(
@@ -131,6 +135,7 @@ class _Walk:
         self.norms: dict[int, bool] = {}
         self.shared: dict[int, Names] = {}  # of single heads that every rank holds
         self.normed: set[int] = set()  # split values that come out of a norm
+        self.sums: dict[int, Names] = {}  # of whole values: the rows whose sums they are, channel by channel
         self.reduced: dict[int, Names] = {}  # of whole values that rows make: the rows, and the columns before them
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
@@ -187,7 +192,7 @@ class _Walk:
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
-        for held in (self.layouts, self.sources, self.shared, self.reduced):
+        for held in (self.layouts, self.sources, self.shared, self.reduced, self.sums):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
         for marked in (self.dynamic, self.poisoned, self.unsure, self.normed):
@@ -242,6 +247,7 @@ class _Walk:
         if held is not None and held.dim == given_dim:
             self._row(name, held, self.sources[given])
             self.reduced[made] = self.sources[given] | {name}
+            self.sums[made] = frozenset((name,))
             return True
         if held is not None:
             return False
@@ -312,6 +318,7 @@ class _Walk:
         if not any(i in self.layouts for i in inputs):
             self._of_shared(instance, node)
             self._of_reduced(node, inputs, outputs)
+            self._of_sums(node, inputs, outputs)
             return
         answer = self._ask(instance, node, {})
         if isinstance(answer, Refusal):
@@ -408,6 +415,14 @@ class _Walk:
         rows = [self.reduced[i] for i in inputs if i in self.reduced]
         if rows and len(outputs) == 1 and (node.name in ELEMENTWISE_OPERATORS or node.name in _CARRIED):
             self.reduced[outputs[0]] = _NONE.union(*rows)
+
+    def _of_sums(self, node: OperationNode, inputs: list[int], outputs: list[int]) -> None:
+        """Note what rows make through what is done with each channel by itself, up to a convolution in groups."""
+        rows = _NONE.union(*(self.sums[i] for i in inputs if i in self.sums))
+        if rows and is_grouped_convolution(node):
+            self.found.before_groups |= rows
+        elif rows and outputs and keeps_channels(node):
+            self.sums[outputs[0]] = rows
 
     def _beside_branch(self, instance: Instance, node: OperationNode, sources: Names) -> Outcome | None:
         """The outcome if a whole value beside split features were split like these, as its last layer can do.
