@@ -129,6 +129,19 @@ class Grouped(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Gated(nn.Module):
+    """A Conformer's convolutions: one half of the channels gates the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 32, 1), nn.Conv1d(16, 4, 1)
+        self.each, self.norm = nn.Conv1d(16, 16, 3, padding=1, groups=16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.each(functional.glu(self.first(x.transpose(1, 2)), 1))
+        return x + self.second(functional.silu(self.norm(made))).transpose(1, 2)
+
+
 MODELS = {
     "plain": (Pair, images),
     "padded": (lambda: Pair(padding="same"), images),
@@ -182,6 +195,14 @@ def test_a_stream_stays_whole_for_convolutions_in_groups(wide: int, tp: int) -> 
     plan = suggest_text(model, tp, inputs=call[0])
     assert "blocks.*.each.weight: colwise" in plan and "blocks.*.up.weight: rowwise" in plan
     assert max(worst(model, plan, tp, call, [call, images(2, 5)])) < 1e-12
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_halves_of_which_one_gates_the_other_are_packs(tp: int) -> None:
+    model, call = Gated().double(), sequences(3, 8)
+    plan = suggest_text(model, tp, inputs=call[0])
+    assert "packed: [gate, up]" in plan and "each.{weight,bias}: colwise" in plan
+    assert max(worst(model, plan, tp, call, [call, sequences(2, 5)])) < 1e-12
 
 
 @pytest.mark.parametrize("tp", [2, 4])

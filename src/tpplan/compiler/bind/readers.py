@@ -20,7 +20,17 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import picks_of
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
-from tpplan.compiler.rules.packed import EXPAND, PICKS, SELECT, SPLITS, VIEWS, picked_dim, picked_stretch
+from tpplan.compiler.rules.packed import (
+    EXPAND,
+    GATED,
+    PICKS,
+    SELECT,
+    SPLITS,
+    VIEWS,
+    gated_dim,
+    picked_dim,
+    picked_stretch,
+)
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
 _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
@@ -164,6 +174,10 @@ class Readers:
                     heads = tuple(self._heads(d, n) for d, n in zip(dims, sizes, strict=True))
                     taken = Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
                     return replace(taken, finer=self._finer(taken, dims, depth))
+            elif operation.name == GATED and gated_dim(operation.arguments, len(shape)) == at.dim:
+                half, made = shape[at.dim] // 2, next(o for o in operation.outputs if o is not None)
+                heads = self._heads(_Dim(made, at.dim, at.unit), half)
+                return Taken(frame, operation, (half * at.unit,) * 2, (heads,) * 2)
             elif (stretch := self._stretch(at, operation)) is not None:
                 (part,) = (o for o in operation.outputs if o is not None)
                 start, length = stretch

@@ -60,8 +60,9 @@ _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "clone", "conti
 _INNER = frozenset(
     f"aten.{name}"
     for name in (
-        "transpose.int", "permute.default", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default", "unbind.int",
-        "_softmax.default", "glu.default", "sum.dim_IntList", "mean.dim", "amax.default", "flip.default", "cat.default",
+        "transpose.int", "permute.default", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
+        "unbind.int", "_softmax.default", "glu.default", "sum.dim_IntList", "mean.dim", "amax.default", "flip.default",
+        "cat.default",
     )
 )  # fmt: skip
 _BLANKS = frozenset(f"aten.{name}.default" for name in ("empty_like", "zeros_like", "empty", "zeros", "new_zeros"))
