@@ -145,6 +145,8 @@ class Gated(nn.Module):
 MODELS = {
     "plain": (Pair, images),
     "padded": (lambda: Pair(padding="same"), images),
+    "around": (lambda: Pair(padding=1, padding_mode="circular"), images),
+    "mirrored": (lambda: Pair(padding=1, padding_mode="reflect"), images),
     "transposed": (lambda: Pair(nn.ConvTranspose2d, stride=2), images),
     "separable": (Separable, sequences),
 }
