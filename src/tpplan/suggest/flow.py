@@ -40,6 +40,7 @@ Names = frozenset[str]
 _NONE: Names = frozenset()
 _CARRIED = VIEW_OPERATORS | {"aten._to_copy.default", "aten.clone.default", "aten.alias.default"}
 _RESHAPES = VIEW_OPERATORS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
+_MOVES = _RESHAPES | {"aten.permute.default", "aten.transpose.int"}  # as those with which an einsum ends
 
 
 @dataclass(slots=True)
@@ -271,6 +272,9 @@ class _Walk:
             return
         self.found.columns.add(name)
         stretches = self._of_part(name, made, column.stretches)
+        product = self.subject.products.get(name)
+        if product is not None and product.times > 1 and not stretches:
+            stretches = (Pack(self.subject.trace.values[made].shape[dim] // product.times),) * product.times
         self.layouts[made] = packed(dim, stretches) if stretches else sharded(dim)
         self.sources[made] = frozenset((name,))
 
@@ -287,6 +291,9 @@ class _Walk:
 
     def _row(self, name: str, held: Layout, sources: Names) -> None:
         packs = tuple(p.size for p in held.packs) if len(held.packs) > 1 else ()  # one is heads, and no plan names it
+        product = self.subject.products.get(name)
+        if product is not None and sum(packs) != product.inputs:
+            packs = ()  # of dims that are joined, the parameter has these by themselves
         clash = name in self.found.rows and self.found.row_packs.get(name, ()) != packs
         if name in self.whole_inputs or clash or held.has_replicas:
             self.found.mixed.add(name)
@@ -306,7 +313,7 @@ class _Walk:
             self.dynamic.update(outputs)
         if len(outputs) == 1 and self._product(inputs, outputs[0]):
             return
-        if node.name in _RESHAPES and inputs[0] in self.makers:
+        if node.name in _MOVES and inputs[0] in self.makers:
             self.makers |= dict.fromkeys(outputs, self.makers[inputs[0]])
         sources = frozenset[str]().union(*(self.sources.get(i, _NONE) for i in inputs))
         if any(i in self.poisoned for i in inputs):
