@@ -146,6 +146,15 @@ CASES = [
          lambda a, b: a * a, (packed(1, QKV.packs),)),
 ]  # fmt: skip
 
+GLU = torch.nn.functional.glu
+GATED = [
+    Case("halves", ((3, 5, 48),), (packed(2, [Pack(24)] * 2),), aten.glu.default, (x, -1), GLU, (sharded(2),)),
+    Case("halves of packs", ((3, 48, 5),), (packed(1, [Pack(16), Pack(8)] * 2),), aten.glu.default, (x, 1),
+         lambda a: GLU(a, 1), (packed(1, [Pack(16), Pack(8)]),)),
+    Case("beside packs", ((3, 48, 6),), (packed(1, [Pack(16), Pack(32)]),), aten.glu.default, (x,), GLU,
+         (packed(1, [Pack(16), Pack(32)]),)),
+]  # fmt: skip
+
 
 def node_of(case: Case, wholes: list[Tensor], results: list[Tensor]) -> tuple[OperationNode, list[LocalValue]]:
     values = [LocalValue(tuple(t.shape), t.stride(), t.dtype, True) for t in (*wholes, *results)]
@@ -171,6 +180,15 @@ def call(case: Case, tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_rank_computes_its_part_of_the_result(case: Case) -> None:
+    compare(case, 0)
+
+
+@pytest.mark.parametrize("case", GATED, ids=lambda case: case.name)
+def test_halves_that_lie_alike_gate_each_other(case: Case) -> None:
+    compare(case, 1e-15)  # a sigmoid rounds otherwise at another place of a vector
+
+
+def compare(case: Case, tolerance: float) -> None:
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in case.shapes]
     results = call(case, wholes)
     node, values = node_of(case, wholes, results)
@@ -182,13 +200,15 @@ def test_every_rank_computes_its_part_of_the_result(case: Case) -> None:
         made = case.local(*parts)
         mine = made if isinstance(made, (tuple, list)) else [made]
         for whole, layout, local in zip(results, case.results, mine, strict=True):
-            torch.testing.assert_close(local, part(whole, layout, rank), rtol=0, atol=0)
+            torch.testing.assert_close(local, part(whole, layout, rank), rtol=0, atol=tolerance)
 
 
 REFUSED = [
     ("a split across packs", ((3, 5, 64),), (QKV,), aten.split_with_sizes.default, (x, (24, 24, 16), -1)),
     ("a slice across packs", ((3, 5, 64),), (QKV,), aten.slice.Tensor, (x, 2, 16, 48)),
     ("every other entry", ((3, 5, 64),), (QKV,), aten.slice.Tensor, (x, 2, 0, 64, 2)),
+    ("gated halves in one stretch", ((3, 5, 64),), (sharded(2),), aten.glu.default, (x, 2)),
+    ("gated halves that lie otherwise", ((3, 5, 64),), (QKV,), aten.glu.default, (x,)),
     ("packs and no packs", ((3, 5, 64), (3, 5, 64)), (QKV, sharded(2)), aten.add.Tensor, (x, y)),
     ("heads that cut packs", ((3, 5, 64),), (QKV,), aten.view.default, (x, (3, 5, 2, 32))),
     ("uneven rows laid end to end", ((13, 5),), (sharded(0),), aten.view.default, (x, (65,))),

@@ -18,7 +18,7 @@ from tests.runtime.simulated import worst
 from tests.runtime.world import Member, world
 from tpplan.compat import fake_process_group
 from tpplan.plan import Style
-from tpplan.suggest import search
+from tpplan.suggest import search, write_plan
 
 WIDTH, HEADS = 24, 4
 RULES = {"*.{q,k,v}": "colwise", "*.out": "rowwise"}
@@ -179,6 +179,37 @@ def test_suggested_plans_split_the_layers_beside_them(kind: Callable[[], nn.Modu
     wanted = {f"{net}.{layer}" for net in ("first", "second") for layer in ("q", "k", "v")}
     assert wanted <= {name for name, held in found.settings.items() if held.style is Style.COLWISE}
     assert tpplan.verify(made(kind), PLAN, 2, (x_of(8),)).ok
+
+
+class Normed(Gated):
+    """Calls a norm that runs operations whose results nobody reads, as its own code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.heads(self.norm(self.q(x).flatten(0, 1)).view_as(x))
+        k, v = self.heads(self.k(x)), self.heads(self.v(x))
+        return self.out((self.mixed(q @ k.transpose(-1, -2) / 2, x) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_such_a_body_calls_runs_all_of_its_own_code(tp: int) -> None:
+    rules = {**RULES, "{first,second}.norm.{weight,bias,running_mean,running_var}": "colwise"}
+    call = ((x_of(8),), {})
+    assert max(worst(made(Normed), rules, tp, call, [call, call])) < 1e-12
+    program = tpplan.compile_plan(made(Normed), {"version": 1, "modules": rules}, tp, call[0])
+    assert "TP104" not in {d.code for d in program.diagnostics}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_table_that_numbers_pick_from_is_split_by_its_heads(tp: int) -> None:
+    found = search(made(Attention), tp, (x_of(8),), {}, False)
+    assert {"first.table", "second.table"} <= {n for n, held in found.settings.items() if held.style is Style.COLWISE}
+    text = write_plan(found, "net")
+    example, *calls = [((x_of(*sizes),), {}) for sizes in ((8,), (8,), (5, 3))]
+    assert max(worst(made(Attention), text, tp, example, calls)) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [Gated, Flat])

@@ -145,6 +145,26 @@ def of_hits(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor, leas
     return out
 
 
+def of_turned(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Matrices are transposed by their attributes."""
+    out = torch.zeros_like(tokens)
+    for number in range(self.count):
+        rows, place = torch.where(chosen == number)
+        made = functional.linear(tokens[rows], self.up[number].T, self.up_bias[number])
+        made = functional.linear(gated(made), self.down[number].mT, self.down_bias[number])
+        out.index_add_(0, rows, made * weights[rows, place, None])
+    return out
+
+
+def of_permuted(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Whole stacks and rows of matrices are permuted."""
+    numbers = chosen.reshape(-1)
+    rows = tokens.repeat_interleave(chosen.shape[-1], dim=0)
+    made = torch.bmm(self.up.permute(0, 2, 1)[numbers], rows.unsqueeze(2)).permute(0, 2, 1).squeeze(1)
+    made = torch.bmm(gated(made).unsqueeze(1), self.down[numbers].permute(0, -2, 2)).squeeze(1)
+    return (made * weights.reshape(-1, 1)).view(*chosen.shape, WIDTH).sum(1)
+
+
 BODIES = (of_grouped, of_added, of_picked, of_weighed_first, of_loop, of_hits)
 
 
@@ -312,6 +332,10 @@ def unsorted(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> 
     return made.view(*chosen.shape, WIDTH).sum(1)
 
 
+def exchanged(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return of_picked(self, tokens, chosen, weights.permute(1, 0).reshape(weights.shape))
+
+
 def neighbouring(self: Experts, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return of_picked(self, tokens.flip(0), chosen, weights)
 
@@ -393,8 +417,16 @@ REFUSED = (
     of_many_hits, by_hits, when_all_are_hit, of_the_first_ones,
     with_a_neighbour, without_the_last, scaled_by_number, centred_by_expert, twice, squashed, by_number, centred,
     averaged, normalized, softened, of_the_first, limited, largest, with_all_matrices, dropped, overwritten,
-    from_behind, counted_and_scaled, unsorted, neighbouring,
+    from_behind, counted_and_scaled, unsorted, neighbouring, exchanged,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [of_turned, of_permuted])
+@pytest.mark.parametrize("choices", [1, CHOSEN])
+def test_matrices_may_be_turned_in_any_way(body: Body, choices: int) -> None:
+    for size in (2, 4):
+        report = tpplan.verify(Block(body, choices), PLAN, size, ACTIVATIONS)
+        assert report.ok, report.problems
 
 
 @pytest.mark.parametrize("body", REFUSED)

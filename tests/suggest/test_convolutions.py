@@ -108,9 +108,45 @@ class Inverted(nn.Module):
         return self.narrow(x * self.excite(self.squeeze(x.mean((2, 3), keepdim=True)).relu()).sigmoid())
 
 
+class Grouped(nn.Module):
+    """Bottlenecks with a convolution in groups; their first one could sum a split stream as well."""
+
+    def __init__(self, wide: int = 32, groups: int = 8) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(4, 32, 3, padding=1), nn.Linear(32, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "down": nn.Conv2d(32, wide, 1, bias=False), "norm": nn.BatchNorm2d(wide),
+            "each": nn.Conv2d(wide, wide, 3, padding=1, groups=groups, bias=False),
+            "up": nn.Conv2d(wide, 32, 1, bias=False), "last": nn.BatchNorm2d(32),
+        }) for _ in range(2))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            made = block["each"](block["norm"](block["down"](x)).relu()).relu()
+            x = (x + block["last"](block["up"](made))).relu()
+        return self.head(x.mean((2, 3)))
+
+
+class Gated(nn.Module):
+    """A Conformer's convolutions: one half of the channels gates the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 32, 1), nn.Conv1d(16, 4, 1)
+        self.each, self.norm = nn.Conv1d(16, 16, 3, padding=1, groups=16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.each(functional.glu(self.first(x.transpose(1, 2)), 1))
+        return x + self.second(functional.silu(self.norm(made))).transpose(1, 2)
+
+
 MODELS = {
     "plain": (Pair, images),
     "padded": (lambda: Pair(padding="same"), images),
+    "around": (lambda: Pair(padding=1, padding_mode="circular"), images),
+    "mirrored": (lambda: Pair(padding=1, padding_mode="reflect"), images),
     "transposed": (lambda: Pair(nn.ConvTranspose2d, stride=2), images),
     "separable": (Separable, sequences),
 }
@@ -152,6 +188,23 @@ def test_batch_norms_and_pools_between_them_follow(make: type[nn.Module], tp: in
     assert held < whole * (0.75 if tp == 2 else 0.6)
     report = tpplan.verify(model, plan, tp, call)
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("wide", [32, 64])
+def test_a_stream_stays_whole_for_convolutions_in_groups(wide: int, tp: int) -> None:
+    model, call = Grouped(wide).double(), images(3, 8)
+    plan = suggest_text(model, tp, inputs=call[0])
+    assert "blocks.*.each.weight: colwise" in plan and "blocks.*.up.weight: rowwise" in plan
+    assert max(worst(model, plan, tp, call, [call, images(2, 5)])) < 1e-12
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_halves_of_which_one_gates_the_other_are_packs(tp: int) -> None:
+    model, call = Gated().double(), sequences(3, 8)
+    plan = suggest_text(model, tp, inputs=call[0])
+    assert "packed: [gate, up]" in plan and "each.{weight,bias}: colwise" in plan
+    assert max(worst(model, plan, tp, call, [call, sequences(2, 5)])) < 1e-12
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -55,6 +55,22 @@ class BiasesByHead(nn.Module):
         return self.out(mixed.permute(0, 2, 1, 3).flatten(2))
 
 
+class OneKey(nn.Module):
+    """Eight heads of queries, each normed by a module, and one of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, WIDTH // 8), nn.Linear(WIDTH, WIDTH // 8)
+        self.q_norm, self.k_norm = nn.RMSNorm(WIDTH // 8), nn.RMSNorm(WIDTH // 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (-1, WIDTH // 8)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k = self.q_norm(q), self.k_norm(k).repeat_interleave(8, 1)
+        mixed = functional.scaled_dot_product_attention(q, k, v.repeat_interleave(8, 1))
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class AsManyHeadsAsFeatures(nn.Module):
     """Eight heads of eight: half of the one count is half of the other, until a tensor is made for the heads."""
 
@@ -139,3 +155,13 @@ def test_it_is_sharded_whole_and_computes_the_same(kind: type[nn.Module], ranks:
     assert block_share(tpplan.compile_plan(model, plan, ranks, (SAMPLE,))).percent > 97
     report = tpplan.verify(model, plan, ranks, inputs=(SAMPLE,))
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_heads_are_not_gathered_for_their_norm(ranks: int) -> None:
+    model = nn.Sequential(OneKey(), OneKey())
+    plan = tpplan.load_plan(suggest_text(model, ranks, False, (SAMPLE,)))
+    program = tpplan.compile_plan(model, plan, ranks, (SAMPLE,))
+    assert "all-gather" not in program.count_collectives()
+    assert {"0.q.weight", "0.out.weight"} <= {p.name for p in program.parameters if p.layout.is_sharded}
+    assert tpplan.verify(model, plan, ranks, inputs=(SAMPLE,)).ok

@@ -22,11 +22,12 @@ from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Layout, Pack
+from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
 from tpplan.compiler.rules.batch_norm import BATCH_NORM
-from tpplan.compiler.rules.convolution import CONVOLUTION, weight_layout
+from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, weight_layout
 from tpplan.compiler.rules.group_norm import GROUP_NORM
 from tpplan.compiler.rules.packed import SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
@@ -151,6 +152,17 @@ def is_convolution(node: OperationNode) -> bool:
     return node.name == CONVOLUTION
 
 
+def is_grouped_convolution(node: OperationNode) -> bool:
+    """Whether an operation is a convolution of each channel, or of groups of them."""
+    return node.name == CONVOLUTION and node.arguments[GROUPS] > 1
+
+
+def keeps_channels(node: OperationNode) -> bool:
+    """Whether an operation makes each channel of that of its operands: one entry by entry, or a norm of channels."""
+    operator = lookup(node.name)
+    return node.name in (GROUP_NORM, BATCH_NORM) or (operator is not None and operator.kind == "entrywise")
+
+
 def channel_norm_weight(node: OperationNode, channels: Layout) -> Layout | None:
     """The layout of what norms each channel or group of them, for channels that lie so; None for other operations."""
     return replace(channels, dim=0) if node.name in (GROUP_NORM, BATCH_NORM) and channels.dim == 1 else None
@@ -184,5 +196,6 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 __all__ = [
     "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "ColumnSplits",
     "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
-    "convolution_weight", "is_convolution", "is_norm", "layer_of", "linear_form", "stored_names",
+    "convolution_weight", "is_convolution", "is_grouped_convolution", "is_norm", "keeps_channels", "layer_of",
+    "linear_form", "stored_names",
 ]  # fmt: skip

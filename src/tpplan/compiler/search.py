@@ -90,7 +90,7 @@ def search(problem: Problem, learned: Learned, dump: Dump) -> Solved:
         placed = solver.place(learned)
         dump.assignment(placed.assignment, attempt)
         # Something that counts heads or features too may be in the way: a bias made elsewhere, a head that all share.
-        unasked = bool(gathered_columns(problem.flow, problem.binding, placed.assignment))
+        unasked = bool(gathered_columns(problem.flow, problem.binding, placed.assignment, problem.heads))
         again = _wider_for_columns(problem, placed) if unasked else None
         again = again or _constrained(problem, placed)
         if again is not None:

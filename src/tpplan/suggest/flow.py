@@ -30,7 +30,9 @@ from tpplan.compiler.queries import (
     channel_norm_weight,
     convolution_weight,
     is_convolution,
+    is_grouped_convolution,
     is_norm,
+    keeps_channels,
 )
 from tpplan.suggest.subject import Column, Subject
 
@@ -38,6 +40,7 @@ Names = frozenset[str]
 _NONE: Names = frozenset()
 _CARRIED = VIEW_OPERATORS | {"aten._to_copy.default", "aten.clone.default", "aten.alias.default"}
 _RESHAPES = VIEW_OPERATORS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
+_MOVES = _RESHAPES | {"aten.permute.default", "aten.transpose.int"}  # as those with which an einsum ends
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class Flow:
         starved: linear layers that would read what becomes of refused columns, with these.
         across: linear layers that a norm over the features of refused columns keeps from being rows, with these.
         joining: refused columns whose result is combined with a whole value that depends on data, as a stream is.
+        before_groups: rows whose sums reach a convolution in groups, channel by channel.
     """
 
     columns: set[str] = field(default_factory=set[str])
@@ -74,6 +78,7 @@ class Flow:
     mixed: set[str] = field(default_factory=set[str])
     across: dict[str, Names] = field(default_factory=dict[str, Names])
     joining: set[str] = field(default_factory=set[str])
+    before_groups: set[str] = field(default_factory=set[str])
 
 
 def flow(
@@ -131,6 +136,7 @@ class _Walk:
         self.norms: dict[int, bool] = {}
         self.shared: dict[int, Names] = {}  # of single heads that every rank holds
         self.normed: set[int] = set()  # split values that come out of a norm
+        self.sums: dict[int, Names] = {}  # of whole values: the rows whose sums they are, channel by channel
         self.reduced: dict[int, Names] = {}  # of whole values that rows make: the rows, and the columns before them
         self.calls = Counter(frame.module for frame in subject.trace.root.walk())
         self.makers: dict[int, str] = {}  # of the values that products make, before anything is done with them
@@ -187,7 +193,7 @@ class _Walk:
         return self.norms[id(region)]
 
     def _copy(self, source: int, target: int) -> None:
-        for held in (self.layouts, self.sources, self.shared, self.reduced):
+        for held in (self.layouts, self.sources, self.shared, self.reduced, self.sums):
             if source in held:
                 held[target] = held[source]  # pyright: ignore
         for marked in (self.dynamic, self.poisoned, self.unsure, self.normed):
@@ -242,6 +248,7 @@ class _Walk:
         if held is not None and held.dim == given_dim:
             self._row(name, held, self.sources[given])
             self.reduced[made] = self.sources[given] | {name}
+            self.sums[made] = frozenset((name,))
             return True
         if held is not None:
             return False
@@ -268,6 +275,9 @@ class _Walk:
             return
         self.found.columns.add(name)
         stretches = self._of_part(name, made, column.stretches)
+        product = self.subject.products.get(name)
+        if product is not None and product.times > 1 and not stretches:
+            stretches = (Pack(self.subject.trace.values[made].shape[dim] // product.times),) * product.times
         self.layouts[made] = packed(dim, stretches) if stretches else sharded(dim)
         self.sources[made] = frozenset((name,))
 
@@ -284,6 +294,9 @@ class _Walk:
 
     def _row(self, name: str, held: Layout, sources: Names) -> None:
         packs = tuple(p.size for p in held.packs) if len(held.packs) > 1 else ()  # one is heads, and no plan names it
+        product = self.subject.products.get(name)
+        if product is not None and sum(packs) != product.inputs:
+            packs = ()  # of dims that are joined, the parameter has these by themselves
         clash = name in self.found.rows and self.found.row_packs.get(name, ()) != packs
         if name in self.whole_inputs or clash or held.has_replicas:
             self.found.mixed.add(name)
@@ -303,7 +316,7 @@ class _Walk:
             self.dynamic.update(outputs)
         if len(outputs) == 1 and self._product(inputs, outputs[0]):
             return
-        if node.name in _RESHAPES and inputs[0] in self.makers:
+        if node.name in _MOVES and inputs[0] in self.makers:
             self.makers |= dict.fromkeys(outputs, self.makers[inputs[0]])
         sources = frozenset[str]().union(*(self.sources.get(i, _NONE) for i in inputs))
         if any(i in self.poisoned for i in inputs):
@@ -315,6 +328,7 @@ class _Walk:
         if not any(i in self.layouts for i in inputs):
             self._of_shared(instance, node)
             self._of_reduced(node, inputs, outputs)
+            self._of_sums(node, inputs, outputs)
             return
         answer = self._ask(instance, node, {})
         if isinstance(answer, Refusal):
@@ -418,6 +432,14 @@ class _Walk:
         """Whether a value depends on data, and has features of its own, unlike a gate of each token."""
         held = self.subject.trace.values[value]
         return value in self.dynamic and bool(held.shape) and held.shape[-1] > 1 and held.stride[-1] != 0
+
+    def _of_sums(self, node: OperationNode, inputs: list[int], outputs: list[int]) -> None:
+        """Note what rows make through what is done with each channel by itself, up to a convolution in groups."""
+        rows = _NONE.union(*(self.sums[i] for i in inputs if i in self.sums))
+        if rows and is_grouped_convolution(node):
+            self.found.before_groups |= rows
+        elif rows and outputs and keeps_channels(node):
+            self.sums[outputs[0]] = rows
 
     def _beside_branch(self, instance: Instance, node: OperationNode, sources: Names) -> Outcome | None:
         """The outcome if a whole value beside split features were split like these, as its last layer can do.

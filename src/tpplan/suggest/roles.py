@@ -55,11 +55,15 @@ class Roles:
         groups: columns with their rows, the heaviest first.
         heads: columns whose result is gathered.
         reasons: why the other linear layers stay whole.
+        sources: the columns whose features each row contracts.
+        before_groups: the rows whose sums reach a convolution in groups, channel by channel.
     """
 
     groups: tuple[Group, ...]
     heads: dict[str, Setting] = field(default_factory=dict[str, Setting])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
+    sources: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
+    before_groups: frozenset[str] = frozenset()
 
 
 def find_roles(
@@ -114,7 +118,8 @@ def find_roles(
         whole = starved[name] - found.rows.keys() - found.columns
         reasons[name] = _starved(whole) if whole else reasons[name]
     heads = {name: held for name, held in _heads(subject).items() if name not in read and name in reasons}
-    return Roles(_groups(subject, found, columns), heads, {n: r for n, r in reasons.items() if n not in heads})
+    reasons = {name: reason for name, reason in reasons.items() if name not in heads}
+    return Roles(_groups(subject, found, columns), heads, reasons, found.rows, frozenset(found.before_groups))
 
 
 def _unread(name: str, found: Flow) -> str:

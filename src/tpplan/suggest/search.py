@@ -19,7 +19,7 @@ exchanged, too, but there are as many as the length squared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +77,8 @@ class _Search:
     verdict: Verdict = field(default_factory=lambda: Verdict(None))
     last: Verdict = field(default_factory=lambda: Verdict(None))
     failed: list[Group] = field(default_factory=list[Group])
+    sources: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
+    before_groups: Collection[str] = ()
     exchanges: bool = False
 
     def together(self, groups: Sequence[Group]) -> bool:
@@ -96,6 +98,11 @@ class _Search:
         self.accepted += groups
         self.verdict = verdict
         return True
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """What is accepted, by module."""
+        return _merged(self.accepted)
 
     @property
     def weight(self) -> float:
@@ -162,7 +169,10 @@ def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str], exchanges:
     """What is proved of what one walk proposes, in which these layers are no columns; then what is gathered."""
     roles = find_roles(subject, rules, lenient=True, left=whole, exchanges=exchanges)
     tables, left = find_tables(subject, roles.heads, {name for group in roles.groups for name in group.settings})
-    found = _Search(subject, reasons=roles.reasons | left, exchanges=exchanges)
+    found = _Search(
+        subject, reasons=roles.reasons | left, sources=roles.sources, before_groups=roles.before_groups,
+        exchanges=exchanges,
+    )  # fmt: skip
     everything = (*roles.groups, *tables)
     if not everything or not found.together(everything):
         failed = found.one_by_one(everything)
@@ -181,15 +191,19 @@ def _failed(found: _Search) -> dict[str, str]:
 
 
 def _before_wide_rows(subject: Subject, found: _Search) -> dict[str, str]:
-    """The columns that belong to rows whose sums have more features than what they contract."""
+    """The columns before rows whose sums have more features than what they contract.
+
+    Also of those that make as many, for a convolution in groups: a column in place of the row would split that, too.
+    """
     held: dict[str, str] = {}
-    for group in found.accepted:
-        rows = [name for name, setting in group.settings.items() if setting.style is Style.ROWWISE]
-        forms = [(name, subject.linears[name]) for name in rows if name in subject.linears]
-        wide = next((name for name, form in forms if form.outputs > form.inputs), None)
-        if wide is not None:
-            reason = f"`{wide}` would sum more features than it contracts"
-            held |= {name: reason for name, s in group.settings.items() if s.style is Style.COLWISE}
+    for row, columns in sorted(found.sources.items()):
+        form = subject.linears.get(row) or subject.products.get(row)
+        if form is None or found.settings.get(row) is None:
+            continue
+        if form.outputs > form.inputs:
+            held |= dict.fromkeys(sorted(columns), f"`{row}` would sum more features than it contracts")
+        elif form.outputs == form.inputs and row in found.before_groups:
+            held |= dict.fromkeys(sorted(columns), f"`{row}` is split by columns instead, for the groups after it")
     return held
 
 

@@ -80,6 +80,7 @@ class Product:
         made: the product's value; `made_dim` is its dim that counts the outputs.
         given: the other factor; `given_dim` is its dim that is contracted, where it isn't one of the last two.
         alike: the further products that are like this one, as by each matrix of a stack.
+        times: how often the outputs come in the dim that counts them, where they are joined with what stands before.
         following: where the body takes the parameter apart first, the products of the further parts of its outputs.
     """
 
@@ -93,6 +94,7 @@ class Product:
     following: tuple[Product, ...] = ()
     given_dim: int | None = None
     alike: tuple[Product, ...] = ()
+    times: int = 1
 
     @property
     def parts(self) -> tuple[Product, ...]:

@@ -13,8 +13,11 @@ out: `Product`: which of the parameter's dims the product contracts and which it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+import torch
 
 from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.readers import Readers
@@ -22,7 +25,7 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
-from tpplan.compiler.rules.packed import SPLITS, VIEWS, picked_dim
+from tpplan.compiler.rules.packed import SPLITS, VIEWS
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 FACTORS = {
@@ -39,9 +42,31 @@ _KEEPS = frozenset(
 )
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
 LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
+_MASKS = (torch.bool, torch.uint8)
 _DEEPEST = 12
 
 Dims = tuple[int | None, ...]
+
+
+class JoinedDim(int):
+    """A dim of a parameter that a view has joined with others: as `heads` in (…, heads · features).
+
+    Attributes:
+        times: how many entries of others stand before it, so that its own come so often, one after the other.
+    """
+
+    times: int
+
+    def __new__(cls, dim: int, times: int) -> JoinedDim:
+        """Dim number `dim`."""
+        made = super().__new__(cls, dim)
+        made.times = times
+        return made
+
+
+def times_of(dim: int) -> int:
+    """How often the entries of a parameter's dim come in the dim that it has become."""
+    return dim.times if isinstance(dim, JoinedDim) else 1
 
 
 def find_use(readers: Readers, value: int) -> Product | Addend | None:
@@ -172,9 +197,12 @@ def _in_product(
 
 def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
     (made,) = (o for o in operation.outputs if o is not None)
-    last = len(readers.trace.values[made].shape) - 1
-    if dims and dims[-1] is not None:
-        yield Addend(shape[dims[-1]], dims[-1], made, last)
+    rank = len(readers.trace.values[made].shape)
+    by_head = dims == (0, 1) and rank > 3  # as of (heads, features) beside (batch, sequence, heads, features)
+    if by_head:
+        yield Addend(shape[0], 0, made, rank - 2)
+    elif dims and dims[-1] is not None:
+        yield Addend(shape[dims[-1]], dims[-1], made, rank - 1)
 
 
 def _convolved(operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]) -> Iterator[Product | Addend]:
@@ -205,7 +233,8 @@ def _made(
 ) -> Iterator[Product]:
     if output_dim is not None and input_dim is not None:
         outputs, inputs = shape[output_dim], shape[input_dim]
-        yield Product(outputs, inputs, output_dim, input_dim, made, made_dim, given.identifier)
+        times = times_of(output_dim)
+        yield Product(outputs, inputs, int(output_dim), int(input_dim), made, made_dim, given.identifier, times=times)
 
 
 def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dims | None:
@@ -243,12 +272,10 @@ def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dim
         return tuple(None if d in along else held for d, held in enumerate(dims))
     if name in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
         return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
-    if name in ("aten.index.Tensor", "aten.index_select.default"):
-        changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
-        picked = picked_dim(operation.name, operation.arguments, rank)
-        return (
-            tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
-        )
+    if name == "aten.index_select.default":
+        return tuple(None if d == arguments[1] % rank else held for d, held in enumerate(dims))
+    if name == "aten.index.Tensor":
+        return _indexed(readers, operation, dims)
     if name == "aten.expand.default":
         grown = (None,) * (len(after) - rank) + dims
         return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
@@ -256,8 +283,22 @@ def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dim
     return _viewed(dims, before, after) if name in VIEWS else None
 
 
+def _indexed(readers: Readers, operation: Operation, dims: Dims) -> Dims | None:
+    """Where the dims are after numbers picked entries of some that stand side by side: `biases[:, places]`."""
+    rows: dict[int, Reference] = {d: held for d, held in enumerate(operation.arguments[1]) if held is not None}
+    kinds = [readers.trace.values[held.identifier] for held in rows.values()]
+    first, count = min(rows), max(len(kind.shape) for kind in kinds)
+    masks = any(kind.dtype in _MASKS for kind in kinds)
+    if [*rows] != [*range(first, first + len(rows))] or (masks and (len(rows), count) != (1, 1)):
+        return None
+    return (*dims[:first], *(None,) * count, *dims[first + len(rows) :])
+
+
 def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
-    """Where the dims are after a view that adds or drops dims of size 1, or splits dims: heads stand for features."""
+    """Where the dims are after a view that adds or drops dims of size 1, splits dims, or joins them.
+
+    Heads stand for features: of a parameter's dims that are joined, the first one tells which are a rank's.
+    """
     kept = [(dim, count) for dim, count in zip(dims, before, strict=True) if count != 1]
     found: list[int | None] = []
     dim, left = None, 1
@@ -270,11 +311,28 @@ def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims
             if not kept:
                 return None
             dim, left = kept.pop(0)
+            joined = [(dim, left)]
+            while left < count and kept:
+                joined.append(kept.pop(0))
+                left *= joined[-1][1]
+            if len(joined) > 1:
+                dim = _first_of(joined)
+            elif isinstance(dim, JoinedDim) and left != count:
+                dim = None  # which of the parts it goes into isn't known
         if left % count:
             return None
         found.append(dim if first else None)
         left //= count
     return None if kept or left != 1 else tuple(found)
+
+
+def _first_of(joined: Sequence[tuple[int | None, int]]) -> int | None:
+    """Of dims that are joined, the parameter's first; None if there is none, or one that was joined already."""
+    own = [dim for dim, _ in joined if dim is not None]
+    if not own or any(isinstance(dim, JoinedDim) for dim in own):
+        return None
+    place = [dim for dim, _ in joined].index(min(own))
+    return JoinedDim(min(own), math.prod(count for _, count in joined[:place]))
 
 
 __all__ = ["ENTRYWISE_OF_TWO", "FACTORS", "Dims", "derived", "find_use", "moved"]

@@ -20,7 +20,17 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import picks_of
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
-from tpplan.compiler.rules.packed import EXPAND, PICKS, SELECT, SPLITS, VIEWS, picked_dim, picked_stretch
+from tpplan.compiler.rules.packed import (
+    EXPAND,
+    GATED,
+    PICKS,
+    SELECT,
+    SPLITS,
+    VIEWS,
+    gated_dim,
+    picked_dim,
+    picked_stretch,
+)
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
 _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
@@ -164,6 +174,10 @@ class Readers:
                     heads = tuple(self._heads(d, n) for d, n in zip(dims, sizes, strict=True))
                     taken = Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
                     return replace(taken, finer=self._finer(taken, dims, depth))
+            elif operation.name == GATED and gated_dim(operation.arguments, len(shape)) == at.dim:
+                half, made = shape[at.dim] // 2, next(o for o in operation.outputs if o is not None)
+                heads = self._heads(_Dim(made, at.dim, at.unit), half)
+                return Taken(frame, operation, (half * at.unit,) * 2, (heads,) * 2)
             elif (stretch := self._stretch(at, operation)) is not None:
                 (part,) = (o for o in operation.outputs if o is not None)
                 start, length = stretch
@@ -224,6 +238,8 @@ class Readers:
             # Views such as (…, 3, width), of which q, k and v are then picked one by one.
             count = self.trace.values[after[0].value].shape[after[0].dim]
             return Taken(frame, operation, (whole // count,) * count, (self._heads(after[1], whole // count),) * count)
+        if len(after) == 2 and self._drops(after[0], after[1], 0):
+            return self._follow(after[1], whole, depth + 1)
         found = self._follow(after[0], whole, depth + 1)
         if found is not None or len(after) == 1:
             return found
@@ -239,6 +255,20 @@ class Readers:
         if group is None or sum(group.stretches) != whole or not any(n and n > 1 for n in group.heads):
             return None
         return group
+
+    def _drops(self, one: _Dim, features: _Dim, depth: int) -> bool:
+        """Whether a dim of size 1 is dropped again from behind the features, as by an einsum: it is no head then."""
+        before = self.trace.values[one.value].shape
+        for _, operation, seen in self.of(one.value) if before[one.dim] == 1 and depth < _DEEPEST else ():
+            at = (replace(one, value=seen), replace(features, value=seen))
+            made = next((o for o in operation.outputs if o is not None), None)
+            if made is not None and operation.name in VIEWS:
+                after, kept = self.trace.values[made].shape, before[: one.dim] + before[one.dim + 1 :]
+                return after == kept and one.dim > features.dim
+            moved = [self._after(held, operation) for held in at]
+            if all(len(held) == 1 for held in moved):
+                return self._drops(moved[0][0], moved[1][0], depth + 1)
+        return False
 
     def _picked(self, at: _Dim, depth: int) -> bool:
         """Whether the entries of a dim are picked one by one."""

@@ -207,11 +207,15 @@ def _hidden_backward(instance: Instance, style: Style | None = None) -> Mismatch
 
 
 def _without_unread(trace: Trace, recorded: frozenset[str]) -> Frame:
-    """The trace with every operation, but of bodies that run from their records with those that somebody reads."""
+    """The trace with every operation, but of bodies that run from their records with those that somebody reads.
+
+    What such a body calls runs its own code, unless it has a record as well.
+    """
     read = {(frame.module, frame.call): frame for frame in trace.root.walk()} if recorded else {}
+    every = {(frame.module, frame.call): frame for frame in trace.recorded.walk()} if recorded else {}
 
     def copied(frame: Frame) -> Frame:
-        kept = read[frame.module, frame.call] if frame.module in recorded else frame
+        kept = (read if frame.module in recorded else every)[frame.module, frame.call]
         body = tuple(copied(node) if isinstance(node, Frame) else node for node in kept.body)
         return replace(kept, body=body)
 

@@ -101,7 +101,7 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
         )  # fmt: skip
     if split is not None and node.name in _SPLITS and bound is not None:
         return _packed(here, node, bound, split)
-    if split is not None and node.name in _VIEWS and refusal.kind == "no-rule":
+    if split is not None and node.name in _VIEWS and refusal.kind == "no-rule" and _heads_of(here, node, split) > 1:
         return _heads(here, node, bound, split, binding)
     return _finding("TP107", bound, module, node.location,
         f"the body of {module} can't run on local shards: {node.name} {refusal.reason}",
@@ -284,18 +284,23 @@ def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int,
     )
 
 
-def _heads(
-    here: Instance, node: OperationNode, bound: Bound | None, split: tuple[int, Layout], binding: Binding
-) -> Diagnostic:
+def _heads_of(here: Instance, node: OperationNode, split: tuple[int, Layout]) -> int:
+    """Into how many heads a view takes the sharded dim apart; 1 where it joins dims instead."""
     number, held = split
     source = here.region.values[number].shape
     (output,) = (o for o in node.outputs if o is not None)
     shape = here.region.values[output].shape
     position = next((i for i, (a, b) in enumerate(zip(source, shape, strict=False)) if a != b), held.dim or 0)
-    heads = shape[position] if position < len(shape) else 0
+    return shape[position] if position < len(shape) else 1
+
+
+def _heads(
+    here: Instance, node: OperationNode, bound: Bound | None, split: tuple[int, Layout], binding: Binding
+) -> Diagnostic:
+    number, held = split
+    features, heads = here.region.values[number].shape[held.dim or 0], _heads_of(here, node, split)
     return _finding("TP103", bound, quoted(here.frame.module), node.location,
-        f"{quoted(here.frame.module)} views {source[held.dim or 0]} features as {heads} heads, which the axis doesn't "
-        "divide",
+        f"{quoted(here.frame.module)} views {features} features as {heads} heads, which the axis doesn't divide",
         f"use a size of the axis that divides {heads}, or remove the rules for this module{_line(bound)}",
     )  # fmt: skip
 

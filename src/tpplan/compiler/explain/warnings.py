@@ -10,7 +10,7 @@ out: TP104 for a colwise result that is gathered, TP105 for a rowwise input that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.bind.bind import Binding, Bound
@@ -20,7 +20,7 @@ from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.explain.neighbours import Neighbours, Reach
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.layout import PARTIAL, reshard_between
+from tpplan.compiler.ir.layout import PARTIAL, Features, reshard_between
 from tpplan.compiler.ir.trace import Frame, Trace, quoted
 from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove, PlacedReshard
 from tpplan.cost.communication import bytes_sent
@@ -118,20 +118,29 @@ class _Seen:
         return [name for name, bound in held if bound is None or bound.style is not style]
 
 
-def gathered_columns(flow: DataFlow, binding: Binding, assignment: Assignment) -> frozenset[str]:
-    """The modules at whose boundaries a column-wise result is gathered though the plan doesn't ask for it."""
+def gathered_columns(
+    flow: DataFlow, binding: Binding, assignment: Assignment, heads: Features = frozenset()
+) -> frozenset[str]:
+    """The modules at whose boundaries a column-wise result is gathered though the plan doesn't ask for it.
+
+    With `heads`, also once it is viewed as so many heads, as where a norm of each head stands.
+    """
+    counts = {pack.size for (pack,) in heads}
     origins = Origins(flow, binding)
     placed = ((decided, r) for decided in assignment.frames for r in (*decided.entries, *decided.exits))
     return frozenset(
         decided.frame.module
         for decided, reshard in placed
-        if _gathers_columns(reshard, flow.trace, assignment, origins) is not None
+        if _gathers_columns(reshard, flow.trace, assignment, origins, counts) is not None
     )
 
 
-def _gathers_columns(reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins) -> Bound | None:
-    shape = trace.values[reshard.value].shape
-    if not shape or reshard.source.dim != len(shape) - 1 or reshard.target == reshard.source:
+def _gathers_columns(
+    reshard: PlacedReshard, trace: Trace, assignment: Assignment, origins: Origins, heads: Collection[int] = ()
+) -> Bound | None:
+    shape, dim = trace.values[reshard.value].shape, reshard.source.dim
+    by_features = dim == len(shape) - 1 or (dim is not None and shape[dim] in heads)
+    if not shape or not by_features or reshard.target == reshard.source:
         return None
     if reshard.target.is_sharded and reshard.target.dim == reshard.source.dim:
         return None

@@ -54,12 +54,15 @@ _RESHAPES = frozenset(
         "squeeze.default", "squeeze.dim", "squeeze.dims",
     )
 )  # fmt: skip
+_TURNS = frozenset(("aten.t.default", "aten.transpose.int", "aten.mT.default", "aten.permute.default"))
+_PERMUTE = "aten.permute.default"
 _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "clone", "contiguous", "lift_fresh"))
 _INNER = frozenset(
     f"aten.{name}"
     for name in (
-        "transpose.int", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default", "unbind.int",
-        "_softmax.default", "glu.default", "sum.dim_IntList", "mean.dim", "amax.default", "flip.default", "cat.default",
+        "transpose.int", "permute.default", "select.int", "slice.Tensor", "split.Tensor", "split_with_sizes.default",
+        "unbind.int", "_softmax.default", "glu.default", "sum.dim_IntList", "mean.dim", "amax.default", "flip.default",
+        "cat.default",
     )
 )  # fmt: skip
 _BLANKS = frozenset(f"aten.{name}.default" for name in ("empty_like", "zeros_like", "empty", "zeros", "new_zeros"))
@@ -348,7 +351,7 @@ class _Reader:
         if isinstance(kind, OneHot) and len(kinds) == 1:
             if node.name == "aten._to_copy.default":
                 return [kind] if self.values[self.output(node)].dtype is torch.int64 else None
-            if node.name == "aten.permute.default":
+            if node.name == _PERMUTE:
                 order: tuple[int, ...] = arguments[1]
                 return [OneHot(tuple(kind.dims[dim] for dim in order))]
             if node.name == "aten.select.int" and kind.dims[arguments[1]] == "numbers":
@@ -372,7 +375,7 @@ class _Reader:
             number = arguments[2]
             return [Own(number, self.own(kind))] if arguments[1] == 0 and 0 <= number < self.call.count else None
         signature = (arguments, tuple(sorted(node.keywords.items())))
-        if isinstance(kind, Own) and len(kinds) == 1 and node.name in ("aten.t.default", "aten.transpose.int"):
+        if isinstance(kind, Own) and len(kinds) == 1 and node.name in _TURNS:
             (made,) = self.outputs(node, "any", signature, [kind.term], 0)
             assert isinstance(made, Rows)
             return [Own(kind.expert, made.term)]
@@ -477,7 +480,7 @@ class _Reader:
     # -- what is done to each row --------------------------------------------------------------------------------------
     def each(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         operator = lookup(node.name)
-        if len(kinds) == 1 and isinstance(kinds[0], Stack) and node.name in ("aten.transpose.int", "aten.mT.default"):
+        if len(kinds) == 1 and isinstance(kinds[0], Stack) and node.name in _TURNS - {"aten.t.default"}:
             signature = self.inner(node, 1)
             if signature is None:
                 return None
@@ -518,6 +521,10 @@ class _Reader:
     def inner(self, node: Operation, lead: int) -> object | None:
         """An operation's arguments with its dims counted after the leading ones; None if it concerns those."""
         rank = len(self.shape(node.inputs[0]))
+        if node.name == _PERMUTE:
+            order = [dim % rank for dim in node.arguments[1]]
+            stays = order[:lead] == [*range(lead)]
+            return ((node.arguments[0], tuple(dim - lead for dim in order[lead:])), ()) if stays else None
         arguments = list(node.arguments)
         defaults = schema_defaults(node.target)
         for position, name in enumerate(schema_argument_names(node.target)):

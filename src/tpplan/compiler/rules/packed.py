@@ -4,6 +4,7 @@ in:  an operation, and the layouts of its operands, at least one of them packed,
 out: the layouts of its results, or the reason why there are none
 
     split([32, 16, 16]) of S(2, packs=32|16|16)   ->  S(2), S(2), S(2)
+    glu of S(2, packs=32|32)                      ->  S(2): halves that lie alike
     view(b, s, 3, h, d) of S(2, packs=hd|hd|hd)   ->  S(3)
     expand(b, 2, 4, s, d) of S(1, replicas=2)     ->  S(1, replicas=2, within=4): a holder keeps its own repeats
     cat([a, b], -1) of S(2), S(2)                 ->  S(2, packs=a|b)
@@ -38,6 +39,7 @@ SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default", "aten.
 REPEAT = "aten.repeat.default"
 EXPAND = "aten.expand.default"
 GATHER = "aten.gather.default"
+GATED = "aten.glu.default"
 BATCHED = "aten.bmm.default"
 PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
 SELECT = "aten.select.int"
@@ -102,6 +104,11 @@ def results(
         # DTensor's rule is that of a view, and refuses a dim of fewer entries than ranks.
         last = held.dim + (1 if held.within else 0)
         return (held,) if last < len(values[_output(node)].shape) else "pairs entries of the dim that is sharded"
+    if node.name == GATED and gated_dim(node.arguments, len(shape)) == held.dim:
+        half = shape[held.dim] // 2
+        halves = _taken(held, held.dim, ((0, half), (half, half)), size, True)
+        alike = not isinstance(halves, str) and halves[0] == halves[1]
+        return halves[:1] if alike else "gates one half of the sharded dim by the other"
     if node.name == GATHER:
         # Every rank looks up its own entries in its own part.
         alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
@@ -145,6 +152,11 @@ def _along(node: OperationNode, shape: tuple[int, ...]) -> int:
     position = 1 if node.name == "aten.slice.Tensor" else 2
     dim: int = node.arguments[position] if len(node.arguments) > position else 0
     return dim % len(shape)
+
+
+def gated_dim(arguments: Sequence[Any], rank: int) -> int:
+    """The dim, of so many, of which a gated linear unit takes the halves."""
+    return (arguments[1] if len(arguments) > 1 else -1) % rank
 
 
 def picked_dim(name: str, arguments: Sequence[Any], rank: int) -> int | None:

@@ -214,7 +214,8 @@ class Propagator:
             found = self._replicated(node, values, operands)
             if isinstance(found, Refusal):
                 return found
-            return [*found, *self._by_heads(node, values, operands), *_partial_zeros(node, values)]
+            made_anew = _unread_gradient(node, values) if node.name in FILLS else []
+            return [*found, *self._by_heads(node, values, operands), *_partial_zeros(node, values), *made_anew]
         if node.overwritten:
             if node.name == _COPY and len({held for _, held in operands}) == 1 and not operands[0][1].within:
                 return [Outcome((operands[0][1],))]  # each rank fills its part of the tensor from its part of the other
@@ -276,7 +277,7 @@ class Propagator:
         like, held = operands[0]
         same = values[like].shape == values[output].shape and held.is_sharded
         made = Outcome((held if same else REPLICATED,))
-        return [made, *self._by_heads(node, values, ()), *_partial_zeros(node, values)]
+        return [made, *self._by_heads(node, values, ()), *_partial_zeros(node, values), *_unread_gradient(node, values)]
 
     def _replicated(
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
@@ -495,6 +496,12 @@ def _with_dims_from_the_front(operator: Operator, node: OperationNode, values: S
     if arguments is node.arguments and keywords is node.keywords:
         return node
     return replace(node, arguments=arguments, keywords=keywords)
+
+
+def _unread_gradient(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
+    """A tensor made anew, into which something is written: nothing reads the gradient of what was there before."""
+    written = any(o is not None and values[o].differentiable for o in node.outputs)
+    return [Outcome((REPLICATED_PARTIAL,))] if written else []
 
 
 def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
