@@ -8,7 +8,7 @@ out: `Product`: which of the parameter's dims the product contracts and which it
     convolution(x, weight)                   ->  weight (outputs, inputs, width): makes dim 0, contracts dim 1
     convolution(x, weight, groups=channels)  ->  weight (channels, 1, width): goes with the channels by dim 0
     exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
-    embedding(table, ids)                    ->  table (rows, features): goes with the features by dim 1
+    embedding(table, ids), table[ids]        ->  table (rows, features): goes with the features by dim 1
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
-from tpplan.compiler.rules.packed import SPLITS, VIEWS, picked_dim
+from tpplan.compiler.rules.packed import PICKS, SPLITS, VIEWS, picked_dim
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 FACTORS = {
@@ -130,6 +130,8 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 yield from _uses(readers, made, after, shape, depth + 1)
+            if operation.name in PICKS and len(shape) == 2 and dims == (0, 1):
+                yield from _looked_up(readers, operation, seen, dims, shape)
 
 
 def _of_parts(
@@ -243,17 +245,25 @@ def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dim
         return tuple(None if d in along else held for d, held in enumerate(dims))
     if name in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
         return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
-    if name in ("aten.index.Tensor", "aten.index_select.default"):
-        changed = [d for d in range(rank) if len(after) == rank and before[d] != after[d]]
-        picked = picked_dim(operation.name, operation.arguments, rank)
-        return (
-            tuple(None if d == picked else held for d, held in enumerate(dims)) if changed in ([], [picked]) else None
-        )
+    if name in PICKS:
+        return _picked(operation, dims, before, after)
     if name == "aten.expand.default":
         grown = (None,) * (len(after) - rank) + dims
         return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
                      for d, held in enumerate(grown))  # fmt: skip
     return _viewed(dims, before, after) if name in VIEWS else None
+
+
+def _picked(operation: Operation, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
+    """Where the dims are after entries of one of them were picked by number, which may stand in any number of dims."""
+    rank = len(dims)
+    picked = picked_dim(operation.name, operation.arguments, rank)
+    if picked is None:
+        return dims if after == before else None
+    between = len(after) - (rank - 1)
+    if between < 0 or (*after[:picked], *after[picked + between :]) != (*before[:picked], *before[picked + 1 :]):
+        return None
+    return (*dims[:picked], *(None,) * between, *dims[picked + 1 :])
 
 
 def _viewed(dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
