@@ -39,6 +39,7 @@ class Request:
         moves: whether operands may be resharded inside of bodies where nothing else works; None for where no result is
             to stay split, as functions over split classes come first.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
+        looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Request:
     reducing: frozenset[str] = frozenset()
     values: bool = False
     moves: bool | None = None
+    looking: frozenset[str] = frozenset()
 
 
 __all__ = ["Request"]

@@ -158,8 +158,8 @@ def _with_parameters(
         unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, values.get(n))}
         modules = {name: bound for name, bound in modules.items() if name not in unread}
     for name, bound in modules.items():
-        if not bound.is_parameter or bound.style is Style.REPLICATE:
-            continue
+        if not bound.is_parameter or bound.style in (Style.REPLICATE, Style.VOCAB):
+            continue  # that it is a table is for `lookers` to say
         if name in parts:
             form = parts[name].form_of(name, bound.style)
             modules[name] = replace(bound, form=form, style=Style.REPLICATE if form is None else bound.style)
