@@ -11,10 +11,13 @@ out: the modules, whose look-ups a further capture records as functions over the
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
 from tpplan.compiler.bind.bind import Binding, once
 from tpplan.compiler.ir.look_ups import LOOK_UPS
 from tpplan.compiler.ir.trace import Operation, Trace
-from tpplan.compiler.rules.packed import PICKS
+from tpplan.compiler.rules.packed import PICKS, picked_dim
 from tpplan.plan import Diagnostic, Style
 
 _READS = PICKS | {f"aten.{name}.default" for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only")}
@@ -32,6 +35,38 @@ def lookers(trace: Trace, binding: Binding) -> frozenset[str]:
         if not tables.isdisjoint(looked_up):
             found.add(frame.module)
     return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class BareTable:
+    """A parameter in which bodies look up rows by themselves.
+
+    Attributes:
+        names: its names.
+        rows, features: its sizes.
+        ids: what names the rows that are looked up first, a value of the trace.
+        count: how many rows are looked up in all.
+    """
+
+    names: tuple[str, ...]
+    rows: int
+    features: int
+    ids: int
+    count: int
+
+
+def bare_tables(trace: Trace) -> dict[str, BareTable]:
+    """The parameters of two dims in which bodies look up rows, by their first names."""
+    found: dict[str, BareTable] = {}
+    for node in (node for frame in trace.root.walk() for node in frame.body if isinstance(node, Operation)):
+        if node.name not in _READS or len(node.inputs) < 2 or node.inputs[0] not in trace.parameters:
+            continue
+        names, shape = trace.parameters[node.inputs[0]], trace.values[node.inputs[0]].shape
+        if len(shape) != 2 or (node.name in PICKS and picked_dim(node.name, node.arguments, 2) != 0):
+            continue
+        known = found.get(names[0], BareTable(names, *shape, node.inputs[1], 0))
+        found[names[0]] = replace(known, count=known.count + math.prod(trace.values[node.inputs[1]].shape))
+    return found
 
 
 def not_looked_up(trace: Trace, binding: Binding, partly: bool) -> list[Diagnostic]:
@@ -62,4 +97,4 @@ def _is_split_by_rows(trace: Trace, binding: Binding, value: int, name: str) -> 
     return layout.is_sharded and layout.dim == 0 and layout.is_plain and len(trace.values[value].shape) == 2
 
 
-__all__ = ["lookers", "not_looked_up"]
+__all__ = ["BareTable", "bare_tables", "lookers", "not_looked_up"]
