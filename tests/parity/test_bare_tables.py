@@ -13,6 +13,7 @@ from torch.nn import functional
 import tpplan
 from tests.runtime.simulated import Call, worst
 from tpplan.api import suggest_text
+from tpplan.parity.run import verify_program
 from tpplan.plan import CompileError
 
 ROWS, WIDTH = 90, 16
@@ -160,3 +161,20 @@ def test_infinite_rows_of_other_ranks_stay_where_they_are() -> None:
 def test_bags_that_need_all_rows_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CompileError, match="TP112"):
         tpplan.compile_plan(Bags(**options), {"version": 1, "modules": {"table": "vocab"}}, 2, tokens(3, 4)[0])
+
+
+@pytest.mark.parametrize("table", [{}, {"table": {"style": "replicate", "output": "sequence"}}])
+def test_a_whole_table_with_sparse_gradients_has_the_same_ones_dense(table: dict[str, Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(ROWS, WIDTH, sparse=True)
+            self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.down(self.up(self.table(ids)).relu())
+
+    model, call = Model().double(), tokens(3, 4)
+    plan = {"version": 1, "modules": table | {"up": "colwise", "down": "rowwise"}}
+    program = tpplan.compile_plan(model, plan, 2, call[0])
+    assert verify_program(model, program, call).max_error < 1e-12

@@ -55,7 +55,9 @@ def find_tables(
     tied = {name: names for names in subject.trace.parameters.values() for name in names}
     groups: list[Group] = []
     paired: set[str] = set()
-    bare = {n: t for n, t in subject.bare.items() if n not in taken and _is_worth_rows(t, t.ids in inputs, subject.size)}
+    bare = {
+        n: t for n, t in subject.bare.items() if n not in taken and _is_worth_rows(t, t.ids in inputs, subject.size)
+    }
     for head, setting in heads.items():
         names = tied.get(f"{head}.weight", ())
         partners = [n.removesuffix(".weight") for n in names if n.removesuffix(".weight") in looked_up]
@@ -116,7 +118,9 @@ def _looked_up_by_input(subject: Subject, moved: set[int]) -> list[str]:
     found = [
         frame.module
         for frame in subject.trace.root.walk()
-        if (frame.module in subject.tables or frame.module in subject.bags) and frame.entries and frame.entries[0].source in moved
+        if (frame.module in subject.tables or frame.module in subject.bags)
+        and frame.entries
+        and frame.entries[0].source in moved
     ]
     return list(dict.fromkeys(found))
 
