@@ -125,8 +125,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 def test_bags_are_split_by_rows(options: str, tp: int) -> None:
     model, last = Bags(**OPTIONS[options]).double(), Bags(**OPTIONS[options], include_last_offset=True).double()
-    calls = [bags(9, [0, 2, 2, 5]), bags(5, [0, 1]), (torch.full((3, 4), ROWS - 2),)]
-    calls = [calls[0], calls[1], ((torch.tensor([3, 3, ROWS - 2, 5]), torch.tensor([0, 2])), {})]
+    calls = [bags(9, [0, 2, 2, 5]), bags(5, [0, 1]), ((torch.tensor([3, 3, ROWS - 2, 5]), torch.tensor([0, 2])), {})]
     assert max(worst(model, {"table": "vocab"}, tp, calls[0], calls)) < 1e-12
     calls = [bags(9, [0, 2, 2, 5, 9]), bags(5, [0, 5])]
     assert max(worst(last, {"table": "vocab"}, tp, calls[0], calls)) < 1e-12

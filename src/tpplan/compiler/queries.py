@@ -113,7 +113,7 @@ class Study:
         return taken_apart(product.parts, self._readers)
 
     def bare_tables(self, called: Collection[str]) -> dict[str, BareTable]:
-        """The parameters in which bodies look up rows, other than those of the tables `called`, by their first names."""
+        """The parameters in which bodies look up rows by themselves, other than those of the tables `called`."""
         found = bare_tables(self.trace)
         return {n: t for n, t in found.items() if not any(other.rpartition(".")[0] in called for other in t.names)}
 
@@ -187,7 +187,7 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 
 
 __all__ = [
-    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "BareTable", "ColumnSplits",
-    "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
+    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "BareTable",
+    "ColumnSplits", "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
     "convolution_weight", "is_convolution", "is_norm", "layer_of", "linear_form", "stored_names",
 ]  # fmt: skip

@@ -78,7 +78,7 @@ _apply_summed_shards = native_apply(_SummedShards)
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """A gradient with all entries: of a table with `sparse=True` torch makes those of some rows, as no DTensor can be."""
+    """A gradient with all entries; of a table with `sparse=True` torch makes those of some rows, as no DTensor can."""
     if gradient.layout is torch.strided:
         return gradient
     if gradient.is_meta:  # where torch makes none dense

@@ -11,9 +11,10 @@ them stay whole; so do columns that weren't proved, as others may be split then;
 and their results gathered, where these are small beside the weights, as those that modulate norms. Memory comes first:
 of the plans whose parameters take at most a twentieth more than the least, the one that weighs least is taken.
 
-Where nothing can be split so, it is looked for once more with exchanges between the operations of a body, such as a
-mean over all features. Such a plan is taken if no more is sent for these than at boundaries: scores of attention can be
-exchanged, too, but there are as many as the length squared.
+Where less than half can be split so, it is looked for once more with exchanges between the operations of a body, such
+as a mean over all features. Such a plan is taken if no more is sent for these than at boundaries: scores of attention
+can be exchanged, too, but there are as many as the length squared. What a body sums of its own rows counts as at
+boundaries.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms
 from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import Group, Setting, find_roles
+from tpplan.suggest.share import model_share
 from tpplan.suggest.subject import Subject, make_subject
 from tpplan.suggest.tables import find_tables
-from tpplan.suggest.weigh import SENT, exchanges_little, weigh
+from tpplan.suggest.weigh import SENT, exchanges_little, sums_at_boundaries, weigh
 
 _WALKS = 4
 _SLACK = 1.05
@@ -107,6 +109,11 @@ class _Search:
         """Bytes of parameters that a rank holds with the accepted groups."""
         return math.inf if self.verdict.program is None else memory(self.verdict.program.parameters).local
 
+    @property
+    def splits_most(self) -> bool:
+        """Whether the accepted groups split most of the parameters."""
+        return self.verdict.program is not None and model_share(self.verdict.program).percent > 50
+
     def one_by_one(self, groups: Iterable[Group]) -> list[Group]:
         """Accept what is proved beside what is accepted already; returns the rest, with reasons noted."""
         failed: list[Group] = []
@@ -149,13 +156,23 @@ def _lightest(subject: Subject) -> _Search:
             break
         whole |= more
         walks.append(_walked(subject, rules, whole))
-    if not any(walk.accepted for walk in walks):
-        exchanging = _walked(subject, rules, {}, exchanges=True)
-        if exchanging.verdict.program is not None and exchanges_little(exchanging.verdict.program):
-            return exchanging
-        return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     least = min(walk.memory for walk in walks)
+    if not any(walk.accepted and walk.splits_most for walk in walks):
+        exchanging = _walked(subject, rules, {}, exchanges=True)
+        program = exchanging.verdict.program
+        program = None if program is None else sums_at_boundaries(program, _crossing(subject))
+        if program is not None and _SLACK * exchanging.memory < least and exchanges_little(program):
+            return exchanging
+    if not any(walk.accepted for walk in walks):
+        return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
+
+
+def _crossing(subject: Subject) -> frozenset[int]:
+    """The numbers of elements of the values that cross a boundary."""
+    values, frames = subject.trace.values, subject.trace.root.walk()
+    crossed = (crossing.target for frame in frames for crossing in (*frame.entries, *frame.exits))
+    return frozenset(math.prod(values[value].shape) for value in crossed)
 
 
 def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str], exchanges: bool = False) -> _Search:

@@ -50,7 +50,7 @@ _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "ze
 _SLICE = "aten.slice.Tensor"
 _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clone", "_to_copy"))
 _END = sys.maxsize
-_PRODUCT = torch.ops.aten.mul.Tensor
+_PRODUCT, _CLONE = torch.ops.aten.mul.Tensor, torch.ops.aten.clone.default
 _BAGS = frozenset((torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default))
 _MODE, _MAXIMUM = 4, 2
 _FOURIER = frozenset(f"aten._fft_{name}.default" for name in ("c2c", "r2c", "c2r"))  # for which DTensor has no rules
@@ -436,6 +436,8 @@ class Propagator:
             if grouped is None:
                 return "communication:needs rows that other ranks hold, to know which group they are of"
             target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
+        if target is _CLONE:  # of which not all versions of DTensor know that the copy of a partial value is one
+            target, keywords = torch.ops.aten.alias.default, ()
         if target in _BAGS:
             return _of_bags(arguments)
         target = _WRITES.get(target, target)
