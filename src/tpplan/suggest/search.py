@@ -11,10 +11,10 @@ them stay whole; so do columns that weren't proved, as others may be split then;
 and their results gathered, where these are small beside the weights, as those that modulate norms. Memory comes first:
 of the plans whose parameters take at most a twentieth more than the least, the one that weighs least is taken.
 
-Where less than half can be split so, it is looked for once more with exchanges between the operations of a body, such
-as a mean over all features. Such a plan is taken if no more is sent for these than at boundaries: scores of attention
-can be exchanged, too, but there are as many as the length squared. What a body sums of its own rows counts as at
-boundaries.
+Where nothing can be split so, it is looked for once more with exchanges between the operations of a body, such as a
+mean over all features. Such a plan is taken if no more is sent for these than at boundaries: scores of attention can be
+exchanged, too, but there are as many as the length squared. What a body sums of its own rows counts as at boundaries;
+where that is all, such a plan is taken as well if less than half could be split without.
 """
 
 from __future__ import annotations
@@ -159,13 +159,21 @@ def _lightest(subject: Subject) -> _Search:
     least = min(walk.memory for walk in walks)
     if not any(walk.accepted and walk.splits_most for walk in walks):
         exchanging = _walked(subject, rules, {}, exchanges=True)
-        program = exchanging.verdict.program
-        program = None if program is None else sums_at_boundaries(program, _crossing(subject))
-        if program is not None and _SLACK * exchanging.memory < least and exchanges_little(program):
+        if _is_wanted(subject, exchanging, least):
             return exchanging
     if not any(walk.accepted for walk in walks):
         return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
+
+
+def _is_wanted(subject: Subject, exchanging: _Search, least: float) -> bool:
+    """Whether a plan with exchanges inside of bodies is better than one without, which needs `least` bytes."""
+    program = exchanging.verdict.program
+    if program is None or _SLACK * exchanging.memory >= least:
+        return False
+    moved = sums_at_boundaries(program, _crossing(subject))
+    sums_alone = moved != program and not any(module.inner for module in moved.modules)
+    return exchanges_little(moved) and (sums_alone or least >= memory(program.parameters).whole)
 
 
 def _crossing(subject: Subject) -> frozenset[int]:
