@@ -30,7 +30,7 @@ from tpplan.compat import computed_weights, named_modules, parametrized_tensors
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation
-from tpplan.compiler.queries import Rules
+from tpplan.compiler.queries import Rules, linear_form
 from tpplan.cost.program import memory
 from tpplan.plan import CompileError, Diagnostic, Pin, Style
 from tpplan.suggest.judge import Verdict, judge
@@ -137,6 +137,7 @@ def search(
     found = _lightest(subject)
     if not found.accepted:
         raise _nothing(subject, found)
+    _split_idle(subject, found)
     why = _add_norms(subject, found) if sequence_parallel else ""
     _split_losses(found)
     assert found.verdict.program is not None
@@ -164,6 +165,26 @@ def _lightest(subject: Subject) -> _Search:
     if not any(walk.accepted for walk in walks):
         return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
+
+
+def _split_idle(subject: Subject, found: _Search) -> None:
+    """Split layers that the call leaves out, such as experts that it picks by number, like those of their name."""
+    called = {frame.module for frame in subject.trace.root.walk()}
+    idle = [(name, form) for name, m in named_modules(subject.model) if name not in called and (form := linear_form(m))]
+    if not idle:
+        return
+    groups: list[Group] = []
+    for group in found.accepted:
+        settings = dict(group.settings)
+        for name, form in idle:
+            like = (s for n, s in group.settings.items() if shape_of(n) == shape_of(name))
+            alike = next(like, None)
+            if alike is not None and any(subject.linears.get(n) == form for n in group.settings):
+                settings[name] = alike
+        groups.append(replace(group, settings=settings))
+    verdict = judge(subject, _merged(groups), found.exchanges)
+    if verdict.ok and groups != found.accepted:
+        found.accepted, found.verdict = groups, verdict
 
 
 def _is_wanted(subject: Subject, exchanging: _Search, least: float) -> bool:
