@@ -67,7 +67,7 @@ BUGS = (
         "        return gathered if dim == 0 else torch.cat(gathered.chunk(self.size)[::-1], dim)\n\n    def _meet",
         ("runtime/test_direct.py",)),
     Bug("suggested plans may exchange whatever they want", "suggest/search.py",
-        " and exchanges_little(exchanging.verdict.program)", "", ("parity/test_gathers.py",)),
+        "exchanges_little(moved) and ", "", ("parity/test_gathers.py",)),
     Bug("direct forwards stay in the model", "runtime/direct.py",
         "                del own[_FORWARD]\n", "                pass\n", ("runtime/test_direct.py",)),
     Bug("direct forwards stay for torch", "runtime/direct.py",

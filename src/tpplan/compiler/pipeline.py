@@ -15,6 +15,7 @@ from tpplan.compat import named_modules, without_inference_kernels
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
 from tpplan.compiler.bind.expert_groups import pack_in_groups
 from tpplan.compiler.bind.experts import share_out
+from tpplan.compiler.bind.lookers import lookers, not_looked_up
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
@@ -169,6 +170,10 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     findings = [*findings, *unwrapped]
     unpacked = pack_in_groups(request.model, flow, binding, request.size, request.partly)
     binding, inexact = justify(request.model, flow, unpacked.binding)
+    looking = lookers(trace, binding) - request.looking
+    if looking:
+        return _compile(replace(request, looking=request.looking | looking))
+    inexact = [*inexact, *not_looked_up(trace, binding, request.partly)]
     _refuse([*findings, *unpacked.findings, *inexact])
     inside, unsplit = split_inside(request, trace, binding)
     known = {name: held for name, held in inside.items() if held is not None}
@@ -296,7 +301,7 @@ def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, C
         try:
             return record_model(
                 request.model, request.arguments, request.keywords, training, request.taken, request.device,
-                request.reducing, request.values,
+                request.reducing, request.values, request.looking,
             )  # fmt: skip
         except BodyError as error:
             errors.append(error)

@@ -6,7 +6,7 @@ out: `Study`: one run of it, what its parameters are used for, and what trial ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from tpplan.compiler.bind.bind import Binding, bind, stored_tensors
 from tpplan.compiler.bind.computed import computed_tensors, layer_of
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
+from tpplan.compiler.bind.lookers import BareTable, bare_tables
 from tpplan.compiler.bind.packing import pack, taken_apart
 from tpplan.compiler.bind.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
@@ -113,6 +114,11 @@ class Study:
         """How the features of a product in a body are taken apart further on."""
         return taken_apart(product.parts, self._readers)
 
+    def bare_tables(self, called: Collection[str]) -> dict[str, BareTable]:
+        """The parameters in which bodies look up rows by themselves, other than those of the tables `called`."""
+        found = bare_tables(self.trace)
+        return {n: t for n, t in found.items() if not any(other.rpartition(".")[0] in called for other in t.names)}
+
     def split_columns(self, packs: Mapping[str, tuple[NamedPack, ...] | None]) -> ColumnSplits:
         """What `colwise` rules with these packs make of modules, each by itself."""
         rules = [Rule(Pattern.parse(name), Style.COLWISE, packed=named) for name, named in packs.items()]
@@ -194,8 +200,8 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 
 
 __all__ = [
-    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "ColumnSplits",
-    "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
+    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "BareTable",
+    "ColumnSplits", "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
     "convolution_weight", "is_convolution", "is_grouped_convolution", "is_norm", "keeps_channels", "layer_of",
     "linear_form", "stored_names",
 ]  # fmt: skip

@@ -40,6 +40,7 @@ class Request:
             to stay split, as functions over split classes come first.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         unread: whether layers are placed as well whose results nobody reads.
+        looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Request:
     values: bool = False
     moves: bool | None = None
     unread: bool = False
+    looking: frozenset[str] = frozenset()
 
 
 __all__ = ["Request"]

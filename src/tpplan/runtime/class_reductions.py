@@ -45,6 +45,11 @@ def picked(input: Tensor, index: Tensor, part: ClassPart, dim: int) -> Tensor:
     return cast(Tensor, _Summed.apply(mine, part))
 
 
+def summed(term: Tensor, part: ClassPart) -> Tensor:
+    """The sum of all ranks' terms, whose gradient is alike on all of them."""
+    return cast(Tensor, _Summed.apply(term, part))
+
+
 def extremes(input: Tensor, part: ClassPart, dim: int, keepdim: bool, least: bool) -> tuple[Tensor, Tensor]:
     """As `torch.max` along the class dim, or `torch.min`: the numbers, and the class of each, the first of equal ones.
 
@@ -141,4 +146,4 @@ class _Shared(torch.autograd.Function):
         return (equal * (gradient / count)).to(gradient.dtype), None, None, None
 
 
-__all__ = ["extremes", "picked", "shared_extremes", "softmax", "total"]
+__all__ = ["extremes", "picked", "shared_extremes", "softmax", "summed", "total"]

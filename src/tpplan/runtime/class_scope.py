@@ -41,15 +41,17 @@ from tpplan.compiler.ir.class_reductions import (
     MAX,
     MEAN,
     MIN,
+    REDUCTION_FUNCTIONS,
     REDUCTION_NAMES,
     SOFTMAX,
     SUMS,
     class_call,
     stock_function,
 )
-from tpplan.compiler.ir.program import ClassCalls
+from tpplan.compiler.ir.look_ups import LOOK_UP, LOOK_UP_FUNCTIONS, LOOK_UP_NAMES, LOOK_UPS
+from tpplan.compiler.ir.program import ClassCalls, SplitClasses
 from tpplan.plan import TpplanError
-from tpplan.runtime import class_reductions, classes
+from tpplan.runtime import class_reductions, classes, look_ups
 from tpplan.runtime.classes import ClassPart, Loss
 from tpplan.runtime.communicator import Communicator
 
@@ -140,8 +142,11 @@ class _Counter(TorchFunctionMode):
         self._where = where
         self._number = 0
         self._asleep = False
-        self._reducing = any(call is not None and call.function in REDUCTION_NAMES for call in calls)
-        self._functions = CLASS_FUNCTIONS if self._reducing else LOSS_FUNCTIONS
+        named = {call.function for call in calls if call is not None}
+        self._reducing, self._looking = (not named.isdisjoint(kind) for kind in (REDUCTION_NAMES, LOOK_UP_NAMES))
+        self._functions = LOSS_FUNCTIONS
+        self._functions |= REDUCTION_FUNCTIONS if self._reducing else frozenset()
+        self._functions |= LOOK_UP_FUNCTIONS if self._looking else frozenset()
 
     def pause(self) -> None:
         """See no calls; one that isn't the innermost mode lets them pass."""
@@ -163,18 +168,18 @@ class _Counter(TorchFunctionMode):
         keywords: dict[str, Any] = kwargs or {}
         if self._asleep or func not in self._functions:
             return func(*args, **keywords)
+        name = next((n for n, held in keywords.items() if isinstance(held, Tensor)), "")
         with without_function_modes():
-            call = class_call(func, args, keywords, self._reducing)
-            if call is None:
-                return func(*args, **keywords)
-            planned = self._next(call)
-            marked = None if planned is None else _marked(call, *planned)
+            call = class_call(func, args, keywords, self._reducing, self._looking)
+            planned = None if call is None else self._next(call)
+            operand: Any = args[0] if args else keywords.get(name)
+            marked = None if call is None or planned is None else _marked(operand, call, *planned)
         if marked is None:
             return func(*args, **keywords)
-        return func(marked, *args[1:], **keywords) if args else func(**{**keywords, "input": marked})
+        return func(marked, *args[1:], **keywords) if args else func(**{**keywords, name: marked})
 
-    def _next(self, call: ClassCall) -> tuple[ClassPart, bool] | None:
-        """For the next call, the classes of this rank, and whether the gradient that arrives is partial."""
+    def _next(self, call: ClassCall) -> tuple[ClassPart, SplitClasses] | None:
+        """For the next call, the classes of this rank, and what the program says of it."""
         name, size = call.operation.name().partition("::")[2], call.input.shape[call.dim]
         if self._number >= len(self._calls):
             raise ClassCallError(self._where, f"calls `{name}` once more", f"has {len(self._calls)} such calls")
@@ -186,7 +191,7 @@ class _Counter(TorchFunctionMode):
         if planned.function != name or part.count != size:
             expected = f"calls `{planned.function}` on a rank's {part.count} of {planned.classes}"
             raise ClassCallError(self._where, f"calls `{name}` on {size} classes", expected)
-        return part, planned.partial_gradient
+        return part, planned
 
 
 class _Marked(Tensor):
@@ -205,19 +210,28 @@ class _Marked(Tensor):
         return next(operand.run() for operand in operands if isinstance(operand, _Marked))
 
 
-def _marked(call: ClassCall, part: ClassPart, partial: bool) -> _Marked:
-    marked = call.input.detach().as_subclass(_Marked)
-    marked.run = lambda: run_split(call, part, partial)
+def _marked(operand: Tensor, call: ClassCall, part: ClassPart, planned: SplitClasses) -> _Marked:
+    marked = operand.detach().as_subclass(_Marked)
+    marked.run = lambda: run_split(call, part, planned.partial_gradient, planned.stays_partial)
     return marked
 
 
-def run_split(call: ClassCall, part: ClassPart, partial: bool = False) -> Any:
-    """What a call makes of split classes, in the dtype of the stock function's result."""
+def run_split(call: ClassCall, part: ClassPart, partial: bool = False, unsummed: bool = False) -> Any:
+    """What a call makes of split classes, in the dtype of the stock function's result.
+
+    Args:
+        call, part: the call, and the classes of this rank.
+        partial: whether the gradient that arrives is partial.
+        unsummed: of a look-up, whether ranks keep their own terms.
+    """
 
     def whole(made: Tensor) -> Tensor:
         return classes.with_partial_gradient(made, part) if partial and made.requires_grad else made
 
     with without_tensor_classes():
+        if call.operation in LOOK_UPS:
+            made = (look_ups.rows if call.operation is LOOK_UP else look_ups.bags)(call, part)
+            return made if unsummed else whole(class_reductions.summed(made, part))
         if call.operation not in (MAX, MIN):
             return whole(_run_split(call, part))
         value, index = class_reductions.extremes(call.input, part, call.dim, call.keepdim, call.operation is MIN)

@@ -44,7 +44,7 @@ class _LocalShards(torch.autograd.Function):
             raise SecondDerivativeError
         return tuple(
             [
-                None if gradient is None else new_gradient(gradient, parameter)
+                None if gradient is None else new_gradient(_dense(gradient), parameter)
                 for gradient, parameter in zip(gradients, ctx.parameters, strict=True)
             ]
         )
@@ -64,7 +64,8 @@ class _SummedShards(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise SecondDerivativeError
-        summed = sum_coalesced(gradients, ctx.parameters, ctx.axis)
+        dense = [None if gradient is None else _dense(gradient) for gradient in gradients]
+        summed = sum_coalesced(dense, ctx.parameters, ctx.axis)
         wrapped = [
             None if gradient is None else new_gradient(gradient, parameter)
             for gradient, parameter in zip(summed, ctx.parameters, strict=True)
@@ -74,6 +75,15 @@ class _SummedShards(torch.autograd.Function):
 
 _apply_local_shards = native_apply(_LocalShards)
 _apply_summed_shards = native_apply(_SummedShards)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient with all entries; of a table with `sparse=True` torch makes those of some rows, as no DTensor can."""
+    if gradient.layout is torch.strided:
+        return gradient
+    if gradient.is_meta:  # where torch makes none dense
+        return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return gradient.to_dense()
 
 
 def sum_coalesced(

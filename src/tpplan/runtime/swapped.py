@@ -82,7 +82,7 @@ def swapped_class(
         base = ShardedLinear
     elif style == "rowwise":
         base = ReducedLinear
-    elif style == "vocab":
+    elif style == "vocab" and nn.Embedding in stock.__mro__:
         base = VocabularyEmbedding
     name = f"{_PREFIX[style]}{stock.__name__}"
     methods = serving_methods(stock, _is_outside) | saving_methods(stock) if root else {}

@@ -13,7 +13,8 @@ of the plans whose parameters take at most a twentieth more than the least, the 
 
 Where nothing can be split so, it is looked for once more with exchanges between the operations of a body, such as a
 mean over all features. Such a plan is taken if no more is sent for these than at boundaries: scores of attention can be
-exchanged, too, but there are as many as the length squared.
+exchanged, too, but there are as many as the length squared. What a body sums of its own rows counts as at boundaries;
+where that is all, such a plan is taken as well if less than half could be split without.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from tpplan.compat import computed_weights, named_modules, parametrized_tensors
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.trace import Operation
-from tpplan.compiler.queries import Rules
+from tpplan.compiler.queries import Rules, linear_form
 from tpplan.cost.program import memory
 from tpplan.plan import CompileError, Diagnostic, Pin, Style
 from tpplan.suggest.judge import Verdict, judge
 from tpplan.suggest.norms import find_norms
 from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import Group, Setting, find_roles
+from tpplan.suggest.share import model_share
 from tpplan.suggest.subject import Subject, make_subject
 from tpplan.suggest.tables import find_tables
-from tpplan.suggest.weigh import SENT, exchanges_little, weigh
+from tpplan.suggest.weigh import SENT, exchanges_little, sums_at_boundaries, weigh
 
 _WALKS = 4
 _SLACK = 1.05
@@ -114,6 +116,11 @@ class _Search:
         """Bytes of parameters that a rank holds with the accepted groups."""
         return math.inf if self.verdict.program is None else memory(self.verdict.program.parameters).local
 
+    @property
+    def splits_most(self) -> bool:
+        """Whether the accepted groups split most of the parameters."""
+        return self.verdict.program is not None and model_share(self.verdict.program).percent > 50
+
     def one_by_one(self, groups: Iterable[Group]) -> list[Group]:
         """Accept what is proved beside what is accepted already; returns the rest, with reasons noted."""
         failed: list[Group] = []
@@ -137,6 +144,7 @@ def search(
     found = _lightest(subject)
     if not found.accepted:
         raise _nothing(subject, found)
+    _split_idle(subject, found)
     why = _add_norms(subject, found) if sequence_parallel else ""
     _split_losses(found)
     assert found.verdict.program is not None
@@ -156,13 +164,51 @@ def _lightest(subject: Subject) -> _Search:
             break
         whole |= more
         walks.append(_walked(subject, rules, whole))
-    if not any(walk.accepted for walk in walks):
-        exchanging = _walked(subject, rules, {}, exchanges=True)
-        if exchanging.verdict.program is not None and exchanges_little(exchanging.verdict.program):
-            return exchanging
-        return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     least = min(walk.memory for walk in walks)
+    if not any(walk.accepted and walk.splits_most for walk in walks):
+        exchanging = _walked(subject, rules, {}, exchanges=True)
+        if _is_wanted(subject, exchanging, least):
+            return exchanging
+    if not any(walk.accepted for walk in walks):
+        return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
     return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
+
+
+def _split_idle(subject: Subject, found: _Search) -> None:
+    """Split layers that the call leaves out, such as experts that it picks by number, like those of their name."""
+    called = {frame.module for frame in subject.trace.root.walk()}
+    idle = [(name, form) for name, m in named_modules(subject.model) if name not in called and (form := linear_form(m))]
+    if not idle:
+        return
+    groups: list[Group] = []
+    for group in found.accepted:
+        settings = dict(group.settings)
+        for name, form in idle:
+            like = (s for n, s in group.settings.items() if shape_of(n) == shape_of(name))
+            alike = next(like, None)
+            if alike is not None and any(subject.linears.get(n) == form for n in group.settings):
+                settings[name] = alike
+        groups.append(replace(group, settings=settings))
+    verdict = judge(subject, _merged(groups), found.exchanges)
+    if verdict.ok and groups != found.accepted:
+        found.accepted, found.verdict = groups, verdict
+
+
+def _is_wanted(subject: Subject, exchanging: _Search, least: float) -> bool:
+    """Whether a plan with exchanges inside of bodies is better than one without, which needs `least` bytes."""
+    program = exchanging.verdict.program
+    if program is None or _SLACK * exchanging.memory >= least:
+        return False
+    moved = sums_at_boundaries(program, _crossing(subject))
+    sums_alone = moved != program and not any(module.inner for module in moved.modules)
+    return exchanges_little(moved) and (sums_alone or least >= memory(program.parameters).whole)
+
+
+def _crossing(subject: Subject) -> frozenset[int]:
+    """The numbers of elements of the values that cross a boundary."""
+    values, frames = subject.trace.values, subject.trace.root.walk()
+    crossed = (crossing.target for frame in frames for crossing in (*frame.entries, *frame.exits))
+    return frozenset(math.prod(values[value].shape) for value in crossed)
 
 
 def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str], exchanges: bool = False) -> _Search:

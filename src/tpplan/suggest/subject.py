@@ -26,6 +26,7 @@ from tpplan.compiler.queries import (
     SPLIT_OPERATORS,
     VIEW_OPERATORS,
     Addend,
+    BareTable,
     LinearForm,
     Product,
     Study,
@@ -74,6 +75,7 @@ class Subject:
         unsplittable: why the others' can't.
         tables: the embedding tables that are called, by name.
         bags: those that reduce the rows they read.
+        bare: parameters in which bodies look up rows themselves, by name.
     """
 
     study: Study
@@ -89,6 +91,7 @@ class Subject:
     unsplittable: dict[str, str]
     tables: dict[str, nn.Embedding]
     bags: dict[str, nn.EmbeddingBag]
+    bare: dict[str, BareTable]
 
     @property
     def model(self) -> nn.Module:
@@ -144,7 +147,7 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     beside = _beside(study, addends, computed)
     return Subject(
         study, arguments, keywords, linears, products, addends, heads, beside, weights, columns, unsplittable, tables,
-        bags,
+        bags, study.bare_tables({*tables, *bags}),
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ out: groups: a table by itself, a head by itself, or both where they are one par
     embed_tokens(input_ids), lm_head tied to it   ->   {embed_tokens: vocab, lm_head: colwise, gathered}
     positions(arange(…)), 1024 rows               ->   {positions: vocab}
     EmbeddingBag(1000000, 64)                     ->   {…: colwise, gathered}
+    EmbeddingBag(1000000, 1)                      ->   {…: vocab}
+    embedding(input_ids, self.table)              ->   {table: vocab}
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from tpplan.compiler.ir.trace import Frame, Trace
+from tpplan.compiler.queries import BareTable
 from tpplan.plan import Pin, Rule, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.suggest.roles import Group, Setting
@@ -41,20 +44,24 @@ def find_tables(
         heads: linear layers whose results are worth gathering.
         taken: what has a role already, such as tables of biases by head.
     """
-    by_input = _looked_up_by_input(subject)
+    inputs = _moved_inputs(subject.trace)
+    by_input = _looked_up_by_input(subject, inputs)
     by_number = [
         name
         for name, table in subject.tables.items()
         if name not in by_input and name not in taken and _is_large(table, subject.size)
     ]
-    looked_up, reasons = _splittable(subject, [*by_input, *by_number])
+    looked_up, reasons = _splittable(subject, [*(name for name in by_input if name in subject.tables), *by_number])
     tied = {name: names for names in subject.trace.parameters.values() for name in names}
     groups: list[Group] = []
     paired: set[str] = set()
+    bare = {
+        n: t for n, t in subject.bare.items() if n not in taken and _is_worth_rows(t, t.ids in inputs, subject.size)
+    }
     for head, setting in heads.items():
-        partners = [
-            n.removesuffix(".weight") for n in tied.get(f"{head}.weight", ()) if n.removesuffix(".weight") in looked_up
-        ]
+        names = tied.get(f"{head}.weight", ())
+        partners = [n.removesuffix(".weight") for n in names if n.removesuffix(".weight") in looked_up]
+        partners += [n for n in names if n in bare]
         settings = {name: Setting(Style.VOCAB) for name in partners} | {head: setting}
         paired |= set(partners)
         what = "the table of tokens by rows, and with it the head" if partners else "the head by columns"
@@ -68,17 +75,21 @@ def find_tables(
         elif name not in paired:
             weight = table.num_embeddings * table.embedding_dim
             groups.append(Group("a table by rows", {name: Setting(Style.VOCAB)}, weight))
-    other = {n: subject.tables[n] for n in (*by_input, *by_number) if n not in looked_up}
+    for name, table in bare.items():
+        if name not in paired:
+            groups.append(Group("a table by rows", {name: Setting(Style.VOCAB)}, table.rows * table.features))
+    other = {n: subject.tables[n] for n in (*by_input, *by_number) if n in subject.tables and n not in looked_up}
+    bags = {name: table for name, table in subject.bags.items() if name in by_input}
     for name, table in (other | subject.bags).items():
-        if _is_large(table, subject.size) and table.embedding_dim >= subject.size:
-            weight = table.num_embeddings * table.embedding_dim
-            groups.append(
-                Group(
-                    "a table by columns, whose result is gathered",
-                    {name: Setting(Style.COLWISE, Pin.REPLICATE)},
-                    weight,
-                )
-            )
+        rows_per_rank = _ROWS_PER_RANK if name in bags else _COMPUTED_PER_RANK
+        if table.num_embeddings < rows_per_rank * subject.size:
+            continue
+        weight = table.num_embeddings * table.embedding_dim
+        if table.embedding_dim >= subject.size:
+            columns = {name: Setting(Style.COLWISE, Pin.REPLICATE)}
+            groups.append(Group("a table by columns, whose result is gathered", columns, weight))
+        elif name in subject.bags:
+            groups.append(Group("a table by rows", {name: Setting(Style.VOCAB)}, weight))
     return tuple(sorted(groups, key=lambda group: (-group.weight, next(iter(group.settings))))), reasons
 
 
@@ -95,13 +106,21 @@ def _is_large(table: nn.Embedding | nn.EmbeddingBag, size: int) -> bool:
     return table.num_embeddings >= _COMPUTED_PER_RANK * size
 
 
-def _looked_up_by_input(subject: Subject) -> list[str]:
+def _is_worth_rows(table: BareTable, by_input: bool, size: int) -> bool:
+    """Whether a bare table is large enough to be split; one of computed rows has to have more than are looked up."""
+    if by_input:
+        return table.rows >= _ROWS_PER_RANK * size
+    return table.rows >= max(_COMPUTED_PER_RANK * size, table.count)
+
+
+def _looked_up_by_input(subject: Subject, moved: set[int]) -> list[str]:
     """Tables whose indices are an input of the model as it came, not positions or buckets that are computed."""
-    moved = _moved_inputs(subject.trace)
     found = [
         frame.module
         for frame in subject.trace.root.walk()
-        if frame.module in subject.tables and frame.entries and frame.entries[0].source in moved
+        if (frame.module in subject.tables or frame.module in subject.bags)
+        and frame.entries
+        and frame.entries[0].source in moved
     ]
     return list(dict.fromkeys(found))
 

@@ -8,9 +8,12 @@ NVLink, 3.35 TB/s of an H100's memory).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import replace
 
-from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.layout import PARTIAL
+from tpplan.compiler.ir.program import ModuleProgram, Program, Reshard
 from tpplan.cost.program import gradient_sum_traffic, memory, module_traffic
 
 SENT = 8
@@ -31,4 +34,23 @@ def exchanges_little(program: Program) -> bool:
     return 2 * (sent.forward.total + sent.backward.total) <= all_sent.forward.total + all_sent.backward.total
 
 
-__all__ = ["SENT", "exchanges_little", "weigh"]
+def sums_at_boundaries(program: Program, crossing: Collection[int]) -> Program:
+    """The program as if sums inside of bodies stood at boundaries, which are of as many elements as what crosses one.
+
+    A body that adds what a row makes to its own argument sums it before, and the gradient of what a column reads, too:
+    those are no other sums than such a module's inside of it would have at their boundaries.
+    """
+
+    def moved(module: ModuleProgram) -> ModuleProgram:
+        sums = tuple(r for r in module.inner if _is_sum(r) and math.prod(r.shape) in crossing)
+        return replace(module, inner=tuple(r for r in module.inner if r not in sums), exits=(*module.exits, *sums))
+
+    return replace(program, modules=tuple(map(moved, program.modules)))
+
+
+def _is_sum(reshard: Reshard) -> bool:
+    """Whether it is a sum over the ranks of a value, or of its gradient alone."""
+    return (reshard.source == PARTIAL or reshard.source.is_replicated) and reshard.target.is_replicated
+
+
+__all__ = ["SENT", "exchanges_little", "sums_at_boundaries", "weigh"]

@@ -66,7 +66,7 @@ class Bound:
     def layout_of(self, leaf: str) -> Layout | None:
         """What the style makes of a parameter of the module, or of the bare one; None if it leaves it whole."""
         if self.style is Style.VOCAB:
-            return sharded(0) if leaf == "weight" else None
+            return sharded(0) if leaf == "weight" or self.is_parameter else None
         if self.whole is not None:
             return self.whole
         if self.recurrent is not None:
@@ -125,7 +125,7 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
         if rule.style is Style.NONE:
             continue
         if name not in modules:
-            if rule.style in (Style.COLWISE, Style.ROWWISE, Style.REPLICATE):
+            if rule.style in (Style.COLWISE, Style.ROWWISE, Style.VOCAB, Style.REPLICATE):
                 bound[name] = Bound(name, rule.style, rule, is_parameter=True)
             else:
                 diagnostics.append(_not_for_parameters(name, rule))
@@ -171,7 +171,7 @@ def _not_for_parameters(name: str, rule: Rule) -> Diagnostic:
         message=f"`{rule.style}` is for modules, but `{name}` is a parameter",
         span=rule.style_span,
         label=f"`{name}` is a parameter",
-        help="a parameter can be `colwise`, `rowwise` or `replicate`",
+        help="a parameter can be `colwise`, `rowwise`, `vocab` or `replicate`",
         subject=name,
     )
 

@@ -40,6 +40,8 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
         # Whether the features can be shared out depends on what the model does with them, see `packing`.
         return None if form is None else _input_of_other_features(name, rule)
     if rule.style is Style.VOCAB:
+        if isinstance(module, nn.EmbeddingBag):
+            return _whole_table(module, name, rule) or _largest(module, name, rule)
         if not isinstance(module, nn.Embedding) or not is_table(module):
             return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
         return _whole_table(module, name, rule)
@@ -96,6 +98,20 @@ def _whole_table(table: nn.Embedding | nn.EmbeddingBag, name: str, rule: Rule) -
         message=f"`{name}` {what}, which isn't supported for a table that is split",
         span=rule.style_span,
         help=f"remove the rule, so that `{name}` stays replicated",
+        subject=name,
+    )
+
+
+def _largest(bags: nn.EmbeddingBag, name: str, rule: Rule) -> Diagnostic | None:
+    """TP112 for bags whose largest entries are wanted: these are no sums over the ranks."""
+    if bags.mode != "max":
+        return None
+    return Diagnostic(
+        code="TP112",
+        message=f"`{name}` takes the largest entries of the rows in a bag, which no sum over ranks that have some of "
+        "the rows is",
+        span=rule.style_span,
+        help=f"make `{name}` `colwise`, which splits its columns, or remove the rule, so that it stays whole",
         subject=name,
     )
 
@@ -203,7 +219,7 @@ def _suggest_style(module: nn.Module) -> str:
     if isinstance(module, nn.Embedding):
         return "an embedding table can be `vocab` or `colwise`"
     if isinstance(module, nn.EmbeddingBag):
-        return "a table whose rows are reduced can be `colwise`"
+        return "a table whose rows are reduced can be `vocab` or `colwise`"
     linears = [name for name, inner in named_modules(module) if linear_form(inner) is not None]
     if linears:
         return f"name the linear layers inside it, such as `….{linears[0]}`"

@@ -99,6 +99,11 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     for name, bound in modules.items():
         if bound.wrapper and not bound.is_parameter and name not in frames:
             modules[name] = _like_others(bound, [modules[n] for n in uses])
+    for name, bound in modules.items():
+        if not partly and isinstance(bound.form, LinearForm) and name not in frames and not bound.wrapper:
+            alike = _called_alike(bound, [modules[n] for n in uses])
+            modules[name] = bound if alike is None else alike
+            findings += [] if alike is not None else [_no_product(bound)]
     if modules != binding.modules:
         binding, _ = bind_parameters(model, modules)
     features = frozenset(packs for b in modules.values() for packs in _made(b))
@@ -116,6 +121,18 @@ def _like_others(bound: Bound, used: Sequence[Bound]) -> Bound:
         if other.wrapper == bound.wrapper and other.style is Style.REPLICATE:  # a single head
             return replace(bound, style=Style.REPLICATE, form=None)
     return bound
+
+
+def _called_alike(bound: Bound, used: Sequence[Bound]) -> Bound | None:
+    """A layer that the call leaves out, such as an expert picked by number, placed like one that it calls."""
+    for other in used:
+        same = (other.rule.style, other.rule.packed) == (bound.rule.style, bound.rule.packed)
+        named = other.name.rpartition(".")[2] == bound.name.rpartition(".")[2] and not other.is_parameter
+        if same and named and other.form == bound.form:
+            return replace(bound, packs=other.packs)
+        if same and named and other.style is Style.REPLICATE:  # a single head
+            return replace(bound, style=Style.REPLICATE, form=None)
+    return None
 
 
 def _made(bound: Bound) -> list[tuple[Pack, ...]]:
@@ -144,6 +161,7 @@ def _with_parameters(
         read = [leaf for leaf in (*own, *sorted(names_among(computed.get(name, ())))) if leaf in values]
         convolves = bound.form is None and bound.style in (Style.COLWISE, Style.ROWWISE) and not bound.is_parameter
         unread = bound.form is not None and name not in frames and not bound.wrapper
+        unread = unread and (partly or any(_is_read(readers, values[leaf]) for leaf in read))
         if read and (convolves or unread):
             modules |= {inner: replace(bound, name=inner, form=None, is_parameter=True) for inner in read}
             pins = bound.input is not None or bound.output is not None
@@ -158,8 +176,8 @@ def _with_parameters(
         unread = {n for n, b in modules.items() if b.is_parameter and not _is_read(readers, values.get(n))}
         modules = {name: bound for name, bound in modules.items() if name not in unread}
     for name, bound in modules.items():
-        if not bound.is_parameter or bound.style is Style.REPLICATE:
-            continue
+        if not bound.is_parameter or bound.style in (Style.REPLICATE, Style.VOCAB):
+            continue  # that it is a table is for `lookers` to say
         if name in parts:
             form = parts[name].form_of(name, bound.style)
             modules[name] = replace(bound, form=form, style=Style.REPLICATE if form is None else bound.style)

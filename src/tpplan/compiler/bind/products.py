@@ -8,7 +8,8 @@ out: `Product`: which of the parameter's dims the product contracts and which it
     convolution(x, weight)                   ->  weight (outputs, inputs, width): makes dim 0, contracts dim 1
     convolution(x, weight, groups=channels)  ->  weight (channels, 1, width): goes with the channels by dim 0
     exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
-    embedding(table, ids)                    ->  table (rows, features): goes with the features by dim 1
+    einsum("btd,dhk->bthk", x, weight)       ->  weight (inputs, heads, width): makes dim 1, contracts dim 0
+    embedding(table, ids), table[ids]        ->  table (rows, features): goes with the features by dim 1
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from dataclasses import replace
 import torch
 
 from tpplan.compiler.bind.linear import Addend, Product
-from tpplan.compiler.bind.readers import Readers
+from tpplan.compiler.bind.readers import ORDERS, Readers, order_of, split_into
 from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
-from tpplan.compiler.rules.packed import SPLITS, VIEWS
+from tpplan.compiler.rules.packed import PICKS, SPLITS, VIEWS, picked_dim
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 FACTORS = {
@@ -41,7 +42,7 @@ _KEEPS = frozenset(
     for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
 )
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
-LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
+LOOK_UPS = frozenset(f"aten.{name}.default" for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
 _MASKS = (torch.bool, torch.uint8)
 _DEEPEST = 12
 
@@ -155,6 +156,8 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 yield from _uses(readers, made, after, shape, depth + 1)
+            if operation.name in PICKS and len(shape) == 2 and dims == (0, 1):
+                yield from _looked_up(readers, operation, seen, dims, shape)
 
 
 def _of_parts(
@@ -190,9 +193,72 @@ def _in_product(
     if first == 1 and operation.arguments[0] == mine:
         yield from _added(readers, operation, dims, shape)
     elif factors[1] == mine and factors[0] != mine:
-        yield from _made(shape, dims[-1], dims[-2], made, last, factors[0])
+        products = _made(shape, dims[-1], dims[-2], made, last, factors[0])
+        yield from filter(None, (_unmerged(readers, product, last) for product in products))
     elif factors[0] == mine and factors[1] != mine:
-        yield from _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
+        products = _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
+        yield from filter(None, (_unmerged(readers, product, last - 1) for product in products))
+
+
+def _unmerged(readers: Readers, product: Product, given_dim: int) -> Product | None:
+    """The product of a parameter whose dims were merged, by what its result is viewed as, and what its factor was.
+
+    Of dims that are merged the first is split: each rank has a stretch of the merged ones.
+    """
+    values = readers.trace.values
+    if values[product.made].shape[product.made_dim] != product.outputs:
+        made = _taken_out(readers, product.made, product.made_dim, product.outputs, 0)
+        if made is None:
+            return None
+        product = replace(product, made=made[0], made_dim=made[1])
+    if values[product.given].shape[given_dim] != product.inputs:
+        given = _merged_from(readers, product.given, given_dim, product.inputs)
+        return None if given is None else replace(product, given=given[0], given_dim=given[1])
+    return product
+
+
+def _taken_out(readers: Readers, value: int, dim: int, count: int, depth: int) -> tuple[int, int] | None:
+    """The value in which the first `count` of merged dims are a dim again, with that dim."""
+    before = readers.trace.values[value].shape
+    for _, operation, seen in readers.of(value) if depth < _DEEPEST else ():
+        made = operation.outputs[0] if len(operation.outputs) == 1 else None
+        if made is None or operation.inputs[0] != seen:
+            continue
+        after = readers.trace.values[made].shape
+        if operation.name in ORDERS:
+            found = _taken_out(readers, made, order_of(operation, len(before)).index(dim), count, depth + 1)
+        elif operation.name in VIEWS:
+            dims = [d for d, _ in split_into(before, after, dim) if after[d] > 1]
+            if dims and after[dims[0]] == count:
+                return made, dims[0]
+            found = _taken_out(readers, made, dims[0], count, depth + 1) if len(dims) == 1 else None
+        else:
+            found = None
+        if found is not None:
+            return found
+    return None
+
+
+def _merged_from(readers: Readers, value: int, dim: int, count: int) -> tuple[int, int] | None:
+    """The value in which the first `count` of dims that were merged were a dim, with that dim."""
+    for _ in range(_DEEPEST):
+        value, operation = readers.maker(value)
+        if operation is None or not operation.inputs:
+            return None
+        after, before = readers.trace.values[value].shape, readers.trace.values[operation.inputs[0]].shape
+        if operation.name in ORDERS:
+            dim = order_of(operation, len(before))[dim]
+        elif operation.name in VIEWS:
+            dims = [d for d, _ in split_into(after, before, dim) if before[d] > 1]
+            if not dims or (len(dims) > 1 and before[dims[0]] != count):
+                return None
+            dim = dims[0]
+            if before[dim] == count:
+                return operation.inputs[0], dim
+        elif operation.name not in _KEEPS:
+            return None
+        value = operation.inputs[0]
+    return None
 
 
 def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
@@ -272,15 +338,27 @@ def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dim
         return tuple(None if d in along else held for d, held in enumerate(dims))
     if name in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
         return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
-    if name == "aten.index_select.default":
-        return tuple(None if d == arguments[1] % rank else held for d, held in enumerate(dims))
     if name == "aten.index.Tensor":
         return _indexed(readers, operation, dims)
+    if name in PICKS:
+        return _picked(operation, dims, before, after)
     if name == "aten.expand.default":
         grown = (None,) * (len(after) - rank) + dims
         return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
                      for d, held in enumerate(grown))  # fmt: skip
     return _viewed(dims, before, after) if name in VIEWS else None
+
+
+def _picked(operation: Operation, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
+    """Where the dims are after entries of one of them were picked by number, which may stand in any number of dims."""
+    rank = len(dims)
+    picked = picked_dim(operation.name, operation.arguments, rank)
+    if picked is None:
+        return dims if after == before else None
+    between = len(after) - (rank - 1)
+    if between < 0 or (*after[:picked], *after[picked + between :]) != (*before[:picked], *before[picked + 1 :]):
+        return None
+    return (*dims[:picked], *(None,) * between, *dims[picked + 1 :])
 
 
 def _indexed(readers: Readers, operation: Operation, dims: Dims) -> Dims | None:

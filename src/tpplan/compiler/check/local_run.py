@@ -36,6 +36,7 @@ from tpplan.compiler.check.compare import (
 )
 from tpplan.compiler.check.correspond import Correspondence
 from tpplan.compiler.check.fingerprint import Fingerprints
+from tpplan.compiler.check.of_constants import without_constants
 from tpplan.compiler.ir.inner_gradient import GRADIENT
 from tpplan.compiler.ir.layout import REPLICATED, Collective, Layout, Pack, reshard_between
 from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
@@ -143,6 +144,8 @@ def _check_rank(
         local, values, failed = error.root, tuple(state.recorder.values), error.frame
         reason = str(error.__cause__) or type(error.__cause__).__name__  # a bare `assert` says nothing
     root = _without_unread(given.trace, recorded)
+    if failed is None:
+        local = without_constants(root, local, recorded)
     frames = {(f.module, f.call): (f, place) for f, place in _in_order(root)}
     given = replace(given, surprising=bool(state.recorder.surprising))
     operands = Correspondence(root, local, REARRANGING)

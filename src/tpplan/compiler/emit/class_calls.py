@@ -14,6 +14,7 @@ import torch
 from tpplan.compiler.ir.class_functions import CROSS_ENTROPY, LOG_SOFTMAX, NLL_LOSS
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, GATHER, REDUCTIONS, SOFTMAX, SUMS
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, Layout, sharded
+from tpplan.compiler.ir.look_ups import LOOK_UPS
 from tpplan.compiler.ir.program import ClassCalls, Reshard, SplitClasses, dtype_name
 from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
 from tpplan.compiler.place.assign import Assignment
@@ -25,8 +26,9 @@ def class_calls(trace: Trace, assignment: Assignment) -> dict[tuple[str, int], C
     found: dict[tuple[str, int], ClassCalls] = {}
     for frame in trace.recorded.walk():
         every = [(node, _of(node, trace, assignment)) for node in _class_operations(frame)]
-        if not any(call for node, call in every if node.target in REDUCTIONS):  # then the runtime looks at losses only
-            every = [(node, call) for node, call in every if node.target not in REDUCTIONS]
+        for kind in (REDUCTIONS, LOOK_UPS):  # the runtime doesn't look at a kind of which none is split
+            if not any(call for node, call in every if node.target in kind):
+                every = [(node, call) for node, call in every if node.target not in kind]
         calls = tuple(call for _, call in every)
         if any(call is not None for call in calls):
             found[frame.module, frame.call] = calls
@@ -45,6 +47,8 @@ def statistics(frame: Frame, trace: Trace, assignment: Assignment, size: int) ->
         held = _layout(node, assignment)
         if splits_classes(node.target, node.arguments, held):
             made = node.outputs[0] or 0
+            if node.target in LOOK_UPS and assignment.layouts.get(made) == PARTIAL:
+                continue
             partial = assignment.layouts.get(made) == REPLICATED_PARTIAL
             yield from _exchanged(node, trace.values[node.inputs[0]], trace.values[made], size, partial)
 
@@ -59,12 +63,14 @@ def _exchanged(node: Operation, logits: Value, result: Value, size: int, partial
         return Reshard(
             path=(name,), source=source, target=target, forward=ways[0], backward=ways[1],
             shape=(numbers, rows), dtype=dtype_name(wide), bytes=numbers * rows * wide.itemsize,
-            differentiable=gradient, origin=f"`{name}` over split classes",
+            differentiable=gradient, origin=f"`{name}` over split {'rows' if node.target in LOOK_UPS else 'classes'}",
         )  # fmt: skip
 
-    if node.target is GATHER:
+    if node.target in LOOK_UPS:
+        wide = result.dtype
+    if node.target is GATHER or node.target in LOOK_UPS:
         rows = math.prod(result.shape)
-    if node.target in (NLL_LOSS, GATHER) or node.target in SUMS:
+    if node.target in (NLL_LOSS, GATHER) or node.target in SUMS | LOOK_UPS:
         yield reshard(PARTIAL, REPLICATED, (Collective.ALL_REDUCE, Collective.NONE), 1)
     else:
         numbers = 2 if node.target is not CROSS_ENTROPY else 4 if node.arguments[6] else 3
@@ -82,8 +88,11 @@ def _of(node: Operation, trace: Trace, assignment: Assignment) -> SplitClasses |
     if not splits_classes(node.target, node.arguments, held):
         return None
     dim = class_dim(node.arguments, node.target)
-    partial = assignment.layouts.get(node.outputs[0] or 0) == REPLICATED_PARTIAL
-    return SplitClasses(node.name.split(".")[1], trace.values[node.inputs[0]].shape[dim], partial)
+    made = assignment.layouts.get(node.outputs[0] or 0)
+    count = trace.values[node.inputs[0]].shape[dim]
+    return SplitClasses(
+        node.name.split(".")[1], count, made == REPLICATED_PARTIAL, node.target in LOOK_UPS and made == PARTIAL
+    )
 
 
 def _layout(node: Operation, assignment: Assignment) -> Layout:

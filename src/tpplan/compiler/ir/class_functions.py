@@ -49,10 +49,13 @@ class ClassCall:
         operation: which function it is.
         input: the logits, or for `nll_loss` their log-probabilities.
         dim: the class dim, counted from the front.
-        target, weight: of a loss: the labels, as class numbers; a weight for each class. Of `gather`, the index.
-        reduction, ignore_index, label_smoothing: of a loss, as torch names them.
+        target, weight: of a loss: the labels, as class numbers; a weight for each class. Of `gather`, the index. Of a
+            look-up: the rows' numbers; of bags, a weight for each of these.
+        reduction, ignore_index, label_smoothing: of a loss, as torch names them; the first of bags, too.
         keepdim: of a sum.
         dtype: what the input is converted to first.
+        padding, offsets, last_offset: of a look-up, as torch names them.
+        from_the_end: whether numbers below zero count from the last row.
     """
 
     operation: OpOverload
@@ -65,12 +68,20 @@ class ClassCall:
     label_smoothing: float = 0.0
     keepdim: bool = False
     dtype: torch.dtype | None = None
+    padding: int | None = None
+    offsets: Tensor | None = None
+    last_offset: bool = False
+    from_the_end: bool = False
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The operation's arguments, in order."""
         if self.operation not in LOSSES:
-            known = {"keepdim": self.keepdim, "dtype": self.dtype, "index": self.target}
+            known = {
+                "keepdim": self.keepdim, "dtype": self.dtype, "index": self.target, "target": self.target,
+                "weight": self.weight, "reduction": self.reduction, "padding": self.padding, "offsets": self.offsets,
+                "last_offset": self.last_offset, "from_the_end": self.from_the_end,
+            }  # fmt: skip
             names = schema_argument_names(self.operation)[2:]
             return (self.input, self.dim, *(known[name] for name in names))
         loss = (self.input, self.target, self.weight, self.dim, self.reduction, self.ignore_index)

@@ -29,6 +29,7 @@ from tpplan.compiler.ir.class_functions import (
     loss_call,
     stock_loss,
 )
+from tpplan.compiler.ir.look_ups import BAG, LOOK_UP, LOOK_UP_FUNCTIONS, LOOK_UPS, call_bag, call_look_up, look_up_call
 
 for _name, _arguments, _result in (
     ("softmax", "int dim, ScalarType? dtype", "Tensor"),
@@ -57,22 +58,22 @@ GATHER: OpOverload = torch.ops.tpplan_classes.gather.default
 EXTREMES = frozenset((AMAX, AMIN, ARGMAX, ARGMIN, MAX, MIN))
 SUMS = frozenset((SUM, MEAN))
 REDUCTIONS = EXTREMES | SUMS | {SOFTMAX, GATHER}
-CLASS_OPERATIONS = LOSS_OPERATIONS | REDUCTIONS
+CLASS_OPERATIONS = LOSS_OPERATIONS | REDUCTIONS | LOOK_UPS
 REDUCTION_NAMES = frozenset(operation.name().partition("::")[2] for operation in REDUCTIONS)
 
 
 def class_call(
-    func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any], reducing: bool
+    func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any], reducing: bool, looking: bool
 ) -> ClassCall | None:
     """What a call of torch computes over classes; None for any other call, or one that torch itself would refuse.
 
     Args:
         func, args, keywords: the call.
-        reducing: whether it may be a reduction, and not only a loss.
+        reducing, looking: whether it may be a reduction, or a look-up in a table, and not only a loss.
     """
     read = _READERS.get(func) if reducing else None
     if read is None:
-        return loss_call(func, args, keywords)
+        return (look_up_call(func, args, keywords) if looking else None) or loss_call(func, args, keywords)
     try:
         return read(*args, **keywords)
     except (TypeError, IndexError):
@@ -128,14 +129,15 @@ _READERS: dict[Any, Callable[..., ClassCall]] = {
         for owner in (torch, Tensor)
     },
 }
-CLASS_FUNCTIONS = LOSS_FUNCTIONS | frozenset(_READERS)
+REDUCTION_FUNCTIONS = frozenset(_READERS)
+CLASS_FUNCTIONS = LOSS_FUNCTIONS | REDUCTION_FUNCTIONS | LOOK_UP_FUNCTIONS
 
 
 def stock_function(operation: OpOverload) -> Callable[..., Any]:
     """The function of torch that an operation stands for, to be called with its arguments."""
     if operation in LOSS_OPERATIONS:
         return stock_loss(operation)
-    written = {SUM: _call_sum, MEAN: _call_mean, SOFTMAX: _call_softmax}
+    written = {SUM: _call_sum, MEAN: _call_mean, SOFTMAX: _call_softmax, LOOK_UP: call_look_up, BAG: call_bag}
     if operation in written:
         return written[operation]
     return getattr(torch, operation.name().partition("::")[2])
@@ -166,6 +168,7 @@ __all__ = [
     "MEAN",
     "MIN",
     "REDUCTIONS",
+    "REDUCTION_FUNCTIONS",
     "REDUCTION_NAMES",
     "SOFTMAX",
     "SUM",

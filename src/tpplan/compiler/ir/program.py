@@ -261,11 +261,13 @@ class SplitClasses:
         function: its name, such as `cross_entropy`.
         classes: how many there are, on all ranks.
         partial_gradient: whether the gradient that arrives at its result is partial, and is summed.
+        stays_partial: whether each rank has its own term of the result, and these aren't summed here.
     """
 
     function: str
     classes: int
     partial_gradient: bool = False
+    stays_partial: bool = False
 
 
 ClassCalls = tuple[SplitClasses | None, ...]
@@ -647,7 +649,14 @@ def _plain(held: Any) -> Any:
 def _without_defaults(plain: Any) -> Any:
     """Without what hardly any layout has."""
     if isinstance(plain, dict):
-        rare = (("tail", 0), ("times", None), ("without_gradient", 0), ("inner_dim", None), ("ranks", 1))
+        rare = (
+            ("tail", 0),
+            ("times", None),
+            ("without_gradient", 0),
+            ("inner_dim", None),
+            ("ranks", 1),
+            ("stays_partial", False),
+        )
         return {key: _without_defaults(held) for key, held in plain.items() if (key, held) not in rare}  # pyright: ignore
     return [_without_defaults(held) for held in plain] if isinstance(plain, list) else plain  # pyright: ignore
 

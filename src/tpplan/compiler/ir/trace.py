@@ -305,6 +305,7 @@ class Trace:
         reads: the same by call, as (module, call).
         known: values whose numbers follow from the example's.
         wraps: whether the run is passed, or leaves, tensors of classes of their own.
+        looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
     """
 
     root: Frame
@@ -338,6 +339,7 @@ class Trace:
     known: frozenset[int] = frozenset()
     wraps: bool = False
     unanswered: frozenset[int] = frozenset()
+    looking: frozenset[str] = frozenset()
 
     def sends_back(self, value: int) -> bool:
         """Whether a gradient comes back for a value that crosses a boundary."""

@@ -346,6 +346,9 @@ class Placer:
             for i, held in outcome.moves:
                 price = self.boundaries.move(known[i], held, region.values[i])
                 cost = (cost[0] + price[0], cost[1] + price[1])
+            for o, held in made if outcome.sums else ():
+                price = self.boundaries.move(PARTIAL, held, region.values[o])
+                cost = (cost[0] + price[0], cost[1] + price[1])
             codes = tuple(self._numbering.code(held) for _, held in made)
             found.append((codes, cost, Ran(position, outcome)))
         return found

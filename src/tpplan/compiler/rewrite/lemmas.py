@@ -26,6 +26,7 @@ from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import LinearForm
 from tpplan.compiler.bind.tables import FACTORS, SCALINGS
 from tpplan.compiler.ir.dataflow import DataFlow
+from tpplan.compiler.ir.look_ups import LOOK_UPS
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.plan import Diagnostic, Style
 
@@ -252,11 +253,16 @@ def justify(model: nn.Module, flow: DataFlow, binding: Binding) -> tuple[Binding
         if inexact is None:
             continue
         found[name] = replace(bound, walked=True)
-        if bound.style is Style.VOCAB:
+        if bound.style is Style.VOCAB and not _looks_up_rows(inexact):
             findings.append(_no_lookup(bound, inexact))
     if found == binding.modules:
         return binding, []
     return bind_parameters(model, found)[0], once(findings)
+
+
+def _looks_up_rows(frame: Frame) -> bool:
+    """Whether a body's look-ups are recorded as functions over the rows of its table."""
+    return any(isinstance(node, Operation) and node.target in LOOK_UPS for node in frame.body)
 
 
 def _has_written_body(bound: Bound) -> bool:

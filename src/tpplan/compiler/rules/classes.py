@@ -9,8 +9,10 @@ out: how its result lies; the reason where it can't be computed
     nll_loss(p: S(1), t: R)        ->   R, for an all-reduce of a number a row, and none in the backward
     softmax(z: S(1), 1)            ->   S(1), as log_softmax
     sum, mean, amax, gather …      ->   R, for a number or two a row; or R·∂P, for an all-reduce of its gradient
+    look_up(table: S(0), ids: R)   ->   P; or R or R·∂P, for an all-reduce of the rows
 
-These are the only operations that communicate inside of a body: the runtime meets the very calls (`runtime/classes`).
+These are the only operations that communicate inside of a body without a record: the runtime meets the very calls
+(`runtime/classes`).
 Where the result is replicated, so is its gradient, of which each rank makes that of its own classes.
 """
 
@@ -38,6 +40,7 @@ from tpplan.compiler.ir.class_reductions import (
     SUM,
 )
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
+from tpplan.compiler.ir.look_ups import BAG, LOOK_UPS
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 
 Rule = Callable[[OperationNode, Sequence[LocalValue], dict[int, Layout]], Layout | str]
@@ -56,7 +59,9 @@ _STOCK: dict[OpOverload, OpOverload] = {
     MIN: torch.ops.aten.min.dim,
     GATHER: torch.ops.aten.gather.default,
 }
-_DIM: dict[OpOverload, int] = {CROSS_ENTROPY: 3, NLL_LOSS: 3} | dict.fromkeys((LOGSUMEXP, LOG_SOFTMAX, *REDUCTIONS), 1)
+_DIM: dict[OpOverload, int] = {CROSS_ENTROPY: 3, NLL_LOSS: 3} | dict.fromkeys(
+    (LOGSUMEXP, LOG_SOFTMAX, *REDUCTIONS, *LOOK_UPS), 1
+)
 _OF_DIMS = frozenset((LOGSUMEXP, SUM, MEAN, AMAX, AMIN))
 _ALONG = frozenset((LOG_SOFTMAX, SOFTMAX))
 
@@ -82,6 +87,8 @@ def class_layouts(
         layouts: of its operands, by local number.
         rule: DTensor's, for the operation of torch that it stands for.
     """
+    if node.target in LOOK_UPS:
+        return _looked_up(node, values, layouts)
     logits, *others = node.inputs
     held = layouts[logits]
     if held.is_sharded and splits_classes(node.target, node.arguments, held):
@@ -96,6 +103,32 @@ def class_layouts(
         return tuple((made, *others_made) for made in ((REPLICATED, REPLICATED_PARTIAL) if partial else (REPLICATED,)))
     made = _of_rows(node, layouts) if node.target in LOSSES else _stock(node, values, layouts, rule)
     return made if isinstance(made, str) else ((made,) * len(node.outputs),)
+
+
+def _looked_up(
+    node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout]
+) -> tuple[Layouts, ...] | str:
+    """Rows of a table, by numbers that all ranks know, and perhaps reduced bag by bag.
+
+    The weights of rows in bags have their gradient where the rows are.
+    """
+    table, *others = node.inputs
+    held, made = layouts[table], node.outputs[0]
+    if any(layouts[i] != (REPLICATED_PARTIAL if values[i].differentiable else REPLICATED) for i in others):
+        return "needs whole numbers of rows, and weights whose gradients are partial"
+    if any(values[i].differentiable and values[i].parameter is not None for i in others) or not held.is_plain:
+        return "needs values that other ranks hold"
+    if held == sharded(1):
+        return ((sharded(len(values[made].shape) - 1),),) if made is not None else "makes nothing"
+    if held != sharded(0) or (node.target is BAG and node.arguments[5] == "max"):
+        return "needs all rows"
+    gradient = made is not None and values[made].differentiable
+    return ((PARTIAL,), (REPLICATED,), (REPLICATED_PARTIAL,)) if gradient else ((PARTIAL,), (REPLICATED,))
+
+
+def sums_rows(target: OpOverload, held: Layout, made: Layout) -> bool:
+    """Whether a look-up in a table that lies so sums its ranks' terms, for such a result."""
+    return target in LOOK_UPS and held.is_sharded and held.dim == 0 and made.is_replicated
 
 
 def _stock(
@@ -127,4 +160,4 @@ def _of_rows(node: OperationNode, layouts: Mapping[int, Layout]) -> Layout | str
     return rows if reduction == "none" else PARTIAL
 
 
-__all__ = ["class_dim", "class_layouts", "splits_classes"]
+__all__ = ["class_dim", "class_layouts", "splits_classes", "sums_rows"]

@@ -39,7 +39,7 @@ from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
-from tpplan.compiler.rules.classes import class_layouts
+from tpplan.compiler.rules.classes import class_layouts, sums_rows
 from tpplan.compiler.rules.gradient import gradient_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
@@ -50,8 +50,9 @@ _ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "ze
 _SLICE = "aten.slice.Tensor"
 _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clone", "_to_copy"))
 _END = sys.maxsize
-_PRODUCT = torch.ops.aten.mul.Tensor
-_BAGS, _MODE, _MAXIMUM = torch.ops.aten._embedding_bag.default, 4, 2
+_PRODUCT, _CLONE = torch.ops.aten.mul.Tensor, torch.ops.aten.clone.default
+_BAGS = frozenset((torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default))
+_MODE, _MAXIMUM = 4, 2
 _FOURIER = frozenset(f"aten._fft_{name}.default" for name in ("c2c", "r2c", "c2r"))  # for which DTensor has no rules
 _TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
 # Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
@@ -76,6 +77,7 @@ class Outcome:
         slices: whole operands (local numbers) of which the operation takes a part, with the layouts of these.
         moves: operands that are resharded before the operation, with their layouts after that; slices come later.
         averages: whether it is a mean of which each rank makes its part.
+        sums: whether it sums the ranks' terms of its result.
     """
 
     outputs: tuple[Layout, ...]
@@ -84,6 +86,7 @@ class Outcome:
     slices: tuple[tuple[int, Layout], ...] = ()
     moves: tuple[tuple[int, Layout], ...] = ()
     averages: bool = False
+    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,8 @@ class Propagator:
             found = class_layouts(node, values, dict(operands), self._class_rule)
             if isinstance(found, str):
                 return Refusal("communication", found, operands)
-            return [Outcome(outputs) for outputs in found]
+            table = layout(node.inputs[0])
+            return [Outcome(outputs, sums=sums_rows(node.target, table, outputs[0])) for outputs in found]
         if all(held.is_replicated for _, held in operands):
             found = self._replicated(node, values, operands)
             if isinstance(found, Refusal):
@@ -433,7 +437,9 @@ class Propagator:
             if grouped is None:
                 return "communication:needs rows that other ranks hold, to know which group they are of"
             target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
-        if target is _BAGS:
+        if target is _CLONE:  # of which not all versions of DTensor know that the copy of a partial value is one
+            target, keywords = torch.ops.aten.alias.default, ()
+        if target in _BAGS:
             return _of_bags(arguments)
         target = _WRITES.get(target, target)
         if target in _WRITES.values() and _all_partial(arguments):

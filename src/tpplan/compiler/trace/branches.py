@@ -41,6 +41,7 @@ def record_model(
     device: torch.device | None = None,
     reducing: frozenset[str] = frozenset(),
     values: bool = False,
+    looking: frozenset[str] = frozenset(),
 ) -> tuple[Trace, Capture]:
     """Record a call of `model`; branches on data take their false side, unless parameters would then stay unused.
 
@@ -50,6 +51,7 @@ def record_model(
         device: where bodies are told that their tensors lie; None for where the model's parameters do.
         reducing: modules whose bodies' reductions are recorded as functions over classes.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
+        looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
 
     Raises:
         BodyError: a module raised on these inputs.
@@ -59,7 +61,7 @@ def record_model(
     try:
         try:
             with without_inference_kernels():
-                return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
+                return _recorded(model, arguments, keywords, training, taken, device, reducing, values, looking, around)
         finally:
             stale = around.stale()
             around.restore()
@@ -70,7 +72,7 @@ def record_model(
         cache.cache_clear()
     around = Surroundings(model)
     try:
-        return _recorded(model, arguments, keywords, training, taken, device, reducing, values, around)
+        return _recorded(model, arguments, keywords, training, taken, device, reducing, values, looking, around)
     finally:
         around.restore()
 
@@ -84,6 +86,7 @@ def _recorded(
     device: torch.device,
     reducing: frozenset[str],
     values: bool,
+    looking: frozenset[str],
     around: Surroundings,
 ) -> tuple[Trace, Capture]:
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
@@ -98,7 +101,7 @@ def _recorded(
     def attempt(taken: frozenset[Location], values: bool) -> tuple[Trace, Capture, Skeleton]:
         around.restore()
         skeleton = make_skeleton(model)
-        recorder = Recorder(taken, device, reducing, values)
+        recorder = Recorder(taken, device, reducing, values, looking)
         try:
             return *run(skeleton, recorder), skeleton
         except BodyError as error:
@@ -127,7 +130,7 @@ def _recorded(
         around.restore()
         other = make_skeleton(model)
         try:
-            found, reached = run(other, Recorder(taken, device, reducing, trace.facts is not None))
+            found, reached = run(other, Recorder(taken, device, reducing, trace.facts is not None, looking))
         except Exception:  # that side can't be captured: the first stands
             break
         still = set(_unused(model, found))

@@ -335,6 +335,7 @@ def _record(
         frozenset() if recorder.known is None else recorder.known.values,
         wrapped.has_any,
         unanswered(root, values, recorder.passed),
+        recorder.looking,
     )
 
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tpplan.compat import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
+from tpplan.compiler.ir.look_ups import LOOK_UPS
 from tpplan.compiler.ir.steps import form_of, side_of, step_of
 from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.counts import SPLITS, with_counted
@@ -168,7 +169,7 @@ class ConstantWatcher(TorchFunctionMode):
             args, keywords = self._device.moved(func, args, keywords)
         position = _POSITION_OF_DATA.get(func)
         data = None if position is None else _data(position, args, keywords)
-        classes = class_call(func, args, keywords, self._recorder.reduces)
+        classes = class_call(func, args, keywords, self._recorder.reduces, self._recorder.looks_up)
         result: Any
         if _holds_meta(data):
             result, data = _assembled(func, args, keywords, data), None
@@ -197,6 +198,13 @@ class ConstantWatcher(TorchFunctionMode):
     def _over_classes(self, call: ClassCall, run: Callable[[], Any]) -> Any:
         """Record a function over classes; a run on local shapes has a part of these or none, and the weights of all."""
         stock, whole = stock_function(call.operation), self._recorder.whole
+        if not whole and call.operation in LOOK_UPS:  # a row that has no gradient may be another rank's
+
+            def on_some() -> Any:
+                some = call.input.new_empty([count or 1 for count in call.input.shape])
+                return stock(*replace(call, input=some, padding=None).arguments)
+
+            return self._recorder.record_whole(call.operation, call.arguments, on_some)
         if not whole and call.weight is not None:
             return self._recorder.record_whole(
                 call.operation, call.arguments, lambda: stock(*replace(call, weight=None).arguments)

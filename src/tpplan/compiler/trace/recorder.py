@@ -83,6 +83,7 @@ class Recorder(RecordingMode):
         device: torch.device | None = None,
         reducing: frozenset[str] = frozenset(),
         values: bool = False,
+        looking: frozenset[str] = frozenset(),
     ) -> None:
         """Start a record.
 
@@ -91,12 +92,14 @@ class Recorder(RecordingMode):
             device: where bodies are told that their tensors lie; None for the CPU.
             reducing: modules whose bodies' reductions are recorded as functions over classes.
             values: whether bodies may read the numbers that follow from the example's inputs and from constants.
+            looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
         """
         super().__init__()
         self.known = Known() if values else None
         self.reads: dict[tuple[str, int], list[object]] = {}  # what bodies were told of numbers, by call
         self.device = device
         self.reducing = reducing
+        self.looking = looking
         self.changing: set[int] = set()  # ids of real tensors that each call changes, and of what is made of them
         self.blurred: set[int] = set()  # values whose numbers each call changes
         self.steering: list[Location | None] = []  # where their values are read
@@ -145,7 +148,7 @@ class Recorder(RecordingMode):
     @classmethod
     def like(cls, trace: Trace) -> Recorder:
         """One that answers as that of a trace did."""
-        return cls(trace.taken, trace.device, trace.reducing, trace.facts is not None)
+        return cls(trace.taken, trace.device, trace.reducing, trace.facts is not None, trace.looking)
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value_of(self, tensor: Tensor) -> int:
@@ -362,6 +365,11 @@ class Recorder(RecordingMode):
     def reduces(self) -> bool:
         """Whether reductions of the body that runs are recorded as functions over classes."""
         return bool(self.reducing) and bool(self.frames) and self.frames[-1].module in self.reducing
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether look-ups of the body that runs are recorded as functions over the rows of their tables."""
+        return bool(self.looking) and bool(self.frames) and self.frames[-1].module in self.looking
 
     def record_whole(self, target: OpOverload, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Record a call of torch as one operation, `target`, whatever it consists of."""

@@ -38,6 +38,7 @@ _PLAIN_ATTRIBUTES = frozenset((*_SCALARS - {tuple}, OrderedDict, torch.dtype, to
 _STOCK = frozenset(vars(nn.Module()))
 _CODE = (type, FunctionType, nn.Module, _CACHE)
 _LARGEST = 1 << 16
+_MOST = 256
 
 
 class Space:
@@ -241,10 +242,13 @@ def is_users(name: str | None) -> bool:
 
 
 def _caches_of(spaces: Iterable[tuple[str, Space]]) -> Iterator[Cache]:
-    """Those that have a name in one of the spaces, or in a class there."""
+    """Those that have a name in one of the spaces, or in a class there, or are in a list or dict that has one."""
     for _, space in spaces:
-        for held in list(space.names().values()):
+        for name, held in list(space.names().items()):
             yield from _caches(held)
+            if isinstance(held, (list, tuple, dict)) and not name.startswith("__"):
+                for inner in list(held.values() if isinstance(held, dict) else held)[:_MOST]:  # pyright: ignore
+                    yield from _caches(inner)
             if isinstance(held, type) and held.__module__ == getattr(space.holder, "__name__", None):
                 for inner in list(vars(held).values()):
                     yield from _caches(inner)

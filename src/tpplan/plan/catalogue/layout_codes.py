@@ -14,8 +14,8 @@ LAYOUT_CODES: Final[tuple[Entry, ...]] = (
         summary="The style doesn't fit the kind of module.",
         explanation="""
 `colwise` and `rowwise` need a module with a weight of two dims, such as `nn.Linear` or transformers' `Conv1D`;
-`vocab` needs an embedding, or the output projection that shares its rows. A style on a container, such as a whole
-attention block, doesn't reach the modules inside it: name those.
+`vocab` needs an embedding, an `nn.EmbeddingBag`, or a bare parameter in which a body looks up rows. A style on a
+container, such as a whole attention block, doesn't reach the modules inside it: name those.
 """,
         bad="""
 version: 1
