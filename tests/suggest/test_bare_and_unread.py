@@ -183,3 +183,25 @@ def test_the_stream_is_no_branch_beside_heavier_layers() -> None:
     styles = {name.rpartition("layers.0.")[2]: held.style for name, held in found.settings.items() if ".0." in name}
     assert {name for name, style in styles.items() if style is Style.ROWWISE} >= {"0.o", "1.shared.down", "1.down"}
     assert {name for name, style in styles.items() if style is Style.COLWISE} >= {"0.q", "0.k", "0.v", "1.shared.up"}
+
+
+class JoinedBias(nn.Module):
+    """As BEiT in timm: the bias of the packed projection is joined of two parameters and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = HEADS, nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("k_bias", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        parts = F.linear(x, self.qkv.weight, bias).reshape(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(*parts.unbind(0)).transpose(1, 2).flatten(2))
+
+
+def test_vectors_that_are_joined_to_a_bias_go_with_its_packs() -> None:
+    stock, x = JoinedBias().double(), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    text = suggest_text(stock, 2, False, (x,))
+    assert "q_bias" in text and "v_bias" in text and "k_bias" in text and "rowwise" in text
+    assert max(worst(stock, text, 2, ((x,), {}), [((x,), {}), ((x[:1],), {})])) < 1e-13

@@ -38,6 +38,7 @@ from tpplan.suggest.subject import Column, Subject
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
+_JOIN = "aten.cat.default"
 _CARRIED = VIEW_OPERATORS | {"aten._to_copy.default", "aten.clone.default", "aten.alias.default"}
 _RESHAPES = VIEW_OPERATORS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
 _MOVES = _RESHAPES | {"aten.permute.default", "aten.transpose.int"}  # as those with which an einsum ends
@@ -143,6 +144,7 @@ class _Walk:
         self.products = {
             part.made: (n, part) for n, product in subject.products.items() for part in (*product.parts, *product.alike)
         }
+        self.joined: dict[int, tuple[int, ...]] = {}  # of what vectors are joined to: these
         self.addends = {
             part.made: n
             for n, addend in subject.addends.items()
@@ -201,6 +203,9 @@ class _Walk:
                 marked.add(target)
 
     # -- products in bodies -------------------------------------------------------------------------------------------
+    def _is_vector(self, value: int) -> bool:
+        return value in self.subject.trace.stored and len(self.subject.trace.values[value].shape) == 1
+
     def _product(self, inputs: list[int], made: int) -> bool:
         """A product with a bare parameter, or what is added to one. False for any other operation."""
         if made in self.products:
@@ -208,6 +213,7 @@ class _Walk:
             self.makers[made] = name
             if made in self.addends:
                 self.found.addends[self.addends[made]] = name
+            self._joined_bias(name, inputs)
             return self._contract(name, product.given, made, product.made_dim, self._factor_dim(product))
         if made not in self.addends:
             return False
@@ -217,6 +223,15 @@ class _Walk:
         self.found.addends[self.addends[made]] = self.makers[made] = self.makers[before]
         self._copy(before, made)
         return True
+
+    def _joined_bias(self, name: str, inputs: list[int]) -> None:
+        """Vectors that a body joins to the bias of a packed product go with its packs, one with each."""
+        column = self.columns.get(name)
+        packs = () if column is None else tuple(pack.size for pack in column.stretches)
+        for parts in (self.joined[i] for i in inputs if i in self.joined):
+            if packs == tuple(self.subject.trace.values[part].shape[0] for part in parts):
+                held = (self.subject.trace.stored[part][0] for part in parts)
+                self.found.beside |= {vector: (name, ()) for vector in held}
 
     def _factor_dim(self, product: Product) -> int:
         """The dim of the other factor that is contracted: the last, or the one before where that one stands right."""
@@ -312,6 +327,8 @@ class _Walk:
         outputs = [outer[o] for o in node.outputs if o is not None]
         if node.name in CREATION_OPERATORS:
             return
+        if node.name == _JOIN and all(self._is_vector(outer[i]) for i in node.inputs):
+            self.joined[outputs[0]] = tuple(outer[i] for i in node.inputs)
         if any(i in self.dynamic for i in inputs):
             self.dynamic.update(outputs)
         if len(outputs) == 1 and self._product(inputs, outputs[0]):
