@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import tpplan
 from tests.marking import in_turns
+from tests.runtime.simulated import worst
 from tpplan.api import suggest_text
 from tpplan.suggest.share import block_share
 
@@ -165,3 +166,51 @@ def test_heads_are_not_gathered_for_their_norm(ranks: int) -> None:
     assert "all-gather" not in program.count_collectives()
     assert {"0.q.weight", "0.out.weight"} <= {p.name for p in program.parameters if p.layout.is_sharded}
     assert tpplan.verify(model, plan, ranks, inputs=(SAMPLE,)).ok
+
+
+class KeptBiases(BiasesByHead):
+    """Looks biases up once in evaluation, and keeps what it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 16))
+        self.kept: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> KeptBiases:
+        self.kept = {}
+        return super().train(mode)
+
+    def biases(self, length: int) -> Tensor:
+        places = torch.arange(length)
+        places = (places[:, None] - places).abs()
+        if self.training:
+            return self.table[:, places]
+        if "biases" not in self.kept:
+            self.kept["biases"] = self.table[:, places]
+        return self.kept["biases"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.all(x)).chunk(3, -1)
+        weights = functional.softmax(q @ k.transpose(-1, -2) + self.biases(x.shape[1]), -1)
+        return self.out((weights @ v).permute(0, 2, 1, 3).flatten(2))
+
+
+class Beside(nn.Module):
+    """Such a module, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = KeptBiases(), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_plan_serves_the_mode_that_the_model_is_in(training: bool) -> None:
+    model = Beside().double().train(training)
+    call = ((SAMPLE.detach().double().requires_grad_(),), {})
+    plan = suggest_text(model, 2, False, call[0])
+    assert ("attention.out: rowwise" in plan) is training and "up: colwise" in plan
+    assert max(worst(model, plan, 2, call, [call])) < 1e-12

@@ -70,6 +70,7 @@ class Study:
         model, size: the model and the number of ranks.
         trace: the run, with the layers of which nobody reads what they compute.
         root: its calls, over shared regions.
+        keeps: whether the model is in evaluation, and keeps tensors there that it doesn't keep in training.
     """
 
     def __init__(self, model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -84,9 +85,17 @@ class Study:
         self.model = model
         self.size = size
         self.trace = with_unread(_captured(model, arguments, keywords))
+        self.keeps = self.trace.training and not model.training and self._keeps_more(arguments, keywords)
         self.root: Instance = build_regions(self.trace, bind(model, Plan(), size)[0])
         self._flow = DataFlow(self.trace)
         self._readers = Readers(self._flow)
+
+    def _keeps_more(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+        try:
+            trace = record_model(self.model, arguments, keywords, False)[0]
+        except Exception:  # whatever the model raises there, no plan changes that
+            return False
+        return not {*trace.kept.values()} <= {*self.trace.kept.values()}
 
     def computed_weights(self) -> dict[str, tuple[int, Product | Addend]]:
         """The weights that torch's parametrizations compute of parameters, and what is done with each, by module."""

@@ -69,7 +69,18 @@ def rule_of(pattern: str, setting: Setting) -> Rule:
 
 
 def judge(subject: Subject, settings: Mapping[str, Setting], exchanges: bool = False) -> Verdict:
-    """Compile a trial plan; `exchanges`: operands may be exchanged inside of bodies."""
+    """Compile a trial plan; `exchanges`: operands may be exchanged inside of bodies.
+
+    Where the model keeps more in evaluation, as tables that it looks up once, the plan has to serve it there as well.
+    """
+    found = _compiled(subject, settings, exchanges, None)
+    if found.ok and subject.study.keeps:
+        evaluated = _compiled(subject, settings, exchanges, False)
+        return found if evaluated.ok else evaluated
+    return found
+
+
+def _compiled(subject: Subject, settings: Mapping[str, Setting], exchanges: bool, training: bool | None) -> Verdict:
     try:
         program = compile_call(
             Request(
@@ -78,6 +89,7 @@ def judge(subject: Subject, settings: Mapping[str, Setting], exchanges: bool = F
                 subject.size,
                 subject.arguments,
                 subject.keywords,
+                training=training,
                 moves=None if exchanges else False,
             )
         ).program
