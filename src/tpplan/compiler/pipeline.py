@@ -130,9 +130,9 @@ def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace
     """Compile; where bodies can't work on parts, by what costs more, and is right as well."""
     try:
         return request, _compile(request)
-    except UnreadError:
+    except UnreadError as error:
         if request.unread:
-            raise
+            raise CompileError(error.findings) from error
         return _compile_leniently(replace(request, unread=True))
     except UnplacedError as error:
         for other in _dearer(request, error):

@@ -7,7 +7,7 @@ out: what is known now: attributes that are local, bodies that run from their re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compat import named_modules
@@ -35,8 +35,17 @@ from tpplan.plan import CompileError, Diagnostic
 _TRIALS = 96  # of attributes, for one place
 
 
-class UnreadError(CompileError):
-    """A layer can't work on what it gets, and has no layouts, as nobody reads what it computes."""
+class UnreadError(Exception):
+    """A layer can't work on what it gets, and has no layouts, as nobody reads what it computes.
+
+    Attributes:
+        findings: what to tell where that can't be helped.
+    """
+
+    def __init__(self, findings: Sequence[Diagnostic]) -> None:
+        """Remember the findings."""
+        super().__init__()
+        self.findings = findings
 
 
 def refine(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Learned:

@@ -31,7 +31,7 @@ def lookers(trace: Trace, binding: Binding) -> frozenset[str]:
         bound = binding.modules.get(frame.module)
         if bound is not None and bound.style is Style.VOCAB and not bound.walked:
             continue
-        looked_up = (n.inputs[0] for n in frame.body if isinstance(n, Operation) and n.name in _READS and n.inputs)
+        looked_up = (n.inputs[0] for n in frame.body if isinstance(n, Operation) and _reads_rows(n))
         if not tables.isdisjoint(looked_up):
             found.add(frame.module)
     return frozenset(found)
@@ -59,10 +59,10 @@ def bare_tables(trace: Trace) -> dict[str, BareTable]:
     """The parameters of two dims in which bodies look up rows, by their first names."""
     found: dict[str, BareTable] = {}
     for node in (node for frame in trace.root.walk() for node in frame.body if isinstance(node, Operation)):
-        if node.name not in _READS or len(node.inputs) < 2 or node.inputs[0] not in trace.parameters:
+        if not _reads_rows(node) or len(node.inputs) < 2 or node.inputs[0] not in trace.parameters:
             continue
         names, shape = trace.parameters[node.inputs[0]], trace.values[node.inputs[0]].shape
-        if len(shape) != 2 or (node.name in PICKS and picked_dim(node.name, node.arguments, 2) != 0):
+        if len(shape) != 2:
             continue
         known = found.get(names[0], BareTable(names, *shape, node.inputs[1], 0))
         found[names[0]] = replace(known, count=known.count + math.prod(trace.values[node.inputs[1]].shape))
@@ -90,6 +90,13 @@ def not_looked_up(trace: Trace, binding: Binding, partly: bool) -> list[Diagnost
                 )
             )
     return once(found)
+
+
+def _reads_rows(operation: Operation) -> bool:
+    """Whether an operation picks rows of its first operand, which are its first dim's."""
+    if operation.name not in _READS or not operation.inputs:
+        return False
+    return operation.name not in PICKS or picked_dim(operation.name, operation.arguments, 2) == 0
 
 
 def _is_split_by_rows(trace: Trace, binding: Binding, value: int, name: str) -> bool:

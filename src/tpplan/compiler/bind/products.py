@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from tpplan.compiler.bind.linear import Addend, Product
-from tpplan.compiler.bind.readers import ORDERS, Readers, order_of, split_into
+from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
@@ -156,7 +156,8 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 yield from _uses(readers, made, after, shape, depth + 1)
-            if operation.name in PICKS and len(shape) == 2 and dims == (0, 1):
+            rows = operation.name in PICKS and picked_dim(operation.name, operation.arguments, len(dims)) == 0
+            if rows and len(shape) == 2 and dims == (0, 1):
                 yield from _looked_up(readers, operation, seen, dims, shape)
 
 
@@ -193,72 +194,9 @@ def _in_product(
     if first == 1 and operation.arguments[0] == mine:
         yield from _added(readers, operation, dims, shape)
     elif factors[1] == mine and factors[0] != mine:
-        products = _made(shape, dims[-1], dims[-2], made, last, factors[0])
-        yield from filter(None, (_unmerged(readers, product, last) for product in products))
+        yield from _made(shape, dims[-1], dims[-2], made, last, factors[0])
     elif factors[0] == mine and factors[1] != mine:
-        products = _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
-        yield from filter(None, (_unmerged(readers, product, last - 1) for product in products))
-
-
-def _unmerged(readers: Readers, product: Product, given_dim: int) -> Product | None:
-    """The product of a parameter whose dims were merged, by what its result is viewed as, and what its factor was.
-
-    Of dims that are merged the first is split: each rank has a stretch of the merged ones.
-    """
-    values = readers.trace.values
-    if values[product.made].shape[product.made_dim] != product.outputs:
-        made = _taken_out(readers, product.made, product.made_dim, product.outputs, 0)
-        if made is None:
-            return None
-        product = replace(product, made=made[0], made_dim=made[1])
-    if values[product.given].shape[given_dim] != product.inputs:
-        given = _merged_from(readers, product.given, given_dim, product.inputs)
-        return None if given is None else replace(product, given=given[0], given_dim=given[1])
-    return product
-
-
-def _taken_out(readers: Readers, value: int, dim: int, count: int, depth: int) -> tuple[int, int] | None:
-    """The value in which the first `count` of merged dims are a dim again, with that dim."""
-    before = readers.trace.values[value].shape
-    for _, operation, seen in readers.of(value) if depth < _DEEPEST else ():
-        made = operation.outputs[0] if len(operation.outputs) == 1 else None
-        if made is None or operation.inputs[0] != seen:
-            continue
-        after = readers.trace.values[made].shape
-        if operation.name in ORDERS:
-            found = _taken_out(readers, made, order_of(operation, len(before)).index(dim), count, depth + 1)
-        elif operation.name in VIEWS:
-            dims = [d for d, _ in split_into(before, after, dim) if after[d] > 1]
-            if dims and after[dims[0]] == count:
-                return made, dims[0]
-            found = _taken_out(readers, made, dims[0], count, depth + 1) if len(dims) == 1 else None
-        else:
-            found = None
-        if found is not None:
-            return found
-    return None
-
-
-def _merged_from(readers: Readers, value: int, dim: int, count: int) -> tuple[int, int] | None:
-    """The value in which the first `count` of dims that were merged were a dim, with that dim."""
-    for _ in range(_DEEPEST):
-        value, operation = readers.maker(value)
-        if operation is None or not operation.inputs:
-            return None
-        after, before = readers.trace.values[value].shape, readers.trace.values[operation.inputs[0]].shape
-        if operation.name in ORDERS:
-            dim = order_of(operation, len(before))[dim]
-        elif operation.name in VIEWS:
-            dims = [d for d, _ in split_into(after, before, dim) if before[d] > 1]
-            if not dims or (len(dims) > 1 and before[dims[0]] != count):
-                return None
-            dim = dims[0]
-            if before[dim] == count:
-                return operation.inputs[0], dim
-        elif operation.name not in _KEEPS:
-            return None
-        value = operation.inputs[0]
-    return None
+        yield from _made(shape, dims[-2], dims[-1], made, last - 1, factors[1])
 
 
 def _added(readers: Readers, operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Iterator[Addend]:
