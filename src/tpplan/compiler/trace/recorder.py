@@ -252,6 +252,8 @@ class Recorder(RecordingMode):
         keywords = kwargs or {}
         if not self.frames:
             return func(*args, **keywords)
+        if func is torch.ops.aten._embedding_bag_forward_only.default:  # of a frozen table; it computes the same
+            func = torch.ops.aten._embedding_bag.default
         if _is_written_out(func, self._inside_kernel):
             return self._written_out(func, args, keywords)
         operands = _tensors((*args, *keywords.values()))
