@@ -1,4 +1,4 @@
-"""Functions of torch that are recorded as what they consist of: a gated unit by halves, and counts of numbers."""
+"""Functions of torch that are recorded as what they consist of: a gated unit by halves, counts, different numbers."""
 
 from __future__ import annotations
 
@@ -53,6 +53,28 @@ def stream(batch: int, length: int) -> Call:
     return (torch.randn(batch, length, WIDTH, dtype=torch.float64, requires_grad=True),), {}
 
 
+class Distinct(nn.Module):
+    """A loop over the experts that any token goes to."""
+
+    def __init__(self, chosen: Callable[[Tensor], tuple[Tensor, Tensor]], listed: bool) -> None:
+        super().__init__()
+        self.router, self.chosen, self.listed = nn.Linear(WIDTH, EXPERTS), chosen, listed
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.chosen(self.router(tokens).softmax(-1))
+        made = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist() if self.listed else torch.unique(chosen):
+            mask = chosen == number
+            rows = mask if mask.dim() == 1 else mask.any(-1)
+            share = (weights * mask).view(len(tokens), -1).sum(-1, keepdim=True)
+            made[rows] += self.experts[number](tokens[rows]) * share[rows]
+        return made.view_as(x)
+
+
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("gate", [functional.glu, nn.GLU(), lambda x: functional.glu(x.transpose(1, 2), 1).mT])
 def test_a_gated_unit_is_split_by_halves(gate: Callable[[Tensor], Tensor], tp: int) -> None:
@@ -65,6 +87,17 @@ def test_a_gated_unit_is_split_by_halves(gate: Callable[[Tensor], Tensor], tp: i
 @pytest.mark.parametrize("method", [True, False])
 def test_experts_whose_tokens_are_counted_are_split(method: bool) -> None:
     model, calls = nn.Sequential(Sorted(method)).double(), [stream(2, 6), stream(3, 5), stream(1, 1)]
+    plan = suggest_text(model, 2, inputs=calls[0][0])
+    assert "experts.*.0" in plan
+    assert max(worst(model, plan, 2, calls[0], calls)) < 1e-12
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("chosen", [lambda p: p.max(-1), lambda p: p.topk(2, -1)])
+def test_experts_whose_numbers_are_found_once_each_are_split(
+    chosen: Callable[[Tensor], tuple[Tensor, Tensor]], listed: bool
+) -> None:
+    model, calls = nn.Sequential(Distinct(chosen, listed)).double(), [stream(2, 6), stream(3, 5), stream(1, 1)]
     plan = suggest_text(model, 2, inputs=calls[0][0])
     assert "experts.*.0" in plan
     assert max(worst(model, plan, 2, calls[0], calls)) < 1e-12

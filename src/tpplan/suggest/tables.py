@@ -75,6 +75,9 @@ def find_tables(
         elif name not in paired:
             weight = table.num_embeddings * table.embedding_dim
             groups.append(Group("a table by rows", {name: Setting(Style.VOCAB)}, weight))
+    for name, table in subject.bare.items():
+        if name not in bare and name not in taken:
+            reasons[name] = f"with {table.rows} rows it isn't worth an all-reduce"
     for name, table in bare.items():
         if name not in paired:
             groups.append(Group("a table by rows", {name: Setting(Style.VOCAB)}, table.rows * table.features))
@@ -83,6 +86,7 @@ def find_tables(
     for name, table in (other | subject.bags).items():
         rows_per_rank = _ROWS_PER_RANK if name in bags else _COMPUTED_PER_RANK
         if table.num_embeddings < rows_per_rank * subject.size:
+            reasons.setdefault(name, f"with {table.num_embeddings} rows it isn't worth a collective")
             continue
         weight = table.num_embeddings * table.embedding_dim
         if table.embedding_dim >= subject.size:

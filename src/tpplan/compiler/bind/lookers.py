@@ -20,7 +20,7 @@ from tpplan.compiler.ir.trace import Operation, Trace
 from tpplan.compiler.rules.packed import PICKS, picked_dim
 from tpplan.plan import Diagnostic, Style
 
-_READS = PICKS | {f"aten.{name}.default" for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only")}
+_READS = PICKS | {f"aten.{name}.default" for name in ("embedding", "_embedding_bag")}
 
 
 def lookers(trace: Trace, binding: Binding) -> frozenset[str]:

@@ -42,7 +42,7 @@ _KEEPS = frozenset(
     for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
 )
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
-LOOK_UPS = frozenset(f"aten.{name}.default" for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
+LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
 _MASKS = (torch.bool, torch.uint8)
 _DEEPEST = 12
 

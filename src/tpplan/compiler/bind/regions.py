@@ -26,7 +26,6 @@ _LOOK_UPS = frozenset(
     for name in (
         "embedding.default",
         "_embedding_bag.default",
-        "_embedding_bag_forward_only.default",
         "index.Tensor",
         "index_select.default",
         "gather.default",

@@ -127,7 +127,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
     (Operator("arrangement", "all", new_dim=True), "stack.default"),
     (Operator("picking", "first"), "gather.default index.Tensor index_select.default"),
     (Operator("picking", "mixed"),
-     "embedding.default _embedding_bag.default _embedding_bag_forward_only.default index_add.default* "
+     "embedding.default _embedding_bag.default index_add.default* "
      "index_copy.default* index_put.default* scatter_add.default* scatter.src* scatter.value*"),
     (Operator("random"),
      "bernoulli.default bernoulli_.float native_dropout.default rand_like.default randn_like.default normal_.default "

@@ -51,8 +51,7 @@ _SLICE = "aten.slice.Tensor"
 _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clone", "_to_copy"))
 _END = sys.maxsize
 _PRODUCT, _CLONE = torch.ops.aten.mul.Tensor, torch.ops.aten.clone.default
-_BAGS = frozenset((torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default))
-_MODE, _MAXIMUM = 4, 2
+_BAGS, _MODE, _MAXIMUM = torch.ops.aten._embedding_bag.default, 4, 2
 _FOURIER = frozenset(f"aten._fft_{name}.default" for name in ("c2c", "r2c", "c2r"))  # for which DTensor has no rules
 _TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
 # Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
@@ -439,7 +438,7 @@ class Propagator:
             target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
         if target is _CLONE:  # of which not all versions of DTensor know that the copy of a partial value is one
             target, keywords = torch.ops.aten.alias.default, ()
-        if target in _BAGS:
+        if target is _BAGS:
             return _of_bags(arguments)
         target = _WRITES.get(target, target)
         if target in _WRITES.values() and _all_partial(arguments):

@@ -6,18 +6,20 @@ out: the indices that torch itself would turn them into, and how many there are 
     x[chosen]                    ->   x[rows], rows = chosen.nonzero()
     hit.nonzero()  (8 experts)   ->   all eight, in numbers, as the model picks its modules by them
     torch.where(mask)  (96)      ->   89 of them, without numbers: a size that no axis divides
+    best.unique()  (argmax of 8) ->   all eight, in numbers, as of `nonzero`
 
 How many entries are found differs from call to call, so that no dim of such a size may be shared out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpplan.compiler.ir.trace import Frame, Trace
+from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
 
 INDEXING = frozenset(
     (
@@ -28,6 +30,8 @@ INDEXING = frozenset(
     )
 )
 _WRITES = ("aten.index_add", "aten.index_put", "aten.scatter")
+_CHOOSERS = {"aten.argmax.default": 1, "aten.max.dim": 1, "aten.topk.default": 2}  # with the place of the dim
+_VIEWS = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "detach", "clone"))
 _BOOLEAN = (torch.bool, torch.uint8)
 
 
@@ -72,8 +76,23 @@ def found_count(entries: int) -> int:
     return next((n for n in range(entries, 2, -1) if _is_prime(n)), entries)
 
 
+def choices_of(body: Iterable[object], value: int, values: Sequence[Value]) -> int | None:
+    """Of how many a tensor's numbers name the best, if that is what they do."""
+    made = {o: node for node in body if isinstance(node, Operation) for o in node.outputs if o is not None}
+    while (node := made.get(value)) is not None:
+        shape = values[node.inputs[0]].shape if node.inputs else ()
+        place = _CHOOSERS.get(node.name)
+        if place is not None:
+            dim = node.arguments[place] if len(node.arguments) > place else -1
+            return shape[dim] if isinstance(dim, int) and shape else None
+        if node.name not in _VIEWS and node.name != "aten.alias.default":
+            return None
+        value = node.inputs[0]
+    return None
+
+
 def _is_prime(number: int) -> bool:
     return all(number % n for n in range(2, int(number**0.5) + 1))
 
 
-__all__ = ["INDEXING", "called_with_found", "found_count", "has_boolean_rows", "with_numbered_rows"]
+__all__ = ["INDEXING", "called_with_found", "choices_of", "found_count", "has_boolean_rows", "with_numbered_rows"]

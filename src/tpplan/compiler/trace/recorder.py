@@ -48,7 +48,7 @@ from tpplan.compiler.ir.trace import (
     operator_name,
 )
 from tpplan.compiler.ir.wrappers import is_wrapper
-from tpplan.compiler.trace.choices import INDEXING, found_count, has_boolean_rows, with_numbered_rows
+from tpplan.compiler.trace.choices import INDEXING, choices_of, found_count, has_boolean_rows, with_numbered_rows
 from tpplan.compiler.trace.counts import Count, is_counts
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.known import Known
@@ -253,6 +253,8 @@ class Recorder(RecordingMode):
         keywords = kwargs or {}
         if not self.frames:
             return func(*args, **keywords)
+        if func is torch.ops.aten._embedding_bag_forward_only.default:  # of a frozen table; it computes the same
+            func = torch.ops.aten._embedding_bag.default
         if _is_written_out(func, self._inside_kernel):
             return self._written_out(func, args, keywords)
         operands = _tensors((*args, *keywords.values()))
@@ -290,6 +292,8 @@ class Recorder(RecordingMode):
                 return found
         if func is torch.ops.aten.nonzero.default:
             return self._find(func, args, operands)
+        if func is torch.ops.aten._unique2.default and (distinct := self._distinct(args, operands)) is not None:
+            return distinct
         if func in INDEXING and has_boolean_rows(args):
             with self:
                 return func(*with_numbered_rows(args), **keywords)
@@ -610,6 +614,17 @@ class Recorder(RecordingMode):
         self._meta_copies[id(places)] = found
         self._alive.append(places)
         return places
+
+    def _distinct(self, args: tuple[Any, ...], operands: list[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The different numbers in a tensor that names the best of several: what isn't zero of a table of these."""
+        count = choices_of(self.frames[-1].body, self.value_of(operands[0]), self.values)
+        counts = self.containers | self.stacks.get(self.frames[-1].module, frozenset())
+        if count not in counts or any(args[2:]):
+            return None
+        with self:
+            ids = operands[0].reshape(-1)
+            places = torch.zeros(count, dtype=torch.int64, device=_META).scatter(0, ids, 1).nonzero()
+        return places.flatten(), torch.empty(0), torch.empty(0)
 
     @staticmethod
     def location() -> Location | None:
