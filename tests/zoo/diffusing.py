@@ -79,6 +79,20 @@ DIFFUSING: dict[str, Subject] = {
         out_channels=4, time_embed_dim=8, text_embed_dim=32, sample_width=8, sample_height=8, sample_frames=4,
         patch_size=2, temporal_compression_ratio=4, max_text_seq_length=6,
     ),
+    "cogview4": _diffusers(
+        "CogView4Transformer2DModel",
+        {**_noisy(), **_TEXT, "original_size": torch.full((2, 2), 8.0), "target_size": torch.full((2, 2), 8.0),
+         "crop_coords": torch.zeros(2, 2)},
+        patch_size=2, in_channels=4, out_channels=4, **_HEADS, text_embed_dim=32, time_embed_dim=16, condition_dim=8,
+        rope_axes_dim=(8, 8),
+    ),
+    "chroma": _diffusers(
+        "ChromaTransformer2DModel",
+        {"hidden_states": numbers(2, 16, 16), **_TEXT, "timestep": torch.tensor([0.3, 0.7]),
+         "img_ids": numbers(16, 3).abs(), "txt_ids": torch.zeros(6, 3)},
+        in_channels=16, **_HEADS, num_single_layers=2, joint_attention_dim=32, axes_dims_rope=(4, 2, 2),
+        approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1,
+    ),
     "wan": _diffusers(
         "WanTransformer3DModel",
         {"hidden_states": numbers(2, 4, 1, 8, 8), **_TEXT, "timestep": torch.tensor([3, 7])}, patch_size=(1, 2, 2),

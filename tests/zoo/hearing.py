@@ -37,7 +37,25 @@ def _waves(kind: str, maker: str, **settings: Any) -> Subject:
     return of_transformers(kind, maker, _wave, **{**_WAVES, **settings})
 
 
+_past: dict[str, Any] = {
+    "past_values": numbers(3, 20).abs(), "past_time_features": numbers(3, 20, 2),
+    "past_observed_mask": torch.ones(3, 20), "static_categorical_features": torch.zeros(3, 1, dtype=torch.long),
+    "static_real_features": numbers(3, 1), "future_values": numbers(3, 8).abs(),
+    "future_time_features": numbers(3, 8, 2),
+}  # fmt: skip
+
+
+def _forecast(kind: str, maker: str, **settings: Any) -> Subject:
+    return of_transformers(
+        kind, maker, steady(_past), **_SERIES, prediction_length=8, context_length=13, lags_sequence=[1, 2, 7],
+        num_time_features=2, num_static_categorical_features=1, num_static_real_features=1, cardinality=[4],
+        embedding_dimension=[2], **settings,
+    )  # fmt: skip
+
+
 HEARING: dict[str, Subject] = {
+    "time_series_transformer": _forecast("time_series_transformer", "TimeSeriesTransformerForPrediction"),
+    "informer": _forecast("informer", "InformerForPrediction", sampling_factor=1),
     "wav2vec2": _waves("wav2vec2", "Wav2Vec2ForCTC"),
     "wav2vec2_stable": _waves(
         "wav2vec2", "Wav2Vec2ForCTC", feat_extract_norm="layer", do_stable_layer_norm=True, conv_bias=True

@@ -88,6 +88,10 @@ PICTURING: dict[str, Subject] = {
         qformer_config={**_LAYERS, "vocab_size": 88, "encoder_hidden_size": 32, "max_position_embeddings": 64},
         text_config={"model_type": "opt", **_TEXT, "ffn_dim": 64, "word_embed_proj_dim": 32},
     ),
+    "vilt": of_transformers(
+        "vilt", "ViltModel", steady(_ids() | _pixels() | {"pixel_mask": torch.ones(3, 32, 32).long()}),
+        **{**_VISION, "vocab_size": 88, "max_position_embeddings": 64},
+    ),
     "git": of_transformers("git", "GitForCausalLM", _both, **_TEXT, vision_config=_VISION),
     "flava": of_transformers(
         "flava", "FlavaModel", _both, text_config=_TEXT, image_config=_VISION, multimodal_config=_LAYERS,

@@ -497,11 +497,13 @@ class _LocalBoundary:
                 shape = _moved_shape(reshard, tuple(tensor.shape), self.given)
                 collectives = reshard_between(reshard.source, reshard.target)
                 stays = collectives is not None and collectives.forward is Collective.NONE
-                # What isn't sent keeps its strides; what is sent, or sliced, lies in memory as what it was made of, as
-                # it does at run time (`runtime/lying.py`).
+                # What isn't sent keeps its strides; what is sent, or sliced, lies in memory as what it was made of
+                # (`runtime/lying.py`), and a body may look at that. If none does, it lies as in the unsharded model,
+                # gaps and all: operators of torch run as others where it doesn't.
                 sliced = collectives is not None and collectives.forward is Collective.SLICE
-                stride = tensor.stride() if stays else dense_strides(shape, tensor.stride(), expanded=sliced)
-                return _like(shape, tensor.dtype, tensor.requires_grad, stride)
+                asked, value = self.given.trace.asked.memory, self.given.trace.values[reshard.value]
+                made = dense_strides(shape, tensor.stride(), sliced) if asked else _strides(value, shape)
+                return _like(shape, tensor.dtype, tensor.requires_grad, tensor.stride() if stays else made)
         return tensor
 
     def stand_in(self, module: str, call: int, passed: Any) -> tuple[Any, Sequence[str]] | None:
