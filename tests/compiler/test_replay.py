@@ -261,3 +261,32 @@ def test_a_body_that_turns_autocast_on_runs_as_it_is_written() -> None:
     plan = {"version": 1, "modules": {"0.qkv": PACKED, "0.out": "rowwise"}}
     program = tpplan.compile_plan(model, plan, 2, torch.randn(3, LENGTH, WIDTH))
     assert [d.code for d in program.diagnostics] == ["TP104", "TP105"]
+
+
+class Remembering(Parted):
+    """Biases by head, which it keeps in a dict in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases = nn.Parameter(torch.randn(HEADS, LENGTH))
+        self.cache: dict[str, Tensor] = {}
+
+    def bias(self) -> Tensor:
+        place = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+        if self.training:
+            return self.biases[:, place]
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.biases[:, place]
+        return self.cache["bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, (batch, length, width) = self.qkv(x), x.shape
+        q, k, v = (y.view(batch, length, HEADS, -1).transpose(1, 2) for y in qkv.split(width, dim=2))
+        y = (q @ k.transpose(-2, -1) + self.bias()).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+def test_a_body_may_keep_what_it_has_made() -> None:
+    plan = {"version": 1, "modules": {"0.qkv": PACKED, "0.out": "rowwise"}}
+    report = tpplan.verify(nn.Sequential(Remembering()), plan, 2, torch.randn(3, LENGTH, WIDTH))
+    assert report.ok, report.problems

@@ -156,11 +156,12 @@ class Replay:
         read = set(_read(trace))
         held = {value: names[0] for value, names in trace.parameters.items() if value in read}
         attributes = {id(tensor): name for name, tensor in held_tensors(model)}
+        own = {*_made(trace)}  # the body may have put what it made where it, or a later call, looks for it
         for name, tensor in held_tensors(model):
             value = recorder.held_value(tensor)
-            if value is not None and value in read:
+            if value is not None and value in read and value not in own:
                 held.setdefault(value, _readable(model, name, tensor))
-        made = set(_made(trace)) | held.keys()
+        made = own | held.keys()
         constants: list[tuple[int, Tensor]] = []
         for value in sorted(read - made):
             numbers = trace.values[value].numbers
