@@ -112,8 +112,9 @@ class _Builder:
         stack = None if stack is None or stack.owner is not None else stack
         fixed = frame.module in self.fixed
         of_weights = not self.weights.isdisjoint(local.numbers) and self.lasting.issuperset(local.numbers)
+        unread = tuple([c.target in self.trace.unread for c in frame.exits])
         key = (
-            tuple(map(id, values)), inputs, outputs, entries, exits, tuple(nodes),
+            tuple(map(id, values)), inputs, outputs, entries, exits, unread, tuple(nodes),
             entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent, stack, of_weights,
         )  # fmt: skip
         region = self.interned.get(key)
@@ -125,7 +126,10 @@ class _Builder:
             region = self.interned[key] = Region(
                 tuple(values), inputs, outputs,
                 tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
-                tuple(Boundary(*held, exit_pin, own) for held, own in zip(exits, exit_packs, strict=True)),
+                tuple(
+                    Boundary(*held, exit_pin, own, nobody)
+                    for held, own, nobody in zip(exits, exit_packs, unread, strict=True)
+                ),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
                 style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared,
                 recurrent, stack, of_weights,

@@ -87,7 +87,7 @@ class Boundary:
     """A crossing; numbers are local.
 
     `pin` is what the plan demands of the layout on the inside (of an entry) or on the outside (of an exit); `packs` are
-    those of a value that is pinned to be sharded.
+    those of a value that is pinned to be sharded; `unread` are results that nobody reads.
     """
 
     path: Path
@@ -96,6 +96,7 @@ class Boundary:
     target: int
     pin: Pin | None
     packs: tuple[Pack, ...] = ()
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -289,7 +289,9 @@ class Trace:
         device: where the bodies were told that their tensors lie.
         gradless: values made with gradients off, in calls that began with gradients on: under `no_grad`, or inside of a
             function with a backward of its own.
-        unanswered: values passed to a module under `no_grad`: they may have a gradient, and nothing made of them has.
+        unanswered: values that cross a boundary, may have a gradient, and get none: passed to a module under `no_grad`,
+            or of which nobody reads what is made.
+        unread: results of calls that nobody reads, outside of them.
         takes_gradients: whether the forward takes gradients itself.
         sides: those that branches on data were told to take.
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
@@ -340,6 +342,7 @@ class Trace:
     wraps: bool = False
     unanswered: frozenset[int] = frozenset()
     looking: frozenset[str] = frozenset()
+    unread: frozenset[int] = frozenset()
 
     def sends_back(self, value: int) -> bool:
         """Whether a gradient comes back for a value that crosses a boundary."""

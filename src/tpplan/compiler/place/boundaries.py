@@ -99,7 +99,8 @@ class Boundaries:
             return [REPLICATED]
         if region.fixed and region.style is None:
             return [source]
-        targets = [source]
+        # A sum that nobody reads is made all the same, as in the module's other calls.
+        targets = [] if outward and boundary.unread and source == PARTIAL else [source]
         if value.differentiable:
             targets += [REPLICATED, REPLICATED_PARTIAL]
         elif not source.is_replicated:

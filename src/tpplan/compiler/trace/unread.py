@@ -31,7 +31,10 @@ def with_unread(trace: Trace) -> Trace:
         return trace
     root = without_dead_operations(trace.recorded, live | made)
     unanswered = {value for value in _values(root) if value not in live}
-    return replace(trace, root=root, unanswered=trace.unanswered | unanswered)
+    read = {value for frame in root.walk() for n in frame.body if isinstance(n, Operation) for value in n.inputs}
+    read.update(crossing.source for crossing in _crossings(root))
+    unread = frozenset(c.target for frame in root.walk() for c in frame.exits) - read - live
+    return replace(trace, root=root, unanswered=trace.unanswered | unanswered, unread=unread)
 
 
 def is_unread(trace: Trace, frame: Frame, position: int) -> bool:
