@@ -192,12 +192,14 @@ class JoinedBias(nn.Module):
         super().__init__()
         self.heads, self.qkv, self.out = HEADS, nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.q_bias, self.v_bias = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.k_bias: Tensor
         self.register_buffer("k_bias", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         parts = F.linear(x, self.qkv.weight, bias).reshape(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        return x + self.out(F.scaled_dot_product_attention(*parts.unbind(0)).transpose(1, 2).flatten(2))
+        q, k, v = parts.unbind(0)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def test_vectors_that_are_joined_to_a_bias_go_with_its_packs() -> None:
