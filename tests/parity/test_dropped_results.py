@@ -72,3 +72,25 @@ def test_attention_is_split_by_heads(sizes: dict[str, int], options: dict[str, A
 def test_weights_that_are_looked_at_are_no_dropped_ones(kind: type[Drops]) -> None:
     with pytest.raises(CompileError, match="TP107"):
         tpplan.compile_plan(kind().double(), {"version": 1, "modules": RULES}, 2, (x_of(3, 6),) * 3)
+
+
+class Around(nn.Module):
+    """What the help of a refused `nn.MultiheadAttention` says."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments: Tensor) -> Any:
+        return self.inner(*arguments)
+
+
+def test_an_outermost_body_that_needs_a_record_is_refused_with_a_help_that_works() -> None:
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(WIDTH, HEADS, kdim=12, vdim=20, batch_first=True).double().eval()
+    call = tuple(x_of(2, 5, width).detach() for width in (WIDTH, 12, 20))
+    with pytest.raises(CompileError, match="TP123") as raised:
+        suggest_text(stock, 2, False, call)
+    assert "call `MultiheadAttention` from a module around it" in (raised.value.diagnostics[0].help or "")
+    assert "v_proj_weight" in suggest_text(Around(stock), 2, False, call)
+    assert tpplan.verify(Around(stock), tpplan.suggest_plan(Around(stock), 2, False, call), 2, call).ok

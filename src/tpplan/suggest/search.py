@@ -341,19 +341,41 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
         fewer = next((n for n in _SIZES if n < subject.size and _splits(subject, n)), None)
         if fewer is not None:
             way_out = f"try fewer ranks: over {fewer} of them something can be sharded"
+        elif any("." not in name for name, _ in subject.model.named_parameters()) and _splits_inside(subject):
+            way_out = (
+                f"call `{kind}` from a module around it, and shard that one: there its body can run from a record, "
+            )
+            way_out += "which the outermost body can't, and something in it can be sharded"
         else:
             way_out = "no number of ranks changes that: what can be split is a linear layer whose result a second one "
             way_out += "reads, with nothing between them that needs all features"
     return CompileError([Diagnostic(code="TP123", message=message, notes=notes, help=way_out, subject=kind)])
 
 
-def _splits(subject: Subject, size: int) -> bool:
-    """Whether something could be sharded over so many ranks."""
+def _splits(subject: Subject, size: int, model: nn.Module | None = None) -> bool:
+    """Whether something could be sharded over so many ranks; of another model, where one is given."""
     try:
-        other = make_subject(subject.model, size, subject.arguments, subject.keywords)
+        other = make_subject(model or subject.model, size, subject.arguments, subject.keywords)
     except CompileError:
         return False
     return bool(_lightest(other).accepted)
+
+
+class _Around(nn.Module):
+    """A module that does nothing but call another."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training  # and nothing of the model's own
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.model(*arguments, **keywords)
+
+
+def _splits_inside(subject: Subject) -> bool:
+    """Whether something could be sharded if the model weren't the outermost module."""
+    return _splits(subject, subject.size, _Around(subject.model))
 
 
 def _weight(subject: Subject, name: str) -> int:
