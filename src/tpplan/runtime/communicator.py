@@ -6,7 +6,6 @@ Other implementations stand in for it elsewhere: shapes only (the compiler's che
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, Self, cast
 
@@ -25,7 +24,6 @@ from tpplan.compat import (
     traced_reduce_scatter,
 )
 from tpplan.runtime.faults import lost_rank
-from tpplan.runtime.lying import in_memory_order
 
 
 class Communicator(Protocol):
@@ -105,10 +103,9 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
-        if not tensor.is_contiguous():
-            return in_memory_order(functools.partial(ProcessGroupCommunicator.all_reduce, self), tensor)
         if is_traced():
             return _like(traced_all_reduce(_real(tensor), self._name), tensor)
+        tensor = tensor.contiguous()
         try:
             _wait(self.group.allreduce([_real(tensor)], self._summed))
         except RuntimeError as error:

@@ -18,7 +18,6 @@ from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_k
 from tpplan.compiler.ir.layout import Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator, of_backward
-from tpplan.runtime.lying import lying_as
 from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
@@ -219,7 +218,7 @@ def make_reshard(
     if fresh and not twice and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
         return SumInPlace(axis)
     before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
-    there, back = _lying(forward, before, after, axis), _lying(backward, after, before, of_backward(axis))
+    there, back = _move(forward, before, after, axis), _move(backward, after, before, of_backward(axis))
     if source.interleave == 1 and target.interleave == 1:
         direct = None
         if isinstance(axis, ProcessGroupCommunicator) and forward is not Collective.NONE:
@@ -360,21 +359,10 @@ def _move(collective: Collective, source: _Sharing | None, target: _Sharing | No
     return _chain(shared.padded, lambda tensor: _pad(tensor, dim, axis), shared.joined)
 
 
-def _lying(collective: Collective, source: _Sharing | None, target: _Sharing | None, axis: Communicator) -> Move:
-    """A move whose result lies in memory as what it was made of, as the check's does.
-
-    So a body can view it as it views the whole one; and a slice has no gaps.
-    """
-    move = _move(collective, source, target, axis)
-    if move is _identity or collective is Collective.ALL_REDUCE:  # a sum lies as its terms
-        return move
-    return lambda tensor: lying_as(move(tensor), tensor)
-
-
 def _directly(
     collective: Collective, source: _Sharing | None, target: _Sharing | None, axis: ProcessGroupCommunicator
 ) -> Move:
-    return _lying(collective, source, target, axis.direct())
+    return _move(collective, source, target, axis.direct())
 
 
 def _of_tails(source: Layout, target: Layout, backward: Collective, axis: Communicator) -> tuple[Move, Move]:

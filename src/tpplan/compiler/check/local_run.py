@@ -43,7 +43,6 @@ from tpplan.compiler.ir.program import LocalAttribute, splits_sequence
 from tpplan.compiler.ir.pytree import Walk, leaves, with_tensors
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.steps import Heard, Stream
-from tpplan.compiler.ir.strides import dense_strides
 from tpplan.compiler.ir.trace import Cut, Frame, Location, Operation, Path, Trace, Value
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.place.assign import PlacedReshard, record_of
@@ -497,13 +496,11 @@ class _LocalBoundary:
                 shape = _moved_shape(reshard, tuple(tensor.shape), self.given)
                 collectives = reshard_between(reshard.source, reshard.target)
                 stays = collectives is not None and collectives.forward is Collective.NONE
-                # What isn't sent keeps its strides; what is sent, or sliced, lies in memory as what it was made of
-                # (`runtime/lying.py`), and a body may look at that. If none does, it lies as in the unsharded model,
-                # gaps and all: operators of torch run as others where it doesn't.
-                sliced = collectives is not None and collectives.forward is Collective.SLICE
+                # What isn't sent keeps its strides, and a body may look at them. If none does, what is sent lies as in
+                # the unsharded model: operators of torch run as others where it doesn't.
                 asked, value = self.given.trace.asked.memory, self.given.trace.values[reshard.value]
-                made = dense_strides(shape, tensor.stride(), sliced) if asked else _strides(value, shape)
-                return _like(shape, tensor.dtype, tensor.requires_grad, tensor.stride() if stays else made)
+                stride = tensor.stride() if stays else None if asked else _strides(value, shape)
+                return _like(shape, tensor.dtype, tensor.requires_grad, stride)
         return tensor
 
     def stand_in(self, module: str, call: int, passed: Any) -> tuple[Any, Sequence[str]] | None:
@@ -585,7 +582,13 @@ def _moved_shape(reshard: PlacedReshard, shape: tuple[int, ...], given: CheckInp
 
 def _strides(value: Value, shape: tuple[int, ...]) -> list[int]:
     """The strides of a part of a value: its dims lie in memory in the same order; of what is whole, also as far."""
-    return [*value.stride] if shape == value.shape else dense_strides(shape, value.stride)
+    if shape == value.shape:
+        return [*value.stride]
+    made, inner = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (value.stride[dim], -dim)):
+        if value.stride[dim]:
+            made[dim], inner = inner, inner * max(shape[dim], 1)
+    return made
 
 
 def _like(
