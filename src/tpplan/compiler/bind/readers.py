@@ -37,7 +37,7 @@ _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
 _ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 _CARRIED = VIEWS | {"aten.mul.Tensor", "aten._to_copy.default", "aten.alias.default", "aten.clone.default"}
-ORDERS = frozenset(("aten.transpose.int", "aten.permute.default"))
+_ORDERS = frozenset(("aten.transpose.int", "aten.permute.default"))
 _COMPLEX = "aten.view_as_complex.default"
 _EXCHANGES = frozenset(("aten.transpose.int", "aten.transpose_.default"))
 _DEEPEST = 12
@@ -136,7 +136,7 @@ class Readers:
             return None
         before = self.trace.values[made.inputs[0]].shape
         if made.name in VIEWS and before[-1:] != shape[-1:]:
-            split = split_into(shape, before, len(shape) - 1)
+            split = _split_into(shape, before, len(shape) - 1)
             frame = next(f for f, operation in self._flow.operations[made.inputs[0]] if operation is made)
             return (frame, before[split[0][0]]) if len(split) == 2 else None
         if made.name not in VIEWS and not _is_entrywise(made):
@@ -347,7 +347,7 @@ class Readers:
         if name in VIEWS:
             if self._unfolds(at.value, after):
                 return [_Dim(outputs[0], len(after) - 1, at.unit)]
-            dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in split_into(before, after, at.dim)]
+            dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
             if len(dims) == 2 and after[dims[0].dim] == 1 and self._puts_behind(outputs[0], *(d.dim for d in dims)):
                 return dims[1:]
             return dims[1:] if len(dims) > 2 and after[dims[0].dim] == 1 and not self._picked(dims[-1], 0) else dims
@@ -368,14 +368,14 @@ class Readers:
             return [_Dim(outputs[0], at.dim, at.unit)]
         if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
             return [_Dim(outputs[0], at.dim, at.unit)]  # what it cuts or pads is another dim
-        if name in ORDERS:
-            return [_Dim(outputs[0], order_of(operation, len(before)).index(at.dim), at.unit)]
+        if name in _ORDERS:
+            return [_Dim(outputs[0], _order_of(operation, len(before)).index(at.dim), at.unit)]
         return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
 
     def _puts_behind(self, value: int, one: int, dim: int) -> bool:
         """Whether a dim is put behind the features at once, as in an `einsum`, and so counts no heads of theirs."""
         readers = [operation for _, operation, _ in self.of(value)]
-        orders = [order_of(o, len(self.trace.values[value].shape)) for o in readers if o.name in ORDERS]
+        orders = [_order_of(o, len(self.trace.values[value].shape)) for o in readers if o.name in _ORDERS]
         return len(orders) == len(readers) > 0 and all(order.index(one) > order.index(dim) for order in orders)
 
     def _unfolds(self, value: int, after: tuple[int, ...]) -> bool:
@@ -439,7 +439,7 @@ def _is_entrywise(operation: Operation) -> bool:
     return operator is not None and operator.kind == "entrywise"
 
 
-def order_of(operation: Operation, rank: int) -> list[int]:
+def _order_of(operation: Operation, rank: int) -> list[int]:
     """The dims, of so many, in the order in which a transposition leaves them."""
     if operation.name != "aten.transpose.int":
         return [d % rank for d in operation.arguments[1]]
@@ -449,7 +449,7 @@ def order_of(operation: Operation, rank: int) -> list[int]:
     return order
 
 
-def split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:
+def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:
     """The dims, each with the entries of `dim` that one of its entries stands for, into which a view splits `dim`."""
     if 0 in before:
         return []
@@ -479,4 +479,4 @@ def _argument(operation: Operation, position: int, default: int) -> int:
     return operation.arguments[position] if len(operation.arguments) > position else default
 
 
-__all__ = ["ORDERS", "Readers", "Taken", "order_of", "split_into"]
+__all__ = ["Readers", "Taken"]
