@@ -348,8 +348,6 @@ class Readers:
             if self._unfolds(at.value, after):
                 return [_Dim(outputs[0], len(after) - 1, at.unit)]
             dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
-            if len(dims) == 2 and after[dims[0].dim] == 1 and self._puts_behind(outputs[0], *(d.dim for d in dims)):
-                return dims[1:]
             return dims[1:] if len(dims) > 2 and after[dims[0].dim] == 1 and not self._picked(dims[-1], 0) else dims
         if name == "aten.unsqueeze.default":
             place = operation.arguments[1] % len(after)
@@ -371,12 +369,6 @@ class Readers:
         if name in _ORDERS:
             return [_Dim(outputs[0], _order_of(operation, len(before)).index(at.dim), at.unit)]
         return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
-
-    def _puts_behind(self, value: int, one: int, dim: int) -> bool:
-        """Whether a dim is put behind the features at once, as in an `einsum`, and so counts no heads of theirs."""
-        readers = [operation for _, operation, _ in self.of(value)]
-        orders = [_order_of(o, len(self.trace.values[value].shape)) for o in readers if o.name in _ORDERS]
-        return len(orders) == len(readers) > 0 and all(order.index(one) > order.index(dim) for order in orders)
 
     def _unfolds(self, value: int, after: tuple[int, ...]) -> bool:
         """Whether a view to this shape takes the rows of a product apart again, which were flattened before it."""
