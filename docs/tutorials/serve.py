@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import tpplan
 
 VOCABULARY, END = 256, 0
+# Before 5.24, transformers called the argument otherwise.
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 PLAN = {"version": 1, "extends": "llama", "modules": {"lm_head": {"style": "colwise", "output": "shard"}}}
 
 
@@ -83,7 +86,7 @@ class Batch:
 
     def _next(self, ids: Tensor, mask: Tensor, cache: DynamicCache | None) -> list[int]:
         places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        called = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "past_key_values": cache}
+        called = {"input_ids": ids, "attention_mask": mask, "position_ids": places, CACHE: cache}
         logits = self.model(**called, use_cache=True, logits_to_keep=1).logits
         return tpplan.generation.argmax(logits[:, -1], model=self.model).tolist()
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.caching import cache_name
 from tpplan.cli.main import main
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": 64,
@@ -35,7 +36,8 @@ def test_it_is_a_page_about_memory_and_calls_without_gradients(capsys: pytest.Ca
     assert "input_ids (2, 512) int64" in text and "logits_to_keep=1" in text and "backward" not in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     # Two heads of 8 for 2 · 512 tokens, in two bytes each, are 32 KiB; each rank needs one of them.
-    assert "past_key_values.layers.*.keys × 3 (2, 2, 512, 8) → (2, 1, 512, 8) bfloat16 48.0 KiB" in lines
+    name = cache_name(transformers.LlamaForCausalLM)
+    assert f"{name}.layers.*.keys × 3 (2, 2, 512, 8) → (2, 1, 512, 8) bfloat16 48.0 KiB" in lines
     assert "cache 6 tensors 192.0 KiB 96.0 KiB 50.0%" in lines
     assert "The ranks hold 2 times the whole cache together" in text
     # 64 numbers of two bytes for 1024 tokens are 128 KiB, of which a ring of 4 sends 3/4 twice, 7 times.

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tpplan
+from tests.caching import cache_of, passing
 from tests.marking import in_thirds
 from tpplan.api import suggest_text
 from tpplan.calls.guard import CallGuard
@@ -215,9 +216,9 @@ def calls_with_a_cache(model: nn.Module) -> list[Tensor]:
     found: list[Tensor] = []
     cache: Any = None
     for length in (7, 1, 1, 1, 5, 1):
-        given = {} if cache is None else {"cache_params": cache}
+        given = {} if cache is None else passing(model, cache)
         result = model(input_ids=tokens(2, length), use_cache=True, **given)
-        cache = result.cache_params
+        cache = cache_of(result)
         found.append(result.logits)
     return found
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
+from tests.caching import cache_of
 from tests.marking import in_thirds, slow_but
 from tests.models.heads import ATTENTIONS, IN_ONE, Attention, attention
 from tests.models.tiny import ARCHITECTURES, first_output, tiny_model
@@ -164,7 +165,7 @@ def generated(member: Member, name: str, queries: int, keys: int | None) -> tupl
     wanted = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
     expected = stock.generate(ids, **wanted)  # pyright: ignore
     found = sharded.generate(ids, return_dict_in_generate=True, **wanted)  # pyright: ignore
-    cache = found.past_key_values
+    cache = cache_of(found)
     return expected, found.sequences, {layer.keys.shape[1] for layer in cache.layers}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
+from tests.caching import cache_of, passing
 from tests.marking import in_thirds
 from tests.runtime.world import Member, world
 from tests.zoo.architectures import ARCHITECTURES, _made, build
@@ -41,8 +42,8 @@ def static(model: Any, longest: int = 32) -> Any:
 
 def turns(model: Any, cache: Any) -> Tensor:
     """Two turns of a chat with one cache."""
-    said = model.generate(tokens(2, 7), past_key_values=cache, **SETTINGS)
-    return model.generate(torch.cat([said, tokens(2, 4, 1)], 1), past_key_values=cache, **SETTINGS)
+    said = model.generate(tokens(2, 7), **passing(model, cache), **SETTINGS)
+    return model.generate(torch.cat([said, tokens(2, 4, 1)], 1), **passing(model, cache), **SETTINGS)
 
 
 def dynamic_turns(model: Any) -> Tensor:
@@ -53,9 +54,9 @@ def dynamic_turns(model: Any) -> Tensor:
 
 def reused(model: Any) -> Tensor:
     cache = static(model)
-    first = model.generate(tokens(2, 7), past_key_values=cache, **SETTINGS)
+    first = model.generate(tokens(2, 7), **passing(model, cache), **SETTINGS)
     cache.reset()
-    return torch.cat([first.flatten(), model.generate(tokens(2, 6, 3), past_key_values=cache, **SETTINGS).flatten()])
+    return torch.cat([first.flatten(), model.generate(tokens(2, 6, 3), **passing(model, cache), **SETTINGS).flatten()])
 
 
 def made_whole(model: Any) -> Tensor:
@@ -64,7 +65,7 @@ def made_whole(model: Any) -> Tensor:
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache.early_initialization(2, heads, size, model.dtype, "cpu")
-    return model.generate(tokens(2, 7), past_key_values=cache, **SETTINGS)
+    return model.generate(tokens(2, 7), **passing(model, cache), **SETTINGS)
 
 
 def by_hand(model: Any) -> Tensor:
@@ -72,8 +73,8 @@ def by_hand(model: Any) -> Tensor:
     ids = tokens(2, 7)
     cache: Any = None
     for _ in range(3):
-        made = model(ids if cache is None else ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache = made.past_key_values
+        made = model(ids if cache is None else ids[:, -1:], **passing(model, cache), use_cache=True)
+        cache = cache_of(made)
         ids = torch.cat([ids, made.logits[:, -1:].argmax(-1)], 1)
     return ids
 
@@ -156,7 +157,7 @@ def shares(member: Member, name: str) -> list[float]:
         for model in (stock, sharded):
             generate: Any = model.generate
             made = generate(tokens(2, 7), return_dict_in_generate=True, **SETTINGS, **settings)
-            tensors = [tensor for _, tensor in hidden_tensors(made.past_key_values) if tensor.dim() > 2]
+            tensors = [tensor for _, tensor in hidden_tensors(cache_of(made)) if tensor.dim() > 2]
             held.append(sum(tensor.numel() * tensor.itemsize for tensor in tensors))
         found.append(held[1] / held[0])
     return found

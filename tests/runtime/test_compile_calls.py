@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
+from tests.caching import passing
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS, assert_same_run, tolerance
 from tests.runtime.test_compile import WAYS, Graphs, compile_in_place, compile_layers, fresh, layers_of, run
@@ -116,13 +117,13 @@ def _generate(member: Member) -> None:
         assert graphs.seen
 
 
-def decoded(call: Any, cache: Any, ids: Tensor) -> Tensor:
+def decoded(call: Any, cache: dict[str, Any], ids: Tensor) -> Tensor:
     """Tokens by a loop of a user's, with a cache of theirs."""
     positions = torch.arange(ids.shape[1])
     found = [ids]
     with torch.no_grad():
         for _ in range(4):
-            logits = call(input_ids=found[-1], position_ids=positions[None], past_key_values=cache, use_cache=True)[0]
+            logits = call(input_ids=found[-1], position_ids=positions[None], **cache, use_cache=True)[0]
             found.append(logits[:, -1:].argmax(-1))
             positions = positions[-1:] + 1
     return torch.cat(found, 1)
@@ -170,7 +171,7 @@ def _static_caches(member: Member, plan: str, ways: tuple[str, ...]) -> None:
             for turn in range(3):
                 with torch.compiler.set_stance("fail_on_recompile" if turn == 2 else "default"):
                     cache = StaticCache(config=stock.config, max_cache_len=16)
-                    found = generated() if way == "generate" else decoded(calls[way], cache, ids)
+                    found = generated() if way == "generate" else decoded(calls[way], passing(stock, cache), ids)
                 assert torch.equal(found[:, :12], expected), (way, turn)
             assert 1 <= len(graphs.seen) <= 3, way  # a prompt, a token, one of any length
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.caching import cache_of, passing, returned_cache
 from tests.marking import in_thirds, slow_but
 from tests.runtime.world import Member, world
 from tpplan.calls.guard import CallGuard
@@ -64,21 +65,18 @@ def prompt(kind: str) -> dict[str, Tensor]:
 
 def kept_by(result: Any) -> dict[str, Tensor]:
     """Keys, values and states in a cache, by their names."""
-    cache = result.get("past_key_values")
-    cache = result["cache_params"] if cache is None else cache
-    return {name: tensor for name, tensor in hidden_tensors(cache) if tensor.dim()}
+    return {name: tensor for name, tensor in hidden_tensors(cache_of(result)) if tensor.dim()}
 
 
 def next_call(result: Any, call: dict[str, Tensor]) -> dict[str, Any]:
     """The call of the token after the prompt."""
     one = torch.ones(BATCH, 1, dtype=torch.long)
-    name = "cache_params" if "cache_params" in result else "past_key_values"
     if "decoder_input_ids" in call:
         outputs = transformers.modeling_outputs.BaseModelOutput(result["encoder_last_hidden_state"])
         return {"encoder_outputs": outputs, "decoder_input_ids": one, "attention_mask": call["attention_mask"],
-                name: result[name]}  # fmt: skip
+                **returned_cache(result)}  # fmt: skip
     longer = {k: torch.cat([mask, one], 1) for k, mask in call.items() if k == "attention_mask"}
-    return {"input_ids": one, **longer, name: result[name]}
+    return {"input_ids": one, **longer, **returned_cache(result)}
 
 
 class Meter:
@@ -102,7 +100,7 @@ class Meter:
 def first_call(kind: str, stock: Any) -> dict[str, Any]:
     """The call with the prompt, as `generate` makes it: it passes a cache that is still empty."""
     passes = kind not in ("mamba", "t5")
-    return prompt(kind) | ({"past_key_values": transformers.DynamicCache(config=stock.config)} if passes else {})
+    return prompt(kind) | (passing(stock, transformers.DynamicCache(config=stock.config)) if passes else {})
 
 
 def ran(stock: nn.Module, plan_name: str, tp: int, kind: str, settings: dict[str, Any], guarded: bool) -> list[Any]:
@@ -181,7 +179,7 @@ def _kept(member: Member, fields: dict[str, Any]) -> int:
 
     model = tpplan.parallelize(build("llama", fields), "llama", member.mesh())
     with torch.no_grad():
-        cache = model.eval()(**prompt("llama"), past_key_values=transformers.DynamicCache()).past_key_values
+        cache = cache_of(model.eval()(**prompt("llama"), **passing(model, transformers.DynamicCache())))
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tpplan
+from tests.caching import cache_of
 from tests.marking import in_thirds
 from tests.runtime.test_caches import SETTINGS, tiny, tokens
 from tests.runtime.world import Member, world
@@ -40,7 +41,7 @@ def differing(member: Member, plan: str, ways: list[dict[str, Any]]) -> list[str
         made = generated(sharded, **way)
         if not torch.equal(made.sequences, expected.sequences):
             found.append(f"{way}: other tokens")
-        part, whole = (_held(held.past_key_values) for held in (made, expected))
+        part, whole = (_held(cache_of(held)) for held in (made, expected))
         if [(a, b // RANKS, *rest) for a, b, *rest in _shapes(whole)] != _shapes(part):
             found.append(f"{way}: {_shapes(part)}, of {_shapes(whole)}")
         sizes = [sum(inner.nbytes for tensor in held for inner in inner_tensors(tensor)) for held in (part, whole)]

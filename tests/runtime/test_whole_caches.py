@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tpplan
+from tests.caching import passing
 from tests.marking import slow_but
 from tests.runtime.simulated import on_ranks
 from tests.runtime.test_caches import made_whole, tiny, tokens
@@ -55,7 +56,7 @@ def filled(stock: Any, make: Callable[[Any], Any]) -> Any:
     """A cache that the unsharded model has filled with a prompt."""
     cache = make(stock.config)
     with torch.no_grad():
-        stock(tokens(2, 6), past_key_values=cache, use_cache=True)
+        stock(tokens(2, 6), **passing(stock, cache), use_cache=True)
     return cache
 
 
@@ -66,7 +67,7 @@ def continued(model: Any, cache: Any, positional: bool = False) -> Tensor:
         for number in range(2):
             ids = tokens(2, 1, number)
             args = (ids, None, None, cache) if positional else (ids,)
-            found.append(model(*args, **({} if positional else {"past_key_values": cache}), use_cache=True).logits)
+            found.append(model(*args, **({} if positional else passing(model, cache)), use_cache=True).logits)
     return torch.cat(found, 1)
 
 
@@ -127,8 +128,9 @@ def test_a_cache_that_a_module_inside_has_filled_serves_the_model(name: str, ran
 
     def generated(model: Any) -> list[Tensor]:
         cache, inner = dynamic(stock.config), model.base_model
+        kept: dict[str, Any] = passing(inner, cache) | {"use_cache": True}
         with torch.no_grad():
-            found = [inner(tokens(2, n, n), past_key_values=cache, use_cache=True).last_hidden_state for n in (6, 1, 3)]
+            found = [inner(tokens(2, length, length), **kept).last_hidden_state for length in (6, 1, 3)]
         return [*found, continued(model, cache)]
 
     expected = generated(stock)

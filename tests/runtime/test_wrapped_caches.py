@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import tpplan
+from tests.caching import passing
 from tests.marking import in_thirds
 from tests.runtime.simulated import on_ranks
 from tests.runtime.test_caches import tiny, tokens
@@ -187,7 +188,7 @@ def logits_of(model: Any, kind: type[Any], batch: int = 2) -> tuple[Tensor, Any]
     cache = cache_of(kind, model.config)
     with torch.no_grad():
         found = [
-            model(tokens(batch, length, length), past_key_values=cache, use_cache=True).logits
+            model(tokens(batch, length, length), **passing(model, cache), use_cache=True).logits
             for length in (5, 1, 1, 2)
         ]
     return torch.cat(found, 1), cache
@@ -243,7 +244,7 @@ def test_a_cache_that_the_unsharded_model_has_filled_is_refused() -> None:
 
     def work(model: Any, _: object) -> str:
         with pytest.raises(tpplan.TpplanError, match="TP117") as caught, torch.no_grad():
-            model.eval()(tokens(2, 1), past_key_values=cache, use_cache=True)
+            model.eval()(tokens(2, 1), **passing(model, cache), use_cache=True)
         return str(caught.value)
 
     for said in on_ranks(stock, "plans/llama.yaml", RANKS, ((), example), work):

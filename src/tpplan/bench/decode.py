@@ -19,6 +19,7 @@ from tpplan.bench.subjects import ToySizes, toy_call
 PROMPT = "a prompt, for its last token"
 TOKEN = "a token after it, with a cache"
 NEW_TOKEN = "a token at a length that is new"
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # the last two before transformers 5.24
 _TOKENS = 8  # for each prompt; the mask and the cache grow as in `generate`
 
 
@@ -52,7 +53,7 @@ def next_calls(
     ids = prompt["input_ids"]
     batch, length = ids.shape
     cache: Any = DynamicCache(config=model.config)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    common: dict[str, Any] = {"past_key_values": cache, "cache_params": cache, "use_cache": True, "logits_to_keep": 1}
+    common: dict[str, Any] = dict.fromkeys(_CACHE_NAMES, cache) | {"use_cache": True, "logits_to_keep": 1}
     accepted = inspect.signature(type(model).forward).parameters
 
     def call(ids: Tensor, tokens: int, start: int) -> dict[str, Any]:
