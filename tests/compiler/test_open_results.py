@@ -117,11 +117,30 @@ def test_many_results_take_no_longer() -> None:
     assert program.count_collectives(backward=False) == {"all-reduce": 1}
 
 
+def test_many_results_of_the_model_take_no_longer() -> None:
+    """They leave it without being read: of 30 with two layouts each there are a thousand million combinations."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.modulation = Modulation(30)
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, given: Tensor) -> list[Tensor]:
+            x, *held = self.modulation(x, given)
+            return [self.down(self.up(x)), *held]
+
+    x, _, given = call()
+    rules = {"up": "colwise", "down": "rowwise"}
+    program = tpplan.compile_plan(Outer().double(), {"version": 1, "modules": rules}, 2, (x, given))
+    assert program.count_collectives(backward=False) == {"all-reduce": 1}
+
+
 def test_of_two_ways_to_a_layout_the_cheaper_one_is_kept() -> None:
     placer = Placer(Propagator(2, 1), NVLINK)
     split, whole = placer._numbering.code(sharded(1)), placer._numbering.code(REPLICATED)
     undecided = placer._open.code((Option(split, (0, 0)), Option(whole, (5, 0))))
-    region, body = SimpleNamespace(example=("attend", 0)), SimpleNamespace(read=[(0,)], names=[(7,)])
+    region, body = SimpleNamespace(example=("attend", 0), depth=1), SimpleNamespace(read=[(0,)], names=[(7,)])
     states = {(undecided,): ((1, 0), None), (split,): ((9, 0), None), (whole,): ((3, 0), None)}
     for given in (states, dict(reversed(states.items()))):
         found = placer._decided(region, body, 0, given, None)  # pyright: ignore

@@ -44,7 +44,6 @@ from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.search import UnplacedError, search
-from tpplan.compiler.trace.branches import record_model
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.trace.unread import with_unread
@@ -104,7 +103,7 @@ def compile_call(request: Request) -> Compiled:
             if not filled:
                 return compiled
             try:
-                first = _compile_with_later(request)
+                first = _compile_with_later(replace(request, captures=request.captures.where("before")))
                 refuse_difference(compiled.program, first.program)
             except CompileError:  # it couldn't have been empty
                 return compiled
@@ -117,9 +116,18 @@ def _compile_with_later(request: Request) -> Compiled:
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
+        settings = (
+            "after",
+            trace.training,
+            trace.taken,
+            trace.device,
+            request.reducing,
+            request.values,
+            request.looking,
+        )
         again = replace(
             request, model=later, training=trace.training, partly=True, taken=trace.taken, device=trace.device,
-            members=compiled.members,
+            members=compiled.members, captures=request.captures.where(settings),
         )  # fmt: skip
         other, *_ = _compile(again)
     refuse_difference(compiled.program, other.program)
@@ -299,7 +307,7 @@ def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, C
     errors: list[BaseException] = []
     for training in (True, False) if request.training is None else (request.training,):
         try:
-            return record_model(
+            return request.captures.record(
                 request.model, request.arguments, request.keywords, training, request.taken, request.device,
                 request.reducing, request.values, request.looking,
             )  # fmt: skip

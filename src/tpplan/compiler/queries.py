@@ -33,7 +33,7 @@ from tpplan.compiler.rules.group_norm import GROUP_NORM
 from tpplan.compiler.rules.packed import SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
-from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.captures import Captures
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.trace.unread import with_unread
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
@@ -70,6 +70,7 @@ class Study:
         model, size: the model and the number of ranks.
         trace: the run, with the layers of which nobody reads what they compute.
         root: its calls, over shared regions.
+        captures: that run, and others of it.
         keeps: whether the model is in evaluation, and keeps tensors there that it doesn't keep in training.
     """
 
@@ -84,15 +85,25 @@ class Study:
             raise CompileError(unfit)
         self.model = model
         self.size = size
-        self.trace = with_unread(_captured(model, arguments, keywords))
+        self.captures = Captures()
+        self.trace = with_unread(self._captured(arguments, keywords))
         self.keeps = self.trace.training and not model.training and self._keeps_more(arguments, keywords)
         self.root: Instance = build_regions(self.trace, bind(model, Plan(), size)[0])
         self._flow = DataFlow(self.trace)
         self._readers = Readers(self._flow)
 
+    def _captured(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Trace:
+        errors: list[BaseException] = []
+        for training in (True, False):
+            try:
+                return self.captures.record(self.model, arguments, keywords, training)[0]
+            except Exception as error:  # whatever the model raises is the finding
+                errors.append(error)
+        raise CompileError([of_capture(errors[-1])])
+
     def _keeps_more(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
         try:
-            trace = record_model(self.model, arguments, keywords, False)[0]
+            trace = self.captures.record(self.model, arguments, keywords, False)[0]
         except Exception:  # whatever the model raises there, no plan changes that
             return False
         return not {*trace.kept.values()} <= {*self.trace.kept.values()}
@@ -187,16 +198,6 @@ def convolution_weight(node: OperationNode, region: Region, channels: Layout, si
     """The layout of a convolution's weight that goes with that of its channels; None if there is none."""
     layout = weight_layout(node.arguments, region.values, channels, size)
     return layout if isinstance(layout, Layout) else None
-
-
-def _captured(model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Trace:
-    errors: list[BaseException] = []
-    for training in (True, False):
-        try:
-            return record_model(model, arguments, keywords, training)[0]
-        except Exception as error:  # whatever the model raises is the finding
-            errors.append(error)
-    raise CompileError([of_capture(errors[-1])])
 
 
 def _without_conflicts(binding: Binding, findings: Sequence[Diagnostic]) -> Binding:

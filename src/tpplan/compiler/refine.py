@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from tpplan.compat import named_modules
 from tpplan.compiler.check import local_run
-from tpplan.compiler.check.compare import CheckInput, Mismatch
+from tpplan.compiler.check.compare import CheckInput, Mismatch, Shown
 from tpplan.compiler.check.localise import (
     equal_modules,
     propose_attributes,
@@ -121,7 +121,7 @@ def _keep_whole(subject: CheckInput, learned: Learned, values: set[int], finding
 def _localised(problem: Problem, subject: CheckInput, learned: Learned, mismatch: Mismatch) -> Attributes | None:
     """Attributes, some made local, that get past the mismatch."""
     trial = _try_attributes(problem, subject, learned, mismatch, iter(range(_TRIALS)))
-    return None if trial is None else _needed(subject, learned, trial)
+    return None if trial is None else _needed(subject, learned, mismatch, trial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _try_attributes(
         if next(trials, None) is None:
             break
         proposed = replace(learned, attributes=proposal)
-        after = _mismatch(subject, proposed)
+        after = _mismatch(subject, proposed, mismatch)
         if after is not None and after.when <= mismatch.when:
             continue
         if after is None or after.when[: len(place)] != place:
@@ -159,7 +159,7 @@ def _try_attributes(
     return first
 
 
-def _needed(subject: CheckInput, learned: Learned, trial: _Trial) -> Attributes:
+def _needed(subject: CheckInput, learned: Learned, mismatch: Mismatch, trial: _Trial) -> Attributes:
     """The proposal without attributes that make no difference: their number is the same by chance alone.
 
     The example doesn't read those, but another call might.
@@ -168,14 +168,16 @@ def _needed(subject: CheckInput, learned: Learned, trial: _Trial) -> Attributes:
     added = {a for name, attributes in needed.items() for a in attributes if a not in before.get(name, ())}
     for attribute in sorted(added, key=lambda a: a.name) if len(added) > 1 else ():
         fewer = {name: tuple(a for a in attributes if a != attribute) for name, attributes in needed.items()}
-        without = _mismatch(subject, replace(learned, attributes=fewer))
+        without = _mismatch(subject, replace(learned, attributes=fewer), mismatch)
         if without is None or (after is not None and _same_place(after, without)):
             needed, after = fewer, without
     return needed
 
 
-def _mismatch(subject: CheckInput, learned: Learned) -> Mismatch | None:
-    checked = local_run.check(subject, learned.attributes, learned.excused, learned.recorded)
+def _mismatch(subject: CheckInput, learned: Learned, before: Mismatch | None = None) -> Mismatch | None:
+    """What a check finds; after another, it runs only what that hasn't shown to be right, or what is new."""
+    shown: Shown = frozenset() if before is None else before.shown
+    checked = local_run.check(subject, learned.attributes, learned.excused, learned.recorded, shown)
     return checked if isinstance(checked, Mismatch) else None
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.trace import Location, Path
+from tpplan.compiler.trace.captures import Captures
 from tpplan.plan import Plan
 
 
@@ -41,6 +42,7 @@ class Request:
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         unread: whether layers are placed as well whose results nobody reads.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
+        captures: what was captured of this model and call for other plans.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class Request:
     moves: bool | None = None
     unread: bool = False
     looking: frozenset[str] = frozenset()
+    captures: Captures = field(default_factory=Captures, compare=False)
 
 
 __all__ = ["Request"]

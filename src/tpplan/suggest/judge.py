@@ -91,6 +91,7 @@ def _compiled(subject: Subject, settings: Mapping[str, Setting], exchanges: bool
                 subject.keywords,
                 training=training,
                 moves=None if exchanges else False,
+                captures=subject.study.captures,
             )
         ).program
     except PlanError as error:

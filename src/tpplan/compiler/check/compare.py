@@ -47,6 +47,10 @@ _SIZED = tuple(
 )
 
 
+# By rank: what `_LocalBoundary` knows equal calls by.
+Shown = frozenset[tuple[int, object]]
+
+
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """Where a run on local shapes departs from what was promised.
@@ -62,6 +66,7 @@ class Mismatch:
         cut: the value whose first entries it takes, all of them in the example alone.
         when: the positions, from the root's body inwards, of the calls that lead to it, and its own: of two, the one
             that comes first in the run is the smaller.
+        shown: what tells the calls before it, which the run has shown right, from others.
     """
 
     frame: Frame
@@ -74,6 +79,7 @@ class Mismatch:
     when: tuple[int, ...] = ()
     backward: ForeignBackward | None = None
     cut: int | None = None
+    shown: Shown = field(default=frozenset(), compare=False, repr=False)
 
     def sizes(self, ranks: int) -> list[int]:
         """Global sizes of which the run on local shapes saw only a rank's part."""
@@ -438,6 +444,7 @@ __all__ = [
     "REARRANGING",
     "CheckInput",
     "Mismatch",
+    "Shown",
     "compare",
     "compare_call",
     "compare_entries",

@@ -27,6 +27,7 @@ from tpplan.compiler.check.compare import (
     REARRANGING,
     CheckInput,
     Mismatch,
+    Shown,
     compare,
     compare_call,
     compare_entries,
@@ -71,6 +72,7 @@ def check(
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str] = frozenset(),
     recorded: frozenset[str] = frozenset(),
+    shown: Shown = frozenset(),
 ) -> Mismatch | Passed:
     """Run the model on local shapes, once for each kind of rank.
 
@@ -79,6 +81,8 @@ def check(
         attributes: integer attributes to set to local counts, by module.
         recorded: modules whose bodies run from their records.
         excused: modules that are not run, as they were reported already; their results are taken as promised.
+        shown: of a mismatch with other attributes: calls that these don't concern aren't run again. For a trial: what
+            such calls write isn't seen.
     """
     alike = ranks_alike(given)
     hidden = _hidden_backward(given.instance)
@@ -86,7 +90,7 @@ def check(
         return hidden
     streams: dict[int, Stream] = {}
     for rank in different_ranks(given):
-        mismatch, stream = _check_rank(replace(given, rank=rank), attributes, excused, recorded)
+        mismatch, stream = _check_rank(replace(given, rank=rank), attributes, excused, recorded, shown=shown)
         if mismatch is not None:
             return replace(mismatch, rank=rank)
         if stream is not None:
@@ -120,6 +124,7 @@ def _check_rank(
     excused: frozenset[str],
     recorded: frozenset[str],
     every_call: bool = False,
+    shown: Shown = frozenset(),
 ) -> tuple[Mismatch | None, Stream | None]:
     shapes = _local_parameter_shapes(given)
     skeleton = make_skeleton(given.model, shapes)
@@ -128,7 +133,7 @@ def _check_rank(
         for attribute in held:
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
-    boundary = _LocalBoundary(given, excused, attributes, modules, every_call)
+    boundary = _LocalBoundary(given, excused, attributes, modules, every_call, shown)
     state = Capture(Recorder.like(given.trace), boundary)
     state.recorder.listening = True
     state.recorder.whole = False
@@ -186,7 +191,8 @@ def _check_rank(
     stream = (
         None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen, given.trace.cached)
     )
-    return min(found, key=_when, default=None), stream
+    first = min(found, key=_when, default=None)
+    return first if first is None else replace(first, shown=boundary.shown_before(first.when, frames)), stream
 
 
 def _unused_gradients(trace: Trace) -> Iterator[tuple[tuple[str, int, int], list[bool]]]:
@@ -461,11 +467,14 @@ class _LocalBoundary:
         attributes: Mapping[str, tuple[LocalAttribute, ...]],
         modules: Mapping[str, nn.Module],
         every_call: bool,
+        shown: Shown,
     ) -> None:
         self.given = given
         self.excused = excused
         self.modules = modules
         self.every_call = every_call
+        self._shown = shown
+        self._keys: dict[tuple[str, int], tuple[int, object]] = {}
         self.skipped: set[tuple[str, int]] = set()
         self._decided = {(d.frame.module, d.frame.call): d for d in given.assignment.frames}
         self._instances: dict[tuple[str, int], Instance] = {}
@@ -533,11 +542,22 @@ class _LocalBoundary:
         told = [self.given.trace.reads.get((f.module, f.call)) for f in instance.frame.walk()]
         key = (id(region), layouts, self._fingerprints.of(module))
         key = (*key, self._fingerprints.passed(passed, module, self.modules[module]), repr(told) if any(told) else "")
-        first = self._seen.setdefault((*key, _lines(instance.frame)), (instance.frame.module, instance.frame.call))
+        key = (*key, _lines(instance.frame))
+        self._keys[instance.frame.module, instance.frame.call] = self.given.rank, key
+        if (self.given.rank, key) in self._shown:
+            return True
+        first = self._seen.setdefault(key, (instance.frame.module, instance.frame.call))
         if first == (instance.frame.module, instance.frame.call):
             return False
         self._like[instance.frame.module, instance.frame.call] = first
         return True
+
+    def shown_before(
+        self, when: tuple[int, ...], frames: Mapping[tuple[str, int], tuple[Frame, tuple[int, ...]]]
+    ) -> Shown:
+        """The calls that end before a mismatch."""
+        keys = ((key, frames[call][1]) for call, key in self._keys.items())
+        return self._shown | {key for key, place in keys if place < when[: len(place)]}
 
     def filled(self, heard: Heard) -> Heard:
         """The steps of a run, with those that stand for a call that an equal one was run for."""

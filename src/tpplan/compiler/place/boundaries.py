@@ -32,7 +32,7 @@ from tpplan.plan import Pin
 
 
 class Boundaries:
-    """Answers for one axis."""
+    """Answers for one axis. Regions must live as long as it does: it knows them by identity."""
 
     def __init__(self, propagator: Propagator, topology: Topology, constraints: Constraints) -> None:
         """Answer for the propagator's axis and batch, under `constraints`."""
@@ -40,9 +40,16 @@ class Boundaries:
         self.size = propagator.size
         self.topology = topology
         self.constraints = constraints
+        self._known: dict[tuple[int, int, bool, Layout], list[tuple[Layout, Cost]]] = {}
 
     def entry_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
         """The layouts inside of an entry."""
+        key = (id(region), id(boundary), False, source)
+        if key not in self._known:
+            self._known[key] = self._entry_options(region, boundary, source)
+        return self._known[key]
+
+    def _entry_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
         targets = self._targets(region, boundary, region.values[boundary.target], source, outward=False)
         return self.entries_among(region, boundary, source, targets)
 
@@ -67,6 +74,12 @@ class Boundaries:
 
     def exit_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
         """The layouts outside of an exit."""
+        key = (id(region), id(boundary), True, source)
+        if key not in self._known:
+            self._known[key] = self._exit_options(region, boundary, source)
+        return self._known[key]
+
+    def _exit_options(self, region: Region, boundary: Boundary, source: Layout) -> list[tuple[Layout, Cost]]:
         value = region.values[boundary.target]
         options: list[tuple[Layout, Cost]] = []
         for target in self._targets(region, boundary, value, source, outward=True):

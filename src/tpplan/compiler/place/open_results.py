@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from tpplan.compiler.place.solution import Cost, Steps
 
 MANY = 3  # of fewer results the layouts are chosen as they leave
+MANY_LEAVE = 8  # of fewer results of the model, combinations are compared
 CROWDED = 32  # with fewer states, a step branches into them
 
 
@@ -68,4 +69,4 @@ class OpenResults:
         return bool(self._known)
 
 
-__all__ = ["CROWDED", "MANY", "OpenResults", "Option"]
+__all__ = ["CROWDED", "MANY", "MANY_LEAVE", "OpenResults", "Option"]

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tpplan.compiler.ir.dispatch import exchanged, splits_tokens
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
 from tpplan.compiler.ir.program import Recurrence, Reshard
-from tpplan.compiler.ir.region import CallNode, OperationNode, Region
+from tpplan.compiler.ir.region import Boundary, CallNode, OperationNode, Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
-from tpplan.compiler.place.open_results import CROWDED, MANY, OpenResults, Option
+from tpplan.compiler.place.open_results import CROWDED, MANY, MANY_LEAVE, OpenResults, Option
 from tpplan.compiler.place.solution import (
     Called,
     Choice,
@@ -54,6 +55,7 @@ from tpplan.plan import Exchange
 # none where it depends on a layout that is left open.
 _Step = tuple[Codes, Cost, Choice | None]
 _Entry = tuple[Codes, Cost, Entered]
+_Way = tuple[int, Cost, Steps | None]
 _States = dict[Codes, tuple[Cost, Steps | None]]
 _Solved = list[tuple[Codes, Solution]] | Failure
 
@@ -75,7 +77,7 @@ class Placer:
         self._kept: dict[int, frozenset[int]] = {}
         self._after: dict[tuple[int, int, int], list[_Step] | Failure] = {}
         self._from: dict[int, dict[Codes, _States | Failure]] = {}
-        self._taken: dict[tuple[int, int, int], list[tuple[int, Cost, Steps | None]]] = {}
+        self._taken: dict[tuple[int, int, int, bool], list[_Way]] = {}
 
     def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
         """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
@@ -296,7 +298,7 @@ class Placer:
 
     def _decided(self, region: Region, body: Body, position: int, states: _States, alone: int | None) -> _States:
         """The states in which what is read here has a layout, where a step left that open; but what may stay so."""
-        names = body.names[position]
+        names, leaving = body.names[position], self._leaving(region, position)
         for place in body.read[position]:
             if place == alone or all(state[place] >= 0 for state in states):
                 continue
@@ -304,7 +306,7 @@ class Placer:
             for state, (cost, steps) in states.items():
                 head, code, tail = state[:place], state[place], state[place + 1 :]
                 for layout, extra, trail in (
-                    self._ways(region, names[place], code) if code < 0 else ((code, (0, 0), None),)
+                    self._ways(region, names[place], code, leaving) if code < 0 else ((code, (0, 0), None),)
                 ):
                     after, total = (*head, layout, *tail), (cost[0] + extra[0], cost[1] + extra[1])
                     known = found.get(after)
@@ -313,13 +315,33 @@ class Placer:
             states = found
         return states
 
-    def _ways(self, region: Region, value: int, code: int) -> list[tuple[int, Cost, Steps | None]]:
-        """The layouts that an open value may have here, with their costs, and what is chosen on the way."""
-        key = (id(region), value, code)
+    def _ways(self, region: Region, value: int, code: int, leaving: Mapping[int, Boundary]) -> list[_Way]:
+        """The layouts that an open value may have here, with their costs, and what is chosen on the way.
+
+        Of what is `leaving` it is the one that costs least together with its exit.
+        """
+        key = (id(region), value, code, value in leaving)
         if key not in self._taken:
             held = [(option, self._trail(region, value, option)) for option in self._open.options(code)]
-            self._taken[key] = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
+            ways: list[_Way] = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
+            self._taken[key] = self._cheapest_out(region, leaving[value], ways) if value in leaving else ways
         return self._taken[key]
+
+    def _leaving(self, region: Region, position: int) -> dict[int, Boundary]:
+        """What leaves the root by one exit of many: nobody reads it together with others, so each is chosen alone."""
+        if region.depth or position < len(region.nodes) or len(region.exits) < MANY_LEAVE:
+            return {}
+        counts = Counter([boundary.source for boundary in region.exits] + list(region.outputs))
+        return {boundary.source: boundary for boundary in region.exits if counts[boundary.source] == 1}
+
+    def _cheapest_out(self, region: Region, boundary: Boundary, ways: list[_Way]) -> list[_Way]:
+        """The way that costs least, together with the exit; all of them where none can leave."""
+        priced: list[tuple[Cost, _Way]] = []
+        for way in ways:
+            (layout,) = self._numbering.layouts((way[0],))
+            for _, extra in self.boundaries.exit_options(region, boundary, layout):
+                priced.append(((way[1][0] + extra[0], way[1][1] + extra[1]), way))
+        return [min(priced, key=lambda pair: pair[0])[1]] if priced else ways
 
     def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:
         numbers = (*node.inputs, *node.overwritten)

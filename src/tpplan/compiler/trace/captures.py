@@ -1,0 +1,57 @@
+"""Captures: runs of one model on one call, remembered for the compilations of several plans.
+
+in:  a model, a call, and how to capture
+out: the trace and the capture, or the error that came of it; the same for every plan, as nothing in them depends on one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.compiler.ir.trace import Location, Trace
+from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.capture import Capture
+
+
+class Captures:
+    """What was captured. The model, the call, and what is around them must be the same for all that ask."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._found: dict[Hashable, tuple[Trace, Capture] | Exception] = {}
+        self._others: dict[Hashable, Captures] = {}
+
+    def record(
+        self,
+        model: nn.Module,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        training: bool,
+        taken: frozenset[Location] | None = None,
+        device: torch.device | None = None,
+        reducing: frozenset[str] = frozenset(),
+        values: bool = False,
+        looking: frozenset[str] = frozenset(),
+    ) -> tuple[Trace, Capture]:
+        """What `record_model` returns, or raises."""
+        settings = (training, taken, device, reducing, values, looking)
+        if settings not in self._found:
+            try:
+                self._found[settings] = record_model(model, arguments, keywords, *settings)
+            except Exception as error:
+                self._found[settings] = error
+        found = self._found[settings]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def where(self, state: Hashable) -> Captures:
+        """Those of the model in another state, such as a call leaves it in."""
+        return self._others.setdefault(state, Captures())
+
+
+__all__ = ["Captures"]
