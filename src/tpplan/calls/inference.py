@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from tpplan.calls.arguments import without_opaque
 from tpplan.calls.proofs import cache_difference, placement_difference
-from tpplan.calls.rehearse import ShapeCommunicator, lowered_on_shapes
 from tpplan.calls.storage import Forgetful, FusedAttention, StorageMeter
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.program import Program, dtype_name
@@ -36,6 +35,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.program import Traffic, module_traffic
 from tpplan.plan import CompileError, Diagnostic, Plan
+from tpplan.rehearsal.rehearse import ShapeCommunicator, lowered_on_shapes
 from tpplan.report.inference import Inference, Kept, KeptTensor
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -11,7 +11,7 @@ import traceback
 from tpplan.compiler.ir.trace import Location, quoted
 from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
 from tpplan.compiler.trace.counts import Count
-from tpplan.compiler.trace.noted import PackedSequencesError
+from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
 from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError
 from tpplan.compiler.trace.state import StateError
 from tpplan.plan import Diagnostic
@@ -30,7 +30,9 @@ def of_capture(error: BaseException) -> Diagnostic:
         return Diagnostic(
             code="TP110",
             message=f"the model replaces the module `{cause}` while it runs on these inputs",
-            help="if it keeps the new module, call it once on such inputs first; or pass other `inputs=`",
+            help="if it does so in its first call alone, call it once on such inputs before; if in every call, make "
+            "the module in `__init__`, or use the new one without setting it on a module",
+            notes=(f"in {quoted(cause.module)}, at {cause.location}",) if cause.location is not None else (),
             subject=str(cause),
         )
     if isinstance(cause, PackedSequencesError):
@@ -41,6 +43,15 @@ def of_capture(error: BaseException) -> Diagnostic:
             help="make it with `nn.TransformerEncoder(..., enable_nested_tensor=False)`, or set `use_nested_tensor` "
             "to False before `parallelize`; what it computes of padding is then as in training, and not 0",
             subject=str(cause) or None,
+        )
+    if isinstance(cause, UnfollowedError):
+        at, told = _raised_at(cause), str(cause)
+        return Diagnostic(
+            code="TP110",
+            message=told if told.startswith(("`", "the model")) else f"{quoted(name)} can't be captured: {told}",
+            help=cause.way_out or "leave that out of the forward, or keep this model whole",
+            notes=(f"in {quoted(name)}, at {at}",) if at else (),
+            subject=name or None,
         )
     if isinstance(cause, StateError):
         return Diagnostic(

@@ -155,7 +155,7 @@ class ConstantWatcher(TorchFunctionMode):
             return record_gradient(self._recorder, args, keywords)
         if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func):
             raise UnfollowedError(
-                "a parameter's `.data` is assigned to; write to the parameter under `no_grad` instead"
+                "it assigns to a parameter's `.data`", "write to the parameter under `torch.no_grad()` instead"
             )
         if func in _AUTOGRADS_OWN or func in _MEMORYS_OWN:
             self._refuse_state(func, args[0])
@@ -179,7 +179,7 @@ class ConstantWatcher(TorchFunctionMode):
             result = self._over_classes(classes, lambda: func(*args, **keywords))
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
             raise UnfollowedError(
-                "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
+                "it reads `grad_fn`, which is another one on a rank's part", "ask for `requires_grad` instead"
             )
         self._note_step(func, result, args, keywords)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
@@ -231,5 +231,6 @@ class ConstantWatcher(TorchFunctionMode):
         name = _MEMORYS_OWN.get(func) or (_AUTOGRADS_OWN[func] if tensor.requires_grad else "")
         if name and step_of(func, depth=1) is not None:
             raise UnfollowedError(
-                f"it reads `{name}`, which is another one on a rank's part; let the caller tell what it needs to know"
+                f"it reads `{name}`, which is another one on a rank's part",
+                "let the caller tell what it needs to know",
             )

@@ -25,6 +25,7 @@ from tpplan.compat import (
     PythonNode,
     RecordingMode,
     Unwatched,
+    inside_transform,
     packs_saved_tensors,
     random_state,
     run_as_written,
@@ -123,7 +124,8 @@ class Recorder(RecordingMode):
         self._packing = packs_saved_tensors()
         self._random = random_state()
         self.familiar: set[int] | None = None  # ids of tensors from before the run; None while any may be met
-        self.unfamiliar: list[tuple[str, Location | None]] = []  # where tensors were met that no operation made
+        # Where tensors were met that no operation made, and whether inside of a transform such as `vmap`.
+        self.unfamiliar: list[tuple[str, Location | None, bool]] = []
         self._redrawn: set[int] = set()  # ids of real tensors that hold random numbers by now
         self.seeded: set[int] = set()  # random numbers drawn after the body has set the generator
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
@@ -156,7 +158,7 @@ class Recorder(RecordingMode):
         found = self._identity.get(id(tensor))
         if found is None:
             if self.familiar is not None and tensor.is_meta and id(tensor) not in self.familiar:
-                self.unfamiliar.append((self.frames[-1].module, self.location()))
+                self.unfamiliar.append((self.frames[-1].module, self.location(), inside_transform()))
             return self.new_value(tensor, tensor.requires_grad)
         if tensor.requires_grad:
             if isinstance(tensor.grad_fn, PythonNode):
@@ -228,7 +230,10 @@ class Recorder(RecordingMode):
     def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
         if type(tensor) is not Tensor and is_wrapper(tensor):
-            raise UnfollowedError(f"a module is passed, or returns, a `{type(tensor).__name__}` that keeps its tensors")
+            raise UnfollowedError(
+                f"a module is passed, or returns, a `{type(tensor).__name__}` that keeps its tensors",
+                "pass plain tensors between modules",
+            )
         with Unwatched():
             outside = self.value_of(tensor)
             alias = torch.ops.aten.alias.default(tensor)
@@ -312,8 +317,8 @@ class Recorder(RecordingMode):
         packing = packs_saved_tensors()
         if packing is not None and packing is not self._packing:
             raise UnfollowedError(
-                "it runs under `saved_tensors_hooks`, which may change what the backward reads; hooks around the call "
-                "of the model see what a rank saves"
+                "it runs under `saved_tensors_hooks`, which may change what the backward reads",
+                "put the hooks around the call of the model, where they see what a rank saves",
             )
         inputs = tuple([self.value_of(operand) for operand in operands])
         arguments = tuple([self._refer(argument) for argument in args])

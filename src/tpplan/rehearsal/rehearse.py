@@ -27,7 +27,7 @@ from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
-from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.ir.trace import Path, quoted
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes, tell_inputs
@@ -145,7 +145,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     except TpplanError:
         raise
     except Exception as error:
-        raise CompileError([_finding(error, rank)]) from error
+        raise CompileError([_finding(error, rank, skeleton)]) from error
     finally:
         around.restore()
     return Rehearsed(axis.counts, _predicted(program, standing))
@@ -189,16 +189,24 @@ def _differentiable(model: nn.Module, compiled: Compiled, example: _Call, names:
     return _differentiated(skeleton, compiled, example, names) is None
 
 
-def _finding(error: Exception, rank: int) -> Diagnostic:
+def _finding(error: Exception, rank: int, model: nn.Module) -> Diagnostic:
     """What the model's own code couldn't do with what a rank holds."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if not f.filename.startswith(_LIBRARIES)), "")
+    names = {id(module): name for name, module in named_modules(model)}
+    at = where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        where = names.get(id(frame.f_locals.get("self")), where)
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            at = f"in {quoted(where)}, at {frame.f_code.co_filename}:{line}"
     text = str(error).strip().splitlines()
+    way_out = "leave out the rules of the module that the line belongs to, or take what it needs as an argument"
+    if "view size is not compatible" in str(error):
+        way_out = "write `.reshape(…)` in place of `.view(…)` there, as a rank's part may lie in memory with gaps; or "
+        way_out += "leave out the rules of the module that the line belongs to"
     return Diagnostic(
         code="TP136",
         message=f"the sharded model can't run as rank {rank}: {type(error).__name__}{': ' + text[0] if text else ''}",
-        help="leave out the rules of the module that the line belongs to, or take what it needs as an argument",
-        notes=(f"at {at}",) if at else (),
+        help=way_out,
+        notes=(at,) if at else (),
     )
 
 
