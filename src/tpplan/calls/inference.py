@@ -167,7 +167,7 @@ class _Prompt:
         before = [weakref.ref(item) for _, item in leaves((arguments, keywords)) if isinstance(item, Tensor)]
         around, meter = Surroundings(model), StorageMeter(_behind((arguments, keywords)))
         try:
-            shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful)
+            shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful, picking=compiled.picking)
             with shapes_alone, torch.no_grad(), meter, FusedAttention():
                 result = model(*arguments, **keywords)
         finally:

@@ -178,7 +178,7 @@ def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names:
     call = with_tensors(*example, names, _like)
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     device, values = torch.device(compiled.program.device), compiled.facts is not None
-    with on_shapes(model, taken, device, values=values) as recorder:
+    with on_shapes(model, taken, device, values=values, picking=compiled.picking) as recorder:
         tell_inputs(recorder, example, call, names)
         return _differentiate(model(*call[0], **call[1]))
 

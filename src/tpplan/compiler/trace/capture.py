@@ -188,6 +188,7 @@ def on_shapes(
     device: torch.device,
     kind: type[Recorder] = Recorder,
     values: bool = False,
+    picking: frozenset[tuple[int, int]] = frozenset(),
 ) -> Generator[Recorder]:
     """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
 
@@ -197,8 +198,9 @@ def on_shapes(
         device: where bodies are told that their tensors lie.
         kind: what gives the answers.
         values: whether bodies may read the numbers in the call, of which the recorder is to be told (`tell_inputs`).
+        picking: see `Trace`.
     """
-    recorder = kind(taken, device, values=values)
+    recorder = kind(taken, device, values=values, picking=picking)
     recorder.frames.append(OpenFrame("", 0, []))
     recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
     recorder.containers |= {n for _, module in named_modules(model) for n in _stacked(module)}
@@ -370,6 +372,7 @@ def _record(
         wrapped.has_any,
         unanswered(root, values, recorder.passed),
         recorder.looking,
+        picking=frozenset(recorder.picking.items()),
     )
 
 

@@ -143,6 +143,8 @@ class ConstantWatcher(TorchFunctionMode):
             args, keywords = counted
         if func in _VALUE_READS and args[0].is_meta:
             args = (self._recorder.read(args[0]).to("cpu", copy=True), *args[1:])
+        elif func in _VALUE_READS and id(args[0]) in self._recorder.picked:
+            raise self._recorder.refuse_value()
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
@@ -174,7 +176,11 @@ class ConstantWatcher(TorchFunctionMode):
         if _holds_meta(data):
             result, data = _assembled(func, args, keywords, data), None
         elif classes is None:
-            result = decomposed(func)(*args, **keywords)
+            self._recorder.indexing = func in _INDEXING
+            try:
+                result = decomposed(func)(*args, **keywords)
+            finally:
+                self._recorder.indexing = False
         else:
             result = self._over_classes(classes, lambda: func(*args, **keywords))
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
