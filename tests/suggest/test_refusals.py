@@ -213,3 +213,43 @@ class Reading(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).relu())
+
+
+def packing(x: Tensor) -> Tensor:
+    lengths = torch.full(x.shape[:1], x.shape[1])
+    return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data
+
+
+def losing(x: Tensor) -> Tensor:
+    ends = torch.full(x.shape[:1], 3)
+    return nn.functional.ctc_loss(x.transpose(0, 1).log_softmax(-1), torch.ones(len(x), 3).long(), 2 * ends, ends)
+
+
+class Ending(nn.Module):
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.end = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.down(self.up(x).relu()))
+
+
+@pytest.mark.parametrize(
+    ("end", "told", "way_out"),
+    [
+        (packing, "the model packs sequences", "padded batch"),
+        (losing, "calls `aten::_ctc_loss", "outside of the model"),
+    ],
+)
+def test_what_cannot_run_on_shapes_is_told(end: Callable[[Tensor], Tensor], told: str, way_out: str) -> None:
+    finding = refusal(tpplan.suggest_plan, Ending(end).double(), 2, inputs=(x_of(),))
+    assert finding.code == "TP110" and told in finding.message and way_out in (finding.help or "")
+
+
+def test_a_scripted_module_is_told() -> None:
+    for model in (torch.jit.script(nn.Linear(WIDTH, 64)), nn.Sequential(torch.jit.script(nn.Linear(WIDTH, 64)))):
+        assert "compiled by TorchScript" in refusal(tpplan.suggest_plan, model, 2, inputs=(x_of(),)).message
+
+
+def test_text_may_have_a_format() -> None:
+    assert suggested(Ending(lambda x: x if f"{x.mean():.3f}" else -x).double(), (x_of(),)).ok

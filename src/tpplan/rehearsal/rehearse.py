@@ -40,6 +40,7 @@ from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+_STANDARD = str(FilePath(traceback.__file__).parent)
 _LIBRARIES = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[1]))
 
 
@@ -195,8 +196,9 @@ def _finding(error: Exception, rank: int, model: nn.Module) -> Diagnostic:
     at = where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         where = names.get(id(frame.f_locals.get("self")), where)
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            at = f"in {quoted(where)}, at {frame.f_code.co_filename}:{line}"
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and (not file.startswith(_STANDARD) or "site-packages" in file):
+            at = f"in {quoted(where)}, at {file}:{line}"
     text = str(error).strip().splitlines()
     way_out = "leave out the rules of the module that the line belongs to, or take what it needs as an argument"
     if "view size is not compatible" in str(error):

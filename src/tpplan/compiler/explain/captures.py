@@ -6,6 +6,7 @@ out: TP110
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from tpplan.compiler.ir.trace import Location, quoted
@@ -16,6 +17,9 @@ from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError
 from tpplan.compiler.trace.state import StateError
 from tpplan.plan import Diagnostic
 
+# What torch says of an operator that can't run on shapes alone.
+_NO_META = ("attempted to run this operator with Meta tensors", "There was no fake impl registered")
+_PACKS = "'lengths' argument should be a 1D CPU int64 tensor"
 # What torch says where a meta tensor's numbers are wanted.
 _NO_NUMBERS = (
     "Cannot copy out of meta tensor", "convert meta device type tensor to numpy", "cannot be called on meta tensors",
@@ -89,6 +93,23 @@ def of_capture(error: BaseException) -> Diagnostic:
             notes=notes,
             subject=name or None,
         )
+    if _PACKS in str(cause):
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} packs sequences, as by `pack_padded_sequence`, which a capture can't follow",
+            help="give the recurrent layer the padded batch, and mask what it makes of padding",
+            notes=notes,
+            subject=name or None,
+        )
+    if any(told in str(cause) for told in _NO_META):
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} calls {_operator(str(cause))}, which can't run on shapes alone",
+            help="call it outside of the model, as with a loss; for an operator of your own, register what shapes it "
+            "makes, by `torch.library.register_fake`",
+            notes=notes,
+            subject=name or None,
+        )
     if "HigherOrderOperator" in str(cause):
         return Diagnostic(
             code="TP110",
@@ -104,6 +125,12 @@ def of_capture(error: BaseException) -> Diagnostic:
         notes=notes,
         subject=name or None,
     )
+
+
+def _operator(told: str) -> str:
+    """The operator that torch's message is of."""
+    found = re.search(r"\w+::[\w.]+", told)
+    return f"`{found.group()}`" if found else "an operator"
 
 
 def _raised_at(error: BaseException) -> Location | None:

@@ -1,7 +1,7 @@
 """Fitness: whether a model can be compiled at all, before anything is asked of a plan.
 
 in:  a model
-out: TP108 if it is parallel already; TP110 if its parameters have no shapes yet; TP112 if a `forward` on an instance
+out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a `forward` on an instance
      would hide what tpplan puts into the class, or if there are hooks on parameters, which are replaced
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,16 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
     unset = next((name for name, held in _own_tensors(model) if is_lazy(held)), None)
     if unset is not None:
         return [_uninitialised(unset)]
+    scripted = next((name for name, held in named_modules(model) if isinstance(held, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        return [
+            Diagnostic(
+                code="TP110",
+                message=f"`{scripted or type(model).__name__}` was compiled by TorchScript, and shows no Python",
+                help="shard the module that it was made of, before `torch.jit.script` or `torch.jit.trace`",
+                subject=scripted or None,
+            )
+        ]
     findings: list[Diagnostic] = []
     for name, module in named_modules(model):
         shown = name or type(model).__name__

@@ -58,8 +58,9 @@ The compiler runs the model once on meta tensors, which have shapes but no value
 the line. If the forward reads values (`.item()`, `.tolist()`, `.numpy()`) that follow from its inputs, such as sizes of
 pictures, pass `inputs=` with numbers. If they follow from parameters or activations, use tensor operations instead, or
 read them outside of the forward. A model that makes its layers in its first call, as lazy modules do, has to be called
-before; one that sets a new module on itself in each call should make it in `__init__`. Otherwise call the model on the
-same inputs without tpplan: they may not be what it accepts.
+before; one that sets a new module on itself in each call should make it in `__init__`. Operators without a kernel for
+meta tensors, TorchScript and transforms of `torch.func` around modules can't be captured. Otherwise call the model on
+the same inputs without tpplan: they may not be what it accepts.
 """,
     ),
     Entry(
