@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.runtime.simulated import plan_of
+from tpplan.calls.inference import inference
 from tpplan.parity import ParityReport
 from tpplan.plan import CompileError, Diagnostic
 
@@ -79,6 +80,7 @@ def test_a_view_that_a_rank_cannot_make_is_one_finding_for_all_that_compile() ->
     finding = refusal(tpplan.compile_plan, model, plan, 2, call)
     assert finding.code == "TP136" and finding.notes[0].startswith("in `inner`, at ")
     assert refusal(tpplan.verify, model, plan, 2, call) == finding
+    assert refusal(inference, model, plan, 2, call, {}) == finding
     proposed = refusal(tpplan.suggest_plan, model, 2, inputs=call)
     assert proposed.code == "TP123" and any(finding.message in note for note in proposed.notes)
     assert ".reshape" in (finding.help or "") and "as its finding says" in (proposed.help or "")

@@ -34,8 +34,8 @@ from tpplan.compiler.trace.capture import argument_names, on_shapes
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.program import Traffic, module_traffic
-from tpplan.plan import CompileError, Diagnostic, Plan
-from tpplan.rehearsal.rehearse import ShapeCommunicator, lowered_on_shapes
+from tpplan.plan import CompileError, Diagnostic, Plan, TpplanError
+from tpplan.rehearsal.rehearse import ShapeCommunicator, cannot_run, lowered_on_shapes
 from tpplan.report.inference import Inference, Kept, KeptTensor
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -77,6 +77,8 @@ def inference(
     )
     try:
         prompt = _Prompt(model, compiled, call)
+    except CompileError:
+        raise
     except Exception as error:  # whatever the model's code can't do without numbers
         return replace(known, unknown={"cache": f"The cache can't be told without numbers: {_said(error)}."})
     temporary = (prompt.stock.temporary, *(prompt.ranks[kind].temporary for kind in prompt.kind_of))
@@ -170,6 +172,12 @@ class _Prompt:
             shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful, picking=compiled.picking)
             with shapes_alone, torch.no_grad(), meter, FusedAttention():
                 result = model(*arguments, **keywords)
+        except TpplanError:
+            raise
+        except Exception as error:
+            if rank is None:
+                raise
+            raise CompileError([cannot_run(error, rank, model)]) from error
         finally:
             around.restore()
         passed = {id(tensor) for held in before if (tensor := held()) is not None}

@@ -146,7 +146,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     except TpplanError:
         raise
     except Exception as error:
-        raise CompileError([_finding(error, rank, skeleton)]) from error
+        raise CompileError([cannot_run(error, rank, skeleton)]) from error
     finally:
         around.restore()
     return Rehearsed(axis.counts, _predicted(program, standing))
@@ -190,8 +190,8 @@ def _differentiable(model: nn.Module, compiled: Compiled, example: _Call, names:
     return _differentiated(skeleton, compiled, example, names) is None
 
 
-def _finding(error: Exception, rank: int, model: nn.Module) -> Diagnostic:
-    """What the model's own code couldn't do with what a rank holds."""
+def cannot_run(error: Exception, rank: int, model: nn.Module) -> Diagnostic:
+    """What the model's own code couldn't do with what a rank holds: TP136."""
     names = {id(module): name for name, module in named_modules(model)}
     at = where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -295,4 +295,4 @@ def _is_in(name: str, modules: frozenset[str]) -> bool:
     return True
 
 
-__all__ = ["Rehearsed", "ShapeCommunicator", "lowered_on_shapes", "rehearse"]
+__all__ = ["Rehearsed", "ShapeCommunicator", "cannot_run", "lowered_on_shapes", "rehearse"]
