@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan.calls.guard import CallGuard
-from tpplan.calls.prove import prove
 from tpplan.checkpoint import load_weights, save_weights
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.pipeline import Compiled
@@ -23,6 +22,7 @@ from tpplan.inputs import with_labels
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
+from tpplan.rehearsal.prove import prove
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lockstep import ranks_of

@@ -60,7 +60,7 @@ def served(model: nn.Module, plan: Plan | None, size: int, inputs: object = None
     Raises:
         CompileError: TP111, if there are no inputs; TP160, if a call of the wrapper doesn't reach the wrapped model.
     """
-    wrong = [held for held in unfit_findings(model) if held.code == "TP108"]  # of what wraps the model, too
+    wrong = [held for held in unfit_findings(model) if held.code in ("TP108", "TP110")]  # of what wraps the model, too
     if wrong:
         raise CompileError(wrong)
     arguments, keywords = example_call(model, size, inputs, **sizes)

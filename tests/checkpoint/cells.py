@@ -34,7 +34,7 @@ import tpplan
 from tests.checkpoint.subjects import subject
 from tests.plans.parity import tolerance, whole
 from tests.runtime.world import Member
-from tpplan.calls.prove import prove
+from tpplan.rehearsal.prove import prove
 
 State = dict[str, Any]
 MADE = {

@@ -14,7 +14,7 @@ import pytest
 import tpplan
 from tests.models.tiny import ARCHITECTURES, tiny_model
 from tests.zoo.architectures import build
-from tpplan.calls.rehearse import Rehearsed, rehearse
+from tpplan.rehearsal.rehearse import Rehearsed, rehearse
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -51,7 +51,7 @@ def shown(program: tpplan.Program) -> str:
 def test_the_program_of_a_plan_is_as_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     rehearsals: list[Rehearsed] = []
-    monkeypatch.setattr("tpplan.calls.prove.rehearse", lambda *call: rehearsals.extend(rehearse(*call)))
+    monkeypatch.setattr("tpplan.rehearsal.prove.rehearse", lambda *call: rehearsals.extend(rehearse(*call)))
     program = compiled(name)
     assert rehearsals
     assert all(rehearsed.ran == rehearsed.predicted for rehearsed in rehearsals)

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("initialize",),
     ("generation",),
     ("checkpoint", "loss"),
+    ("rehearsal",),
     ("runtime",),
     ("compiler",),
     ("cost",),
@@ -41,7 +42,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The one file that may use torch's private names, and the layers that may use this file.
 COMPAT = "compat"
 COMPAT_USERS = frozenset(
-    {"bench", "calls", "parity", "suggest", "initialize", "checkpoint", "runtime", "compiler", "kernels"}
+    {"bench", "calls", "parity", "suggest", "initialize", "checkpoint", "rehearsal", "runtime", "compiler", "kernels"}
 )
 # Operators are data: the underscore of `torch.ops.aten._softmax` is part of a name that a trace holds.
 OPERATOR_PREFIX = "torch.ops.aten."

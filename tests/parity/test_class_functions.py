@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
-from tpplan.calls.rehearse import ShapeCommunicator
 from tpplan.compiler.ir.program import SplitClasses
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, load_plan
+from tpplan.rehearsal.rehearse import ShapeCommunicator
 from tpplan.runtime.class_scope import ClassBody, OpenClassBodies
 
 ROWS, WIDTH, CLASSES = 6, 8, 12

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-import tpplan.compiler.pipeline
+import tpplan.rehearsal.prove
 from tests.parity.subjects import with_module
 from tpplan.cli.main import main
 
@@ -29,14 +29,14 @@ def test_json_is_all_there_is_on_standard_output(capsys):
 
 
 def test_a_divergence_exits_with_1_and_names_the_module(capsys, monkeypatch):
-    compile_call = tpplan.compiler.pipeline.compile_call
+    prove = tpplan.rehearsal.prove.prove
 
     def miscompiled(request):
-        compiled = compile_call(request)
+        compiled = prove(request)
         program = with_module(compiled.program, "blocks.1.mlp.down", lambda module: replace(module, exits=()))
         return replace(compiled, program=program)
 
-    monkeypatch.setattr("tpplan.parity.run.compile_call", miscompiled)
+    monkeypatch.setattr("tpplan.parity.run.prove", miscompiled)
     assert main(["verify", "torch_transformer", "--model", MODEL]) == 1
     assert "diverges, first in the output of blocks.1.mlp.down" in " ".join(capsys.readouterr().out.split())
 

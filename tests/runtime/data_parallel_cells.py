@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tpplan
 from tests.plans.parity import PLANS, tolerance, whole
 from tests.runtime.world import Member
-from tpplan.calls.prove import prove
+from tpplan.rehearsal.prove import prove
 
 ROWS, LENGTH, STEPS = 2, 6, 2
 

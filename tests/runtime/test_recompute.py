@@ -31,7 +31,7 @@ from tests.marking import sweep_but
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS as SHIPPED
 from tests.runtime.world import Member, world
-from tpplan.calls.rehearse import ShapeCommunicator
+from tpplan.rehearsal.rehearse import ShapeCommunicator
 from tpplan.runtime import recent
 from tpplan.runtime.parameters import HandedOut
 

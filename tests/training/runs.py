@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import tpplan
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member
-from tpplan.calls.prove import prove
+from tpplan.rehearsal.prove import prove
 
 Sample = dict[str, Tensor]
 

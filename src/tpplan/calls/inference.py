@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from tpplan.calls.arguments import without_opaque
 from tpplan.calls.proofs import cache_difference, placement_difference
-from tpplan.calls.rehearse import ShapeCommunicator, lowered_on_shapes
 from tpplan.calls.storage import Forgetful, FusedAttention, StorageMeter
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.program import Program, dtype_name
@@ -35,7 +34,8 @@ from tpplan.compiler.trace.capture import argument_names, on_shapes
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.cost.program import Traffic, module_traffic
-from tpplan.plan import CompileError, Diagnostic, Plan
+from tpplan.plan import CompileError, Diagnostic, Plan, TpplanError
+from tpplan.rehearsal.rehearse import ShapeCommunicator, cannot_run, lowered_on_shapes
 from tpplan.report.inference import Inference, Kept, KeptTensor
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -77,6 +77,8 @@ def inference(
     )
     try:
         prompt = _Prompt(model, compiled, call)
+    except CompileError:
+        raise
     except Exception as error:  # whatever the model's code can't do without numbers
         return replace(known, unknown={"cache": f"The cache can't be told without numbers: {_said(error)}."})
     temporary = (prompt.stock.temporary, *(prompt.ranks[kind].temporary for kind in prompt.kind_of))
@@ -167,9 +169,15 @@ class _Prompt:
         before = [weakref.ref(item) for _, item in leaves((arguments, keywords)) if isinstance(item, Tensor)]
         around, meter = Surroundings(model), StorageMeter(_behind((arguments, keywords)))
         try:
-            shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful)
+            shapes_alone = on_shapes(model, taken, torch.device(program.device), Forgetful, picking=compiled.picking)
             with shapes_alone, torch.no_grad(), meter, FusedAttention():
                 result = model(*arguments, **keywords)
+        except TpplanError:
+            raise
+        except Exception as error:
+            if rank is None:
+                raise
+            raise CompileError([cannot_run(error, rank, model)]) from error
         finally:
             around.restore()
         passed = {id(tensor) for held in before if (tensor := held()) is not None}

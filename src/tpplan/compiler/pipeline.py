@@ -66,6 +66,7 @@ class Compiled:
         members: what became of rules on modules that wrap layers.
         facts: what the call's bodies read of numbers; None if they were kept from them.
         wraps: whether the call is passed, or leaves, tensors of classes of their own.
+        picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
     """
 
     program: Program
@@ -79,6 +80,7 @@ class Compiled:
     members: Members = field(default_factory=dict[str, Style])
     facts: Facts | None = None
     wraps: bool = False
+    picking: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def digest(self) -> str:
@@ -212,7 +214,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
-        wraps=trace.wraps,
+        wraps=trace.wraps, picking=trace.picking,
     )  # fmt: skip
     return compiled, trace, state
 

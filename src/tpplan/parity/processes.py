@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from tpplan.compiler.ir.layout import Collective
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
-from tpplan.parity.draws import OwnDraws
+from tpplan.parity.draws import Draws, DrawsOfRank
 from tpplan.parity.errors import RankError, RankTimeoutError, VerifyError, describe
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT
@@ -41,11 +41,11 @@ def run_in_processes(
     call: Call,
     cotangents: Mapping[str, Tensor],
     timeout: float = TIMEOUT,
-    draws: int | None = None,
+    draws: Draws | None = None,
 ) -> list[RankResult]:
     """Run `program` on all ranks at once and return what each shows, in rank order.
 
-    With `draws`, each rank draws random numbers from a stream of its own, which begins with that.
+    With `draws`, each rank draws random numbers as the unsharded model did.
 
     Raises:
         RankError: a rank raised, or its process died.
@@ -64,7 +64,7 @@ def run_in_processes(
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(program.size)]
 
 
-def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], int | None], folder: Path) -> None:
+def _send(job: tuple[nn.Module, Program, Call, dict[str, Tensor], Draws | None], folder: Path) -> None:
     try:
         torch.save(job, folder / _JOB)
     except Exception as error:  # pickle raises PicklingError, AttributeError and TypeError alike
@@ -126,7 +126,7 @@ def _run_child(rank: int, size: int, name: str, threads: int, timeout: float) ->
         model, program, call, cotangents, draws = torch.load(folder / _JOB, weights_only=False, mmap=True)
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(program.axis,))
         axis = _CountingGroup(mesh.get_group())
-        with contextlib.nullcontext() if draws is None else OwnDraws(draws):
+        with contextlib.nullcontext() if draws is None else DrawsOfRank(draws, rank, size):
             result = run_rank(model, program, call, cotangents, axis, mesh)
         torch.save(result, _result(folder, rank))
         dist.barrier()

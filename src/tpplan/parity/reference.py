@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, TorchDispatchMode
 from tpplan.parity.call import Call
-from tpplan.parity.draws import OwnDraws
+from tpplan.parity.draws import Draws, OwnDraws
 from tpplan.parity.errors import UnshardedError, VerifyError, describe
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.observe import Observation, observe
@@ -62,7 +62,7 @@ class Reference:
     Attributes:
         seen: outputs and gradients.
         cotangents: the gradients that were sent into the outputs.
-        draws: with what a run's stream of random numbers begins; None if this one drew none.
+        draws: what it drew of random numbers; None if that is nothing.
         epsilon: of the coarsest dtype that the model's arithmetic rounds to.
         terms: of the longest sum that an operation takes.
         depth: how many leaf modules were called.
@@ -70,7 +70,7 @@ class Reference:
 
     seen: Observation
     cotangents: dict[str, Tensor] = field(repr=False)
-    draws: int | None
+    draws: Draws | None
     epsilon: float
     terms: int
     depth: int
@@ -105,5 +105,5 @@ def run_reference(model: nn.Module, call: Call, seed: int) -> Reference:
             "  help: return tensors, or tuples, dicts or dataclasses of them"
         )
     epsilon = meter.epsilon or torch.finfo(torch.float64).eps
-    draws = seed + 3 if own.drew else None
+    draws = Draws(seed + 3, tuple(own.made)) if own.made else None
     return Reference(seen, cotangents, draws, epsilon, meter.terms, max(1, sum(held.leaf for held in seen.calls)))

@@ -76,7 +76,7 @@ def moved_by_rounding(model: nn.Module, call: Call, reference: Reference, seed: 
     generator = torch.Generator().manual_seed(seed)
     moved = Moved({}, {}, {})
     for _ in range(_RUNS):
-        draws = contextlib.nullcontext() if reference.draws is None else OwnDraws(reference.draws)
+        draws = contextlib.nullcontext() if reference.draws is None else OwnDraws(reference.draws.seed)
         with draws, OtherRounding(generator):
             again = observe(copy_structure(model), call, lambda name, _: reference.cotangents.get(name))
         _note(moved.outputs, reference.seen.outputs, again.outputs)

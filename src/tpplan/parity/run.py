@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.parity.budget import choose_dtype, refuse_too_large
@@ -25,6 +24,7 @@ from tpplan.parity.rounding import moved_by_rounding
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
 from tpplan.plan import Plan, PlanSource, load_plan
+from tpplan.rehearsal.prove import prove
 from tpplan.served import served
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
@@ -73,7 +73,7 @@ def verify(
     inner = served(model, loaded, tp, inputs)
     model, loaded, arguments, keywords = inner.model, inner.plan, inner.arguments, inner.keywords
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")
-    program = compile_call(Request(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))).program
+    program = prove(Request(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))).program
     return verify_program(
         model, program, (arguments, keywords),
         processes=processes, dtype=dtype, seed=seed, timeout=timeout, progress=progress,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tpplan.compiler.ir.program import Program
 from tpplan.parity.call import Call
-from tpplan.parity.draws import OwnDraws
+from tpplan.parity.draws import Draws, DrawsOfRank
 from tpplan.parity.rank import RankResult, run_rank
 from tpplan.parity.threads import TIMEOUT, ThreadCommunicator, run_ranks
 
@@ -20,18 +20,18 @@ def run_simulated(
     call: Call,
     cotangents: Mapping[str, Tensor],
     timeout: float = TIMEOUT,
-    draws: int | None = None,
+    draws: Draws | None = None,
 ) -> list[RankResult]:
     """Run `program` on all ranks at once and return what each shows, in rank order.
 
-    With `draws`, each rank draws random numbers from a stream of its own, which begins with that.
+    With `draws`, each rank draws random numbers as the unsharded model did.
 
     Raises:
         VerifyError: see `run_ranks`.
     """
 
     def work(axis: ThreadCommunicator) -> RankResult:
-        with contextlib.nullcontext() if draws is None else OwnDraws(draws):
+        with contextlib.nullcontext() if draws is None else DrawsOfRank(draws, axis.rank, program.size):
             return run_rank(model, program, call, cotangents, axis)
 
     return run_ranks(program.size, work, timeout)

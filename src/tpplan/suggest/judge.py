@@ -13,11 +13,12 @@ from torch import nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.queries import stored_names
 from tpplan.compiler.request import Request
-from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severity
+from tpplan.plan import CompileError, Diagnostic, Plan, PlanError, Rule, Severity, TpplanError
 from tpplan.plan.pattern import Pattern
+from tpplan.rehearsal.rehearse import rehearse
 from tpplan.suggest.patterns import patterns_for
 from tpplan.suggest.roles import Setting
 from tpplan.suggest.subject import Subject
@@ -31,17 +32,22 @@ class Verdict:
     """What became of a trial.
 
     Attributes:
-        program: the compiled plan; None if it doesn't compile or isn't wanted.
+        compiled: the compiled plan; None if it doesn't compile or isn't wanted.
         finding: what speaks against it.
     """
 
-    program: Program | None
+    compiled: Compiled | None
     finding: Diagnostic | None = None
+
+    @property
+    def program(self) -> Program | None:
+        """The program of the compiled plan."""
+        return None if self.compiled is None else self.compiled.program
 
     @property
     def ok(self) -> bool:
         """Whether the plan is proved, and wanted."""
-        return self.program is not None
+        return self.compiled is not None
 
     @property
     def reason(self) -> str:
@@ -82,7 +88,7 @@ def judge(subject: Subject, settings: Mapping[str, Setting], exchanges: bool = F
 
 def _compiled(subject: Subject, settings: Mapping[str, Setting], exchanges: bool, training: bool | None) -> Verdict:
     try:
-        program = compile_call(
+        compiled = compile_call(
             Request(
                 subject.model,
                 plan_of(subject, settings),
@@ -93,14 +99,26 @@ def _compiled(subject: Subject, settings: Mapping[str, Setting], exchanges: bool
                 moves=None if exchanges else False,
                 captures=subject.study.captures,
             )
-        ).program
+        )
+        if subject.rehearsed:
+            rehearse(subject.model, compiled, subject.arguments, subject.keywords)
     except PlanError as error:
         return Verdict(None, next(iter((*error.errors, *error.diagnostics))))
     except Exception as error:  # a trial that trips the compiler up is a trial that failed
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Verdict(None, Diagnostic(code="TP199", message=f"{type(error).__name__}: {text}"))
-    unwanted = next((d for d in program.diagnostics if d.code in _UNWANTED), None)
-    return Verdict(None, unwanted) if unwanted is not None else Verdict(program)
+    unwanted = next((d for d in compiled.program.diagnostics if d.code in _UNWANTED), None)
+    return Verdict(None, unwanted) if unwanted is not None else Verdict(compiled)
 
 
-__all__ = ["CompileError", "Severity", "Verdict", "judge", "plan_of", "rule_of"]
+def runs(subject: Subject, verdict: Verdict) -> bool:
+    """Whether the program of a trial that was proved runs, forward and backward, which is tried on shapes."""
+    assert verdict.compiled is not None
+    try:
+        rehearse(subject.model, verdict.compiled, subject.arguments, subject.keywords)
+    except TpplanError:
+        return False
+    return True
+
+
+__all__ = ["CompileError", "Severity", "Verdict", "judge", "plan_of", "rule_of", "runs"]

@@ -33,7 +33,7 @@ from tpplan.compiler.ir.trace import Operation
 from tpplan.compiler.queries import Rules, linear_form
 from tpplan.cost.program import memory
 from tpplan.plan import CompileError, Diagnostic, Pin, Style
-from tpplan.suggest.judge import Verdict, judge
+from tpplan.suggest.judge import Verdict, judge, runs
 from tpplan.suggest.norms import find_norms
 from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import Group, Setting, find_roles
@@ -43,6 +43,7 @@ from tpplan.suggest.tables import find_tables
 from tpplan.suggest.weigh import SENT, exchanges_little, sums_at_boundaries, weigh
 
 _WALKS = 4
+_CANNOT_RUN = "TP136"
 _SLACK = 1.05
 _SIZES = (64, 32, 16, 8, 6, 5, 4, 3, 2)
 
@@ -141,16 +142,25 @@ def search(
             something can.
     """
     subject = make_subject(model, size, arguments, keywords)
+    found, why = _found(subject, sequence_parallel)
+    if not runs(subject, found.verdict):
+        subject = replace(subject, rehearsed=True)
+        found, why = _found(subject, sequence_parallel)
+    assert found.verdict.program is not None
+    taken = _merged(found.accepted)
+    reasons = {name: reason for name, reason in found.reasons.items() if name not in taken}
+    return Suggestion(subject, tuple(found.accepted), found.verdict.program, reasons, why)
+
+
+def _found(subject: Subject, sequence_parallel: bool) -> tuple[_Search, str]:
+    """What is taken, and why there is no sequence parallelism where it was asked for."""
     found = _lightest(subject)
     if not found.accepted:
         raise _nothing(subject, found)
     _split_idle(subject, found)
     why = _add_norms(subject, found) if sequence_parallel else ""
     _split_losses(found)
-    assert found.verdict.program is not None
-    taken = _merged(found.accepted)
-    reasons = {name: reason for name, reason in found.reasons.items() if name not in taken}
-    return Suggestion(subject, tuple(found.accepted), found.verdict.program, reasons, why)
+    return found, why
 
 
 def _lightest(subject: Subject) -> _Search:
@@ -337,15 +347,19 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     elif not subject.weights:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
+    elif any(_CANNOT_RUN in note for note in notes):
+        way_out = (
+            "change the line that can't run on a rank's part as its finding says, and what the layer makes is split"
+        )
     else:
         fewer = next((n for n in _SIZES if n < subject.size and _splits(subject, n)), None)
         if fewer is not None:
             way_out = f"try fewer ranks: over {fewer} of them something can be sharded"
-        elif any("." not in name for name, _ in subject.model.named_parameters()) and _splits_inside(subject):
+        elif _computes(subject) and _splits_inside(subject):
             way_out = (
-                f"call `{kind}` from a module around it, and shard that one: there its body can run from a record, "
+                f"call `{kind}` from a module around it whose `forward` names its arguments, and shard that one: there "
             )
-            way_out += "which the outermost body can't, and something in it can be sharded"
+            way_out += "its body can run from a record, which the outermost body can't, and something can be sharded"
         else:
             way_out = "no number of ranks changes that: what can be split is a linear layer whose result a second one "
             way_out += "reads, with nothing between them that needs all features"
@@ -371,6 +385,11 @@ class _Around(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         return self.model(*arguments, **keywords)
+
+
+def _computes(subject: Subject) -> bool:
+    """Whether the body of the model does more than call modules."""
+    return any(isinstance(node, Operation) for node in subject.trace.root.body)
 
 
 def _splits_inside(subject: Subject) -> bool:

@@ -76,6 +76,7 @@ class Subject:
         tables: the embedding tables that are called, by name.
         bags: those that reduce the rows they read.
         bare: parameters in which bodies look up rows themselves, by name.
+        rehearsed: whether a trial is rehearsed as well: the plan that was found without couldn't run.
     """
 
     study: Study
@@ -92,6 +93,7 @@ class Subject:
     tables: dict[str, nn.Embedding]
     bags: dict[str, nn.EmbeddingBag]
     bare: dict[str, BareTable]
+    rehearsed: bool = False
 
     @property
     def model(self) -> nn.Module:

@@ -64,6 +64,7 @@ class Mismatch:
         rank: whose shapes they are.
         backward: the code in the call's backward that isn't right on a rank's part, where the forward is.
         cut: the value whose first entries it takes, all of them in the example alone.
+        way_out: what to do about it, where that is known.
         when: the positions, from the root's body inwards, of the calls that lead to it, and its own: of two, the one
             that comes first in the run is the smaller.
         shown: what tells the calls before it, which the run has shown right, from others.
@@ -80,6 +81,7 @@ class Mismatch:
     backward: ForeignBackward | None = None
     cut: int | None = None
     shown: Shown = field(default=frozenset(), compare=False, repr=False)
+    way_out: str = ""
 
     def sizes(self, ranks: int) -> list[int]:
         """Global sizes of which the run on local shapes saw only a rank's part."""

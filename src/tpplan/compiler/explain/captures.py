@@ -6,16 +6,20 @@ out: TP110
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from tpplan.compiler.ir.trace import Location, quoted
 from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
 from tpplan.compiler.trace.counts import Count
-from tpplan.compiler.trace.noted import PackedSequencesError
+from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
 from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError
 from tpplan.compiler.trace.state import StateError
 from tpplan.plan import Diagnostic
 
+# What torch says of an operator that can't run on shapes alone.
+_NO_META = ("attempted to run this operator with Meta tensors", "There was no fake impl registered")
+_PACKS = "'lengths' argument should be a 1D CPU int64 tensor"
 # What torch says where a meta tensor's numbers are wanted.
 _NO_NUMBERS = (
     "Cannot copy out of meta tensor", "convert meta device type tensor to numpy", "cannot be called on meta tensors",
@@ -30,7 +34,9 @@ def of_capture(error: BaseException) -> Diagnostic:
         return Diagnostic(
             code="TP110",
             message=f"the model replaces the module `{cause}` while it runs on these inputs",
-            help="if it keeps the new module, call it once on such inputs first; or pass other `inputs=`",
+            help="if it does so in its first call alone, call it once on such inputs before; if in every call, make "
+            "the module in `__init__`, or use the new one without setting it on a module",
+            notes=(f"in {quoted(cause.module)}, at {cause.location}",) if cause.location is not None else (),
             subject=str(cause),
         )
     if isinstance(cause, PackedSequencesError):
@@ -41,6 +47,15 @@ def of_capture(error: BaseException) -> Diagnostic:
             help="make it with `nn.TransformerEncoder(..., enable_nested_tensor=False)`, or set `use_nested_tensor` "
             "to False before `parallelize`; what it computes of padding is then as in training, and not 0",
             subject=str(cause) or None,
+        )
+    if isinstance(cause, UnfollowedError):
+        at, told = _raised_at(cause), str(cause)
+        return Diagnostic(
+            code="TP110",
+            message=told if told.startswith(("`", "the model")) else f"{quoted(name)} can't be captured: {told}",
+            help=cause.way_out or "leave that out of the forward, or keep this model whole",
+            notes=(f"in {quoted(name)}, at {at}",) if at else (),
+            subject=name or None,
         )
     if isinstance(cause, StateError):
         return Diagnostic(
@@ -78,6 +93,23 @@ def of_capture(error: BaseException) -> Diagnostic:
             notes=notes,
             subject=name or None,
         )
+    if _PACKS in str(cause):
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} packs sequences, as by `pack_padded_sequence`, which a capture can't follow",
+            help="give the recurrent layer the padded batch, and mask what it makes of padding",
+            notes=notes,
+            subject=name or None,
+        )
+    if any(told in str(cause) for told in _NO_META):
+        return Diagnostic(
+            code="TP110",
+            message=f"{quoted(name)} calls {_operator(str(cause))}, which can't run on shapes alone",
+            help="call it outside of the model, as with a loss; for an operator of your own, register what shapes it "
+            "makes, by `torch.library.register_fake`",
+            notes=notes,
+            subject=name or None,
+        )
     if "HigherOrderOperator" in str(cause):
         return Diagnostic(
             code="TP110",
@@ -93,6 +125,12 @@ def of_capture(error: BaseException) -> Diagnostic:
         notes=notes,
         subject=name or None,
     )
+
+
+def _operator(told: str) -> str:
+    """The operator that torch's message is of."""
+    found = re.search(r"\w+::[\w.]+", told)
+    return f"`{found.group()}`" if found else "an operator"
 
 
 def _raised_at(error: BaseException) -> Location | None:

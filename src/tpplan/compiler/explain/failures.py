@@ -323,8 +323,8 @@ def of_check(given: CheckInput, mismatch: Mismatch, binding: Binding) -> Diagnos
     return _finding("TP107", bound, module, operation.location if operation is not None else None,
         f"the body of {module} doesn't compute on local shards what it computes on whole tensors: "
         f"{mismatch.reason}{shapes}",
-        f"remove the rules for the modules inside {module}{_line(bound)}; if the body counts heads or features with "
-        "an attribute, name it in `local:`",
+        mismatch.way_out or f"remove the rules for the modules inside {module}{_line(bound)}; if the body counts heads "
+        "or features with an attribute, name it in `local:`",
         f"the same holds for {more} more modules" if more > 0 else "",
     )  # fmt: skip
 

@@ -308,6 +308,7 @@ class Trace:
         known: values whose numbers follow from the example's.
         wraps: whether the run is passed, or leaves, tensors of classes of their own.
         looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
+        picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
     """
 
     root: Frame
@@ -343,6 +344,7 @@ class Trace:
     unanswered: frozenset[int] = frozenset()
     looking: frozenset[str] = frozenset()
     unread: frozenset[int] = frozenset()
+    picking: frozenset[tuple[int, int]] = frozenset()
 
     def sends_back(self, value: int) -> bool:
         """Whether a gradient comes back for a value that crosses a boundary."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tpplan.compat import takes_device
+from tpplan.compat import schema_mutates, takes_device
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.script import ReplayError, Run
@@ -64,6 +64,7 @@ def local_steps(
         ReplayError: an operation can't run on shards that lie so.
     """
     count = 0
+    writes = any(isinstance(node, Operation) and schema_mutates(node.target) for node in trace.root.body)
     moved: dict[tuple[int, Layout], int] = {}
     for node in _with_attentions(trace, settled):
         if isinstance(node, Frame):
@@ -96,6 +97,8 @@ def local_steps(
         )
         if exchanges is not None and isinstance(node, Operation) and node.name in MEANS:
             run = _averaged(run, node, trace, layouts, exchanges)
+        if not writes and run.target is torch.ops.aten.view.default:
+            run = replace(run, target=torch.ops.aten.reshape.default)  # a rank's part of a whole value has gaps
         yield _reading(run, instead) if instead else run
 
 

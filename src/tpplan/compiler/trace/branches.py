@@ -24,11 +24,13 @@ from tpplan.compiler.ir.trace import Location, Operation, Trace
 from tpplan.compiler.trace.capture import BodyError, Capture, record
 from tpplan.compiler.trace.device import device_of
 from tpplan.compiler.trace.raising import surely_raises, tested_before
-from tpplan.compiler.trace.recorder import Recorder
+from tpplan.compiler.trace.recorder import DataDependentError, Recorder
 from tpplan.compiler.trace.sequel import sequel, state_of
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 
+Picking = frozenset[tuple[int, int]]
+Attempt = tuple[Trace, Capture, Skeleton]
 _ROUNDS = 3  # branches within branches
 
 
@@ -98,19 +100,25 @@ def _recorded(
         trace_again, state_again = run(skeleton, recorder or Recorder.like(trace))
         return trace_again, state_again.recorder
 
-    def attempt(taken: frozenset[Location], values: bool) -> tuple[Trace, Capture, Skeleton]:
+    def attempt(taken: frozenset[Location], values: bool, picking: Picking = frozenset()) -> Attempt:
         around.restore()
         skeleton = make_skeleton(model)
-        recorder = Recorder(taken, device, reducing, values, looking)
+        recorder = Recorder(taken, device, reducing, values, looking, picking)
         try:
             return *run(skeleton, recorder), skeleton
         except BodyError as error:
             cause = error.__cause__ or error
             error.side = surely_raises(cause, recorder)
+            more = _picking(cause, picking) if values else picking
+            if more != picking:
+                try:
+                    return attempt(taken, values, more)
+                except BodyError:
+                    raise error from cause  # it picks nothing: what it wanted to read is the finding
             test = tested_before(cause, recorder)
             if chosen is not None or test is None or test in taken:
                 raise
-        return attempt(taken | {test}, values)
+        return attempt(taken | {test}, values, picking)
 
     before = state_of(make_skeleton(model).model, around)
     taken = frozenset[Location]() if chosen is None else chosen
@@ -130,7 +138,8 @@ def _recorded(
         around.restore()
         other = make_skeleton(model)
         try:
-            found, reached = run(other, Recorder(taken, device, reducing, trace.facts is not None, looking))
+            told = trace.facts is not None
+            found, reached = run(other, Recorder(taken, device, reducing, told, looking, trace.picking))
         except Exception:  # that side can't be captured: the first stands
             break
         still = set(_unused(model, found))
@@ -139,6 +148,16 @@ def _recorded(
         trace, state, unused, skeleton = found, reached, still, other
     state.sequel = sequel(trace, skeleton.model, before, around, again)
     return trace, state
+
+
+def _picking(cause: BaseException, picking: Picking) -> Picking:
+    """What a body seems to pick by the places that `nonzero` finds: all, or all but a last one that isn't there."""
+    if isinstance(cause, DataDependentError) and cause.among and cause.among not in dict(picking):
+        return picking | {(cause.among, cause.among)}
+    if isinstance(cause, IndexError):
+        fewer = {(length, count - 1) for length, count in picking if length == count > 1}
+        return frozenset(fewer) or picking
+    return picking
 
 
 class StaleCacheError(Exception):

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from tpplan.compat import Unwatched, local_of, named_modules, own_parameters, without_packing
 from tpplan.compiler.ir.class_functions import LOSSES
@@ -103,7 +104,18 @@ class BodyError(Exception):
 
 
 class ReplacedModuleError(Exception):
-    """A model put another module in the place of one of its own while it ran; the argument is the module's name."""
+    """A model put another module in the place of one of its own while it ran.
+
+    Attributes:
+        module: the module that holds it.
+        location: the line, if that is known.
+    """
+
+    def __init__(self, replaced: str, location: Location | None) -> None:
+        """Of the module of this name."""
+        super().__init__(replaced)
+        self.module = replaced.rpartition(".")[0]
+        self.location = location
 
 
 @dataclass(slots=True)
@@ -154,12 +166,29 @@ def without_collection() -> Generator[None]:
 
 
 @contextmanager
+def noting_modules(modules: Mapping[str, nn.Module], placed: dict[str, Location | None]) -> Generator[None]:
+    """Note where modules are set on others in a block, by name."""
+    names = {id(module): name for name, module in modules.items()}
+
+    def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if id(module) in names:
+            placed.setdefault(f"{names[id(module)]}.{name}".lstrip("."), Recorder.location())
+
+    handle = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def on_shapes(
     model: nn.Module,
     taken: frozenset[Location],
     device: torch.device,
     kind: type[Recorder] = Recorder,
     values: bool = False,
+    picking: frozenset[tuple[int, int]] = frozenset(),
 ) -> Generator[Recorder]:
     """Run what is in the block as a capture runs a model, with its answers to what tensors without numbers can't tell.
 
@@ -169,8 +198,9 @@ def on_shapes(
         device: where bodies are told that their tensors lie.
         kind: what gives the answers.
         values: whether bodies may read the numbers in the call, of which the recorder is to be told (`tell_inputs`).
+        picking: see `Trace`.
     """
-    recorder = kind(taken, device, values=values)
+    recorder = kind(taken, device, values=values, picking=picking)
     recorder.frames.append(OpenFrame("", 0, []))
     recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
     recorder.containers |= {n for _, module in named_modules(model) for n in _stacked(module)}
@@ -236,10 +266,11 @@ def _record(
     wrapped.take(tensor for _, tensor in tensors_of(*example, called))
     outer = OpenFrame("", 0, [])
     recorder.frames.append(outer)
+    placed: dict[str, Location | None] = {}
     try:
         with (
-            without_collection(), recorder, ConstantWatcher(recorder), torch.enable_grad(), without_packing(),
-            warnings.catch_warnings(),
+            noting_modules(modules, placed), without_collection(), recorder, ConstantWatcher(recorder),
+            torch.enable_grad(), without_packing(), warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
             if state.boundary is None:
@@ -260,12 +291,17 @@ def _record(
     root = _with_backwards(root, backwards) if backwards else root
     replaced = next((n for n, held in named_modules(skeleton.model) if modules.get(n) is not held), None)
     if replaced is not None:
-        raise ReplacedModuleError(replaced)
+        raise ReplacedModuleError(replaced, placed.get(replaced))
     if recorder.unfamiliar:
-        name, at = recorder.unfamiliar[0]
+        name, at, transformed = recorder.unfamiliar[0]
+        if transformed:
+            raise UnfollowedError(
+                f"{quoted(name)} calls modules inside of a transform of `torch.func`, such as `torch.vmap`, at {at}",
+                "call the modules on the whole batch, outside of the transform",
+            )
         raise UnfollowedError(
-            f"{quoted(name)} uses a tensor at {at} that no recorded operation made: compute it in the thread of the "
-            "forward, by operations of torch"
+            f"{quoted(name)} uses a tensor at {at} that no recorded operation made",
+            "compute it in the thread of the forward, by operations of torch",
         )
     standing = slots_of(skeleton.model, around) if state.leaves else {}
     kept = {
@@ -336,6 +372,7 @@ def _record(
         wrapped.has_any,
         unanswered(root, values, recorder.passed),
         recorder.looking,
+        picking=frozenset(recorder.picking.items()),
     )
 
 

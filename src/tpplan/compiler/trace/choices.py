@@ -91,8 +91,22 @@ def choices_of(body: Iterable[object], value: int, values: Sequence[Value]) -> i
     return None
 
 
+def found_among(body: Iterable[object], value: int, values: Sequence[Value]) -> int:
+    """Of how many numbers a value is a place where these aren't zero, or a view of such places; 0 if it is none."""
+    made = {o: node for node in body if isinstance(node, Operation) for o in node.outputs if o is not None}
+    while (node := made.get(value)) is not None and len(node.inputs) == 1:
+        if node.target is torch.ops.aten.nonzero.default:
+            shape = values[node.inputs[0]].shape
+            return shape[0] if len(shape) == 1 else 0
+        value = node.inputs[0]
+    return 0
+
+
 def _is_prime(number: int) -> bool:
     return all(number % n for n in range(2, int(number**0.5) + 1))
 
 
-__all__ = ["INDEXING", "called_with_found", "choices_of", "found_count", "has_boolean_rows", "with_numbered_rows"]
+__all__ = [
+    "INDEXING", "called_with_found", "choices_of", "found_among", "found_count", "has_boolean_rows",
+    "with_numbered_rows",
+]  # fmt: skip

@@ -138,11 +138,15 @@ class ConstantWatcher(TorchFunctionMode):
         self._recorder.meet()
         if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
             return counts
+        if func is Tensor.__format__ and args[0].is_meta and not args[0].dim():
+            return format(torch.zeros((), dtype=args[0].dtype).item(), args[1])  # text steers nothing
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
             self._recorder.note_found()
             args, keywords = counted
         if func in _VALUE_READS and args[0].is_meta:
             args = (self._recorder.read(args[0]).to("cpu", copy=True), *args[1:])
+        elif func in _VALUE_READS and id(args[0]) in self._recorder.picked:
+            raise self._recorder.refuse_value()
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
@@ -155,7 +159,7 @@ class ConstantWatcher(TorchFunctionMode):
             return record_gradient(self._recorder, args, keywords)
         if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func):
             raise UnfollowedError(
-                "a parameter's `.data` is assigned to; write to the parameter under `no_grad` instead"
+                "it assigns to a parameter's `.data`", "write to the parameter under `torch.no_grad()` instead"
             )
         if func in _AUTOGRADS_OWN or func in _MEMORYS_OWN:
             self._refuse_state(func, args[0])
@@ -174,12 +178,16 @@ class ConstantWatcher(TorchFunctionMode):
         if _holds_meta(data):
             result, data = _assembled(func, args, keywords, data), None
         elif classes is None:
-            result = decomposed(func)(*args, **keywords)
+            self._recorder.indexing = func in _INDEXING
+            try:
+                result = decomposed(func)(*args, **keywords)
+            finally:
+                self._recorder.indexing = False
         else:
             result = self._over_classes(classes, lambda: func(*args, **keywords))
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
             raise UnfollowedError(
-                "it reads `grad_fn`, which is another one on a rank's part; ask for `requires_grad` instead"
+                "it reads `grad_fn`, which is another one on a rank's part", "ask for `requires_grad` instead"
             )
         self._note_step(func, result, args, keywords)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
@@ -231,5 +239,6 @@ class ConstantWatcher(TorchFunctionMode):
         name = _MEMORYS_OWN.get(func) or (_AUTOGRADS_OWN[func] if tensor.requires_grad else "")
         if name and step_of(func, depth=1) is not None:
             raise UnfollowedError(
-                f"it reads `{name}`, which is another one on a rank's part; let the caller tell what it needs to know"
+                f"it reads `{name}`, which is another one on a rank's part",
+                "let the caller tell what it needs to know",
             )

@@ -38,7 +38,7 @@ def _tensors_in(held: object) -> Sequence[Tensor]:
         return (held,)
     if not isinstance(held, (list, tuple, dict)) or not held:
         return ()
-    items = held.values() if isinstance(held, dict) else held  # pyright: ignore[reportUnknownVariableType]
+    items = dict.values(held) if isinstance(held, dict) else held  # pyright: ignore[reportUnknownVariableType]
     return [item for item in items if isinstance(item, Tensor)]  # pyright: ignore[reportUnknownVariableType]
 
 

@@ -66,7 +66,16 @@ class NotedHook:
 
 
 class UnfollowedError(Exception):
-    """A body does what shows neither in its operations nor in their backward; the argument says what."""
+    """A body does what shows neither in its operations nor in their backward.
+
+    Attributes:
+        way_out: what to do instead; "" where only leaving it out helps.
+    """
+
+    def __init__(self, what: str, way_out: str = "") -> None:
+        """Say what it does."""
+        super().__init__(what)
+        self.way_out = way_out
 
 
 class PackedSequencesError(UnfollowedError):

@@ -1,15 +1,19 @@
 """Fitness: whether a model can be compiled at all, before anything is asked of a plan.
 
 in:  a model
-out: TP108 if it is parallel already; TP112 if a `forward` on an instance would hide what tpplan puts into the class, or
-     if there are hooks on parameters, which are replaced
+out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a `forward` on an instance
+     would hide what tpplan puts into the class, or if there are hooks on parameters, which are replaced
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from tpplan.compat import has_gradient_hooks, named_modules
 from tpplan.plan import Diagnostic
@@ -19,6 +23,19 @@ MARK = "_tpplan"
 
 def unfit_findings(model: nn.Module) -> list[Diagnostic]:
     """What stands in the way of compiling `model`."""
+    unset = next((name for name, held in _own_tensors(model) if is_lazy(held)), None)
+    if unset is not None:
+        return [_uninitialised(unset)]
+    scripted = next((name for name, held in named_modules(model) if isinstance(held, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        return [
+            Diagnostic(
+                code="TP110",
+                message=f"`{scripted or type(model).__name__}` was compiled by TorchScript, and shows no Python",
+                help="shard the module that it was made of, before `torch.jit.script` or `torch.jit.trace`",
+                subject=scripted or None,
+            )
+        ]
     findings: list[Diagnostic] = []
     for name, module in named_modules(model):
         shown = name or type(model).__name__
@@ -50,6 +67,21 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
     if held is not None:
         findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
     return findings
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _uninitialised(name: str) -> Diagnostic:
+    owner = name.rpartition(".")[0]
+    return Diagnostic(
+        code="TP110",
+        message=f"`{name}` has no shape yet: it belongs to a lazy module that was never called",
+        help="call the model once, on inputs like those that it will get, before it is sharded",
+        subject=owner or None,
+    )
 
 
 _ONCE = "parallelize the stock model, once; build it anew to shard it otherwise"

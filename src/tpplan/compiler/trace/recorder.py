@@ -25,6 +25,7 @@ from tpplan.compat import (
     PythonNode,
     RecordingMode,
     Unwatched,
+    inside_transform,
     packs_saved_tensors,
     random_state,
     run_as_written,
@@ -48,7 +49,14 @@ from tpplan.compiler.ir.trace import (
     operator_name,
 )
 from tpplan.compiler.ir.wrappers import is_wrapper
-from tpplan.compiler.trace.choices import INDEXING, choices_of, found_count, has_boolean_rows, with_numbered_rows
+from tpplan.compiler.trace.choices import (
+    INDEXING,
+    choices_of,
+    found_among,
+    found_count,
+    has_boolean_rows,
+    with_numbered_rows,
+)
 from tpplan.compiler.trace.counts import Count, is_counts
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.known import Known
@@ -64,10 +72,12 @@ class DataDependentError(Exception):
     Attributes:
         absent: the input of the example that has no numbers, from which it would follow; "" if it follows from others.
         counts: whether it is of those by which rows are split, and was asked for something else.
+        among: of how many numbers it is one of the places where these aren't zero; 0 if it is none.
     """
 
     absent: str = ""
     counts: bool = False
+    among: int = 0
 
 
 class Recorder(RecordingMode):
@@ -84,6 +94,7 @@ class Recorder(RecordingMode):
         reducing: frozenset[str] = frozenset(),
         values: bool = False,
         looking: frozenset[str] = frozenset(),
+        picking: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
         """Start a record.
 
@@ -93,6 +104,7 @@ class Recorder(RecordingMode):
             reducing: modules whose bodies' reductions are recorded as functions over classes.
             values: whether bodies may read the numbers that follow from the example's inputs and from constants.
             looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
+            picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
         """
         super().__init__()
         self.known = Known() if values else None
@@ -100,7 +112,10 @@ class Recorder(RecordingMode):
         self.device = device
         self.reducing = reducing
         self.looking = looking
+        self.picking = dict(picking)
         self.changing: set[int] = set()  # ids of real tensors that each call changes, and of what is made of them
+        self.picked: set[int] = set()  # ids of real tensors that may only pick, and of what is made of them
+        self.indexing = False  # whether torch is indexing a tensor
         self.blurred: set[int] = set()  # values whose numbers each call changes
         self.steering: list[Location | None] = []  # where their values are read
         self.unreadable: list[tuple[DataDependentError, OpenFrame]] = []  # values that bodies wanted to read
@@ -123,7 +138,8 @@ class Recorder(RecordingMode):
         self._packing = packs_saved_tensors()
         self._random = random_state()
         self.familiar: set[int] | None = None  # ids of tensors from before the run; None while any may be met
-        self.unfamiliar: list[tuple[str, Location | None]] = []  # where tensors were met that no operation made
+        # Where tensors were met that no operation made, and whether inside of a transform such as `vmap`.
+        self.unfamiliar: list[tuple[str, Location | None, bool]] = []
         self._redrawn: set[int] = set()  # ids of real tensors that hold random numbers by now
         self.seeded: set[int] = set()  # random numbers drawn after the body has set the generator
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
@@ -148,7 +164,7 @@ class Recorder(RecordingMode):
     @classmethod
     def like(cls, trace: Trace) -> Recorder:
         """One that answers as that of a trace did."""
-        return cls(trace.taken, trace.device, trace.reducing, trace.facts is not None, trace.looking)
+        return cls(trace.taken, trace.device, trace.reducing, trace.facts is not None, trace.looking, trace.picking)
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value_of(self, tensor: Tensor) -> int:
@@ -156,7 +172,7 @@ class Recorder(RecordingMode):
         found = self._identity.get(id(tensor))
         if found is None:
             if self.familiar is not None and tensor.is_meta and id(tensor) not in self.familiar:
-                self.unfamiliar.append((self.frames[-1].module, self.location()))
+                self.unfamiliar.append((self.frames[-1].module, self.location(), inside_transform()))
             return self.new_value(tensor, tensor.requires_grad)
         if tensor.requires_grad:
             if isinstance(tensor.grad_fn, PythonNode):
@@ -228,7 +244,10 @@ class Recorder(RecordingMode):
     def cross(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """An alias of `tensor` with a value of its own: (alias, value outside, value inside)."""
         if type(tensor) is not Tensor and is_wrapper(tensor):
-            raise UnfollowedError(f"a module is passed, or returns, a `{type(tensor).__name__}` that keeps its tensors")
+            raise UnfollowedError(
+                f"a module is passed, or returns, a `{type(tensor).__name__}` that keeps its tensors",
+                "pass plain tensors between modules",
+            )
         with Unwatched():
             outside = self.value_of(tensor)
             alias = torch.ops.aten.alias.default(tensor)
@@ -272,7 +291,7 @@ class Recorder(RecordingMode):
             elif operands or not _is_meta_device(keywords.get("device")):
                 if not operands or not _is_meta_device(keywords.get("device")):
                     result = func(*args, **keywords)  # real constants stay real: the model may read their values
-                    if self.changing:
+                    if self.changing or self.picked:
                         self._follow(func, operands, result)
                     return result
                 if func is torch.ops.aten._to_copy.default:
@@ -312,8 +331,8 @@ class Recorder(RecordingMode):
         packing = packs_saved_tensors()
         if packing is not None and packing is not self._packing:
             raise UnfollowedError(
-                "it runs under `saved_tensors_hooks`, which may change what the backward reads; hooks around the call "
-                "of the model see what a rank saves"
+                "it runs under `saved_tensors_hooks`, which may change what the backward reads",
+                "put the hooks around the call of the model, where they see what a rank saves",
             )
         inputs = tuple([self.value_of(operand) for operand in operands])
         arguments = tuple([self._refer(argument) for argument in args])
@@ -452,7 +471,8 @@ class Recorder(RecordingMode):
                         argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
                     )
                     self._alive.append(argument)
-                    made = self.new_value(copy, False, storage_of=self.value_of(argument), numbers=argument)
+                    numbers = None if id(argument) in self.picked else argument
+                    made = self.new_value(copy, False, storage_of=self.value_of(argument), numbers=numbers)
                     if id(argument) in self.changing:
                         self.blurred.add(made)
                 return copy
@@ -488,14 +508,18 @@ class Recorder(RecordingMode):
         return taken
 
     def _follow(self, func: OpOverload, operands: list[Tensor], result: Any) -> None:
-        """Follow real tensors that each call changes, up to where their values are read."""
-        if self.changing.isdisjoint(map(id, operands)):
-            return
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.steering.append(self.location())
-        for made in _tensors(_results(result)):
-            self.changing.add(id(made))
-            self._alive.append(made)
+        """Follow real tensors that each call changes, or that may only pick, up to where their values are read."""
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        for held in (self.changing, self.picked):
+            if held.isdisjoint(map(id, operands)):
+                continue
+            if reads and held is self.changing:
+                self.steering.append(self.location())
+            elif reads and not self.indexing:
+                raise self.refuse_value()
+            for made in _tensors(_results(result)):
+                held.add(id(made))
+                self._alive.append(made)
 
     def read(self, tensor: Tensor) -> Tensor:
         """The numbers of a tensor that a body reads, if they are known; an error to raise if they aren't."""
@@ -539,6 +563,8 @@ class Recorder(RecordingMode):
         error = DataDependentError(f"reads the value of a tensor at {self.location()}")
         if self.known is not None and value is not None:
             error.absent = self.known.absent.get(value, "")
+        if value is not None:
+            error.among = found_among(self.frames[-1].body, value, self.values)
         self.unreadable.append((error, self.frames[-1]))
         return error
 
@@ -603,15 +629,19 @@ class Recorder(RecordingMode):
         """Where a tensor isn't zero: all of it, in numbers, if that may pick modules; else so many places."""
         (tensor,) = operands
         counts = self.containers | self.stacks.get(self.frames[-1].module, frozenset())
-        picks = tensor.dim() == 1 and len(tensor) in counts
-        count = max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel())
+        picked = self.picking.get(len(tensor)) if tensor.dim() == 1 else None
+        picks = picked is not None or (tensor.dim() == 1 and len(tensor) in counts)
+        count = picked or (max(1, len(tensor) - self.missed) if picks else found_count(tensor.numel()))
         found = torch.empty(count, tensor.dim(), dtype=torch.int64, device=_META)
         self._record_found(func, args, {}, (self.value_of(tensor),), (self.new_value(found, False),))
         self.note_found()
         if not picks:
             return found
-        places = torch.arange(len(tensor) - count, len(tensor))[:, None]
+        first = 0 if picked is not None else len(tensor) - count
+        places = torch.arange(first, first + count)[:, None]
         self._meta_copies[id(places)] = found
+        if picked is not None:
+            self.picked.add(id(places))
         self._alive.append(places)
         return places
 

@@ -247,7 +247,7 @@ def _caches_of(spaces: Iterable[tuple[str, Space]]) -> Iterator[Cache]:
         for name, held in list(space.names().items()):
             yield from _caches(held)
             if isinstance(held, (list, tuple, dict)) and not name.startswith("__"):
-                for inner in list(held.values() if isinstance(held, dict) else held)[:_MOST]:  # pyright: ignore
+                for inner in list(dict.values(held) if isinstance(held, dict) else held)[:_MOST]:  # pyright: ignore
                     yield from _caches(inner)
             if isinstance(held, type) and held.__module__ == getattr(space.holder, "__name__", None):
                 for inner in list(vars(held).values()):

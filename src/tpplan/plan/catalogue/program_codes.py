@@ -57,8 +57,10 @@ model = tpplan.parallelize(model, plan)
 The compiler runs the model once on meta tensors, which have shapes but no values, and the model raised. The note names
 the line. If the forward reads values (`.item()`, `.tolist()`, `.numpy()`) that follow from its inputs, such as sizes of
 pictures, pass `inputs=` with numbers. If they follow from parameters or activations, use tensor operations instead, or
-read them outside of the forward. Otherwise call the model on the same inputs without tpplan: they may not be what it
-accepts.
+read them outside of the forward. A model that makes its layers in its first call, as lazy modules do, has to be called
+before; one that sets a new module on itself in each call should make it in `__init__`. Operators without a kernel for
+meta tensors, TorchScript and transforms of `torch.func` around modules can't be captured. Otherwise call the model on
+the same inputs without tpplan: they may not be what it accepts.
 """,
     ),
     Entry(
@@ -395,7 +397,8 @@ attention. The note tells by how much, and which numbers of ranks share the head
         explanation="""
 Each program is rehearsed before anything changes: the lowered model runs once on meta tensors, forward and backward,
 with parameters as they are read at run time. Code that looks up the model's parameters itself, such as
-`dict(self.named_parameters())` inside a forward, gets DTensors, which can't be mixed with plain tensors.
+`dict(self.named_parameters())` inside a forward, gets DTensors, which can't be mixed with plain tensors. A rank's part
+of a whole tensor may lie in memory with gaps, which `.view` doesn't take where `.reshape` does.
 """,
         bad="""
 def forward(self, x):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tpplan.calls.rehearse import rehearse
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import without_collection
+from tpplan.rehearsal.rehearse import rehearse
 
 
 def prove(request: Request) -> Compiled:

@@ -27,7 +27,7 @@ from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
-from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.ir.trace import Path, quoted
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names, on_shapes, tell_inputs
@@ -40,6 +40,7 @@ from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+_STANDARD = str(FilePath(traceback.__file__).parent)
 _LIBRARIES = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[1]))
 
 
@@ -145,7 +146,7 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     except TpplanError:
         raise
     except Exception as error:
-        raise CompileError([_finding(error, rank)]) from error
+        raise CompileError([cannot_run(error, rank, skeleton)]) from error
     finally:
         around.restore()
     return Rehearsed(axis.counts, _predicted(program, standing))
@@ -178,7 +179,7 @@ def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names:
     call = with_tensors(*example, names, _like)
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     device, values = torch.device(compiled.program.device), compiled.facts is not None
-    with on_shapes(model, taken, device, values=values) as recorder:
+    with on_shapes(model, taken, device, values=values, picking=compiled.picking) as recorder:
         tell_inputs(recorder, example, call, names)
         return _differentiate(model(*call[0], **call[1]))
 
@@ -189,16 +190,25 @@ def _differentiable(model: nn.Module, compiled: Compiled, example: _Call, names:
     return _differentiated(skeleton, compiled, example, names) is None
 
 
-def _finding(error: Exception, rank: int) -> Diagnostic:
-    """What the model's own code couldn't do with what a rank holds."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if not f.filename.startswith(_LIBRARIES)), "")
+def cannot_run(error: Exception, rank: int, model: nn.Module) -> Diagnostic:
+    """What the model's own code couldn't do with what a rank holds: TP136."""
+    names = {id(module): name for name, module in named_modules(model)}
+    at = where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        where = names.get(id(frame.f_locals.get("self")), where)
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and (not file.startswith(_STANDARD) or "site-packages" in file):
+            at = f"in {quoted(where)}, at {file}:{line}"
     text = str(error).strip().splitlines()
+    way_out = "leave out the rules of the module that the line belongs to, or take what it needs as an argument"
+    if "view size is not compatible" in str(error):
+        way_out = "write `.reshape(…)` in place of `.view(…)` there, as a rank's part may lie in memory with gaps; or "
+        way_out += "leave out the rules of the module that the line belongs to"
     return Diagnostic(
         code="TP136",
         message=f"the sharded model can't run as rank {rank}: {type(error).__name__}{': ' + text[0] if text else ''}",
-        help="leave out the rules of the module that the line belongs to, or take what it needs as an argument",
-        notes=(f"at {at}",) if at else (),
+        help=way_out,
+        notes=(at,) if at else (),
     )
 
 
@@ -285,4 +295,4 @@ def _is_in(name: str, modules: frozenset[str]) -> bool:
     return True
 
 
-__all__ = ["Rehearsed", "ShapeCommunicator", "lowered_on_shapes", "rehearse"]
+__all__ = ["Rehearsed", "ShapeCommunicator", "cannot_run", "lowered_on_shapes", "rehearse"]
