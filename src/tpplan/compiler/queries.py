@@ -12,14 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compiler.bind.bind import Binding, bind, stored_tensors
-from tpplan.compiler.bind.computed import computed_tensors, layer_of
+from tpplan.compiler.bind.bind import Binding, Bound, bind, bind_rules, stored_tensors
+from tpplan.compiler.bind.computed import Computed, layer_of
+from tpplan.compiler.bind.in_bodies import computed_by_layers, members_of
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.lookers import BareTable, bare_tables
 from tpplan.compiler.bind.packing import pack, taken_apart
 from tpplan.compiler.bind.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.regions import build_regions
+from tpplan.compiler.bind.wrappers import unwrap
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Layout, Pack
@@ -61,6 +63,23 @@ class ColumnSplits:
     whole: frozenset[str]
     refused: dict[str, str]
     heads: Features
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedWeight:
+    """A weight that is computed in each call.
+
+    Attributes:
+        made: its value.
+        use: what is done with it.
+        members: the parameters and buffers that a rule on its layer is for.
+        in_body: whether the layer's own forward computes it.
+    """
+
+    made: int
+    use: Product | Addend
+    members: frozenset[str]
+    in_body: bool = False
 
 
 class Study:
@@ -108,14 +127,31 @@ class Study:
             return False
         return not {*trace.kept.values()} <= {*self.trace.kept.values()}
 
-    def computed_weights(self) -> dict[str, tuple[int, Product | Addend]]:
-        """The weights that torch's parametrizations compute of parameters, and what is done with each, by module."""
-        return {
-            name: (tensor.made, tensor.use)
-            for name, held in computed_tensors(self.model, self._readers).items()
-            for tensor in held
-            if tensor.parts and (isinstance(tensor.use, Product) or not tensor.use.is_added)
-        }
+    def computed_weights(self) -> dict[str, ComputedWeight]:
+        """The weights that layers or torch's parametrizations compute of parameters, and what is done with each."""
+        found: dict[str, ComputedWeight] = {}
+        for name, tensors in computed_by_layers(self.model, self._readers).items():
+            for tensor in tensors:
+                if tensor.in_body:
+                    continue
+                if tensor.parts and (isinstance(tensor.use, Product) or not tensor.use.is_added):
+                    found[name] = ComputedWeight(tensor.made, tensor.use, frozenset(tensor.parts))
+            weights = [tensor for tensor in tensors if tensor.in_body]
+            if weights:
+                members = frozenset(members_of(self._readers, name, weights, Style.COLWISE))
+                found[name] = self._in_body(weights, members)
+        return found
+
+    def _in_body(self, weights: Sequence[Computed], members: frozenset[str]) -> ComputedWeight:
+        """What a layer does with the weights that it computes; beside them it may use others as they are stored."""
+        parts = {name for weight in weights for name in weight.parts}
+        stored = (value for value, names in self.trace.parameters.items() if names[0] in members - parts)
+        uses = [(weight.made, weight.use) for weight in weights] + [(v, use) for v in stored if (use := self.use_of(v))]
+        products = [(value, use) for value, use in uses if isinstance(use, Product)]
+        if not products:
+            return ComputedWeight(*uses[0], members, True)
+        (made, first), *others = products
+        return ComputedWeight(made, replace(first, alike=tuple(use for _, use in others)), members, True)
 
     def use_of(self, value: int) -> Product | Addend | None:
         """The product that a parameter is a factor of, or what a parameter or a buffer is added to or combined with."""
@@ -142,13 +178,16 @@ class Study:
     def split_columns(self, packs: Mapping[str, tuple[NamedPack, ...] | None]) -> ColumnSplits:
         """What `colwise` rules with these packs make of modules, each by itself."""
         rules = [Rule(Pattern.parse(name), Style.COLWISE, packed=named) for name, named in packs.items()]
-        binding, findings = bind(self.model, Plan(rules=tuple(rules)), self.size)
+        binding, findings = bind_rules(self.model, Plan(rules=tuple(rules)))
+        binding, unwrapped, _ = unwrap(self.model, self._flow, binding)
+        findings = [*findings, *unwrapped]
         split = pack(self.model, self._flow, _without_conflicts(binding, findings), self.size)
         problems = _problems([*findings, *split.findings])
         modules = split.binding.modules
-        inside = {layer_of(name): held for name, held in modules.items()}  # of computed weights
-        inside |= {layer_of(name): held for name, held in modules.items() if held.style is Style.COLWISE}
-        bound = {name: modules.get(name) or inside.get(name) for name in packs}
+        inside = {_layer_of(held): held for held in modules.values()}  # of computed weights
+        inside |= {_layer_of(held): held for held in modules.values() if held.style is Style.COLWISE}
+        own = {name: held for name, held in modules.items() if held.style is not Style.NONE}
+        bound = {name: own.get(name) or inside.get(name) for name in packs}
         made = {name: held for name, held in bound.items() if held is not None and name not in problems}
         return ColumnSplits(
             {name: held.packs for name, held in made.items() if held.style is Style.COLWISE},
@@ -160,6 +199,11 @@ class Study:
     def refused(self, rules: Sequence[Rule]) -> dict[str, str]:
         """The modules to which rules can't be applied, with the reason."""
         return _problems(bind(self.model, Plan(rules=tuple(rules)), self.size)[1])
+
+
+def _layer_of(bound: Bound) -> str:
+    """The layer for whose rule a part of its weight is bound."""
+    return layer_of(bound.name) or bound.wrapper or (bound.name.rpartition(".")[0] if bound.is_parameter else "")
 
 
 def stored_names(model: nn.Module) -> list[str]:
@@ -211,7 +255,7 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 
 __all__ = [
     "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "BareTable",
-    "ColumnSplits", "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken", "channel_norm_weight",
-    "convolution_weight", "is_convolution", "is_grouped_convolution", "is_norm", "keeps_channels", "layer_of",
-    "linear_form", "stored_names",
+    "ColumnSplits", "ComputedWeight", "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken",
+    "channel_norm_weight", "convolution_weight", "is_convolution", "is_grouped_convolution", "is_norm",
+    "keeps_channels", "layer_of", "linear_form", "stored_names",
 ]  # fmt: skip

@@ -138,7 +138,7 @@ def _heads(subject: Subject) -> dict[str, Setting]:
     """Linear layers outside the repeated blocks that widen: if no other reads their result, it is worth gathering."""
     return {
         name: Setting(Style.COLWISE, output=Pin.REPLICATE)
-        for name, form in subject.linears.items()
+        for name, form in subject.layers.items()
         if form.outputs > form.inputs
         and not is_repeated(name)
         and name in subject.columns

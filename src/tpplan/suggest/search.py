@@ -269,7 +269,7 @@ def _gather(found: _Search) -> None:
     made = {frame.module: frame.exits for frame in subject.trace.root.walk()}
     families: dict[str, dict[str, Setting]] = {}
     for name in found.reasons:
-        if name in taken or name not in subject.linears or name not in subject.columns:
+        if name in taken or name not in subject.layers or name not in subject.columns:
             continue
         result = sum(math.prod(subject.trace.values[crossing.target].shape) for crossing in made[name])
         if SENT * result < subject.weights[name]:

@@ -27,6 +27,7 @@ from tpplan.compiler.queries import (
     VIEW_OPERATORS,
     Addend,
     BareTable,
+    ComputedWeight,
     LinearForm,
     Product,
     Study,
@@ -106,6 +107,13 @@ class Subject:
         return self.study.size
 
     @property
+    def layers(self) -> dict[str, LinearForm | Product]:
+        """The linear layers that are called, and those that compute their weight in their own forward."""
+        called = {frame.module for frame in self.trace.root.walk()}
+        products = ((name, form) for name, form in self.products.items() if name in called)
+        return self.linears | {name: form for name, form in products if form.given_dim is None}
+
+    @property
     def trace(self) -> Trace:
         """One run of the model."""
         return self.study.trace
@@ -143,7 +151,7 @@ def make_subject(model: nn.Module, size: int, arguments: Sequence[Any], keywords
     columns, unsplittable, heads = _columns(study, taken, counts, parts)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
     weights = {name: form.inputs * form.outputs for name, form in linears.items()}
-    weights |= {n: _computed_size(n, sizes) if n in computed else sizes[n] for n in products}
+    weights |= {n: _computed_size(n, computed[n], sizes) if n in computed else sizes[n] for n in products}
     wide = {name for name, table in tables.items() if table.embedding_dim % size == 0}
     columns |= {name: (Column(None, ()),) for name in wide}
     beside = _beside(study, addends, computed)
@@ -161,11 +169,11 @@ def columns_with_packs(subject: Subject, packs: Mapping[str, tuple[int, ...]]) -
 
 
 def _beside(
-    study: Study, addends: Mapping[str, Addend], computed: Mapping[str, tuple[int, Product | Addend]]
+    study: Study, addends: Mapping[str, Addend], computed: Mapping[str, ComputedWeight]
 ) -> dict[int, dict[str, int]]:
     beside: dict[int, dict[str, int]] = {}
     held = [(parameter, names[0]) for parameter, names in study.trace.stored.items()]
-    for parameter, name in [*held, *((made, name) for name, (made, _) in computed.items())]:
+    for parameter, name in [*held, *((weight.made, name) for name, weight in computed.items())]:
         addend = addends.get(name)
         if addend is None or (addend.is_added and len(study.trace.values[parameter].shape) != 1):
             continue
@@ -208,32 +216,33 @@ def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
                             beside.setdefault(made[0], {})[name] = place
 
 
-def _linear(module: nn.Module, computed: tuple[int, Product | Addend] | None) -> LinearForm | None:
+def _linear(module: nn.Module, computed: ComputedWeight | None) -> LinearForm | None:
     """What linear layer a module is; also one of torch's own whose weight is computed."""
     if not parametrized_tensors(module):
         return linear_form(module)
-    use = None if computed is None else computed[1]
+    use = None if computed is None else computed.use
     stock = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return LinearForm(use.inputs, use.outputs, False) if stock and isinstance(use, Product) else None
 
 
-def _computed_size(layer: str, sizes: Mapping[str, int]) -> int:
+def _computed_size(layer: str, weight: ComputedWeight, sizes: Mapping[str, int]) -> int:
     """The number of entries of all that a layer's weight is computed of."""
-    return sum(count for name, count in sizes.items() if layer_of(name) == layer)
+    return sum(count for name, count in sizes.items() if layer_of(name) == layer or name in weight.members)
 
 
 def _bare_parameters(
-    study: Study, called: Collection[str], computed: Mapping[str, tuple[int, Product | Addend]]
+    study: Study, called: Collection[str], computed: Mapping[str, ComputedWeight]
 ) -> tuple[dict[str, Product], dict[str, Addend]]:
     """What bodies do with parameters and buffers that no called layer or table has; computed weights go by layers."""
-    uses = {name: use for name, (_, use) in computed.items() if name not in called}
+    uses = {name: weight.use for name, weight in computed.items() if name not in called}
+    members = frozenset(name for weight in computed.values() if weight.in_body for name in weight.members)
     products = {name: use for name, use in uses.items() if isinstance(use, Product)}
     addends = {name: use for name, use in uses.items() if isinstance(use, Addend)}
     for value, names in study.trace.stored.items():
         if value in study.trace.parameters and any(n.rpartition(".")[0] in called for n in names):
             continue
         use = None if any(map(layer_of, names)) else study.use_of(value)
-        if isinstance(use, Product):
+        if isinstance(use, Product) and members.isdisjoint(names):
             products[names[0]] = use
         elif isinstance(use, Addend):
             addends[names[0]] = use

@@ -65,7 +65,7 @@ def find_tables(
         settings = {name: Setting(Style.VOCAB) for name in partners} | {head: setting}
         paired |= set(partners)
         what = "the table of tokens by rows, and with it the head" if partners else "the head by columns"
-        form = subject.linears[head]
+        form = subject.layers[head]
         groups.append(Group(f"{what}, whose result is gathered", settings, form.inputs * form.outputs))
     for name in looked_up:
         table = subject.tables[name]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import named_modules, parametrized_tensors
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
-from tpplan.compiler.bind.misfits import may_wrap, misfit
+from tpplan.compiler.bind.misfits import may_compute, may_wrap, misfit
 from tpplan.compiler.bind.recurrent import recurrence
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.program import Recurrence, SharedExperts
@@ -135,12 +135,16 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
             recurrent = recurrence(modules[name]) if rule.style is Style.COLWISE else None
             form = None if parametrized_tensors(modules[name]) else linear_form(modules[name])
             bound[name] = Bound(name, rule.style, rule, form, recurrent=recurrent)
-        elif problem.code == "TP101" and rule.style is not Style.EXPERTS and may_wrap(modules[name]):
+        elif problem.code == "TP101" and rule.style is not Style.EXPERTS and _may_hold_a_layer(modules[name]):
             bound[name], wrappers[name] = Bound(name, rule.style, rule), problem
         else:
             diagnostics.append(problem)
     binding, conflicts = bind_parameters(model, bound)
     return replace(binding, wrappers=wrappers), once(diagnostics + conflicts)
+
+
+def _may_hold_a_layer(module: nn.Module) -> bool:
+    return may_wrap(module) or may_compute(module)
 
 
 def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

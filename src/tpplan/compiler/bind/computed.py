@@ -25,6 +25,8 @@ from tpplan.compiler.bind.products import FACTORS, Dims, find_use, moved
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.compiler.rules.batch_norm import BATCH_NORM
+from tpplan.compiler.rules.convolution import CONVOLUTION
 from tpplan.plan import Style
 
 _DEEPEST = 32
@@ -40,18 +42,20 @@ class Computed:
         parts: the parameters and buffers that it is computed of, by name; for each of their dims, which of its own it
             goes into.
         buffers: which of them are buffers.
+        in_body: whether the layer's own forward computes it, and no parametrization does.
     """
 
     made: int
     use: Product | Addend
     parts: Mapping[str, Dims]
     buffers: Collection[str]
+    in_body: bool = False
 
     def form_of(self, part: str, style: Style) -> Product | Addend | None:
         """What a style splits of a part, as if it were the factor or the addend itself; None if it stays whole."""
         dims, use = self.parts[part], self.use
         if isinstance(use, Addend):
-            place = _place(dims, use.output_dim) if style is Style.COLWISE else None
+            place = _place(dims, use.output_dim) if style is Style.COLWISE or self.in_body else None
             return None if place is None else replace(use, output_dim=place, is_added=False)
         outputs, inputs = _place(dims, use.output_dim), _place(dims, use.input_dim)
         split, other = (outputs, inputs) if style is Style.COLWISE else (inputs, outputs)
@@ -85,7 +89,7 @@ def computed_tensors(model: nn.Module, readers: Readers) -> dict[str, tuple[Comp
         made = frame.exits[0].target
         use = find_use(readers, made)
         if use is not None:
-            parts = {name: dims for name, dims in _parts(readers, made) if name.startswith(f"{inner}.")}
+            parts = {name: dims for name, dims in parts_of(readers, made) if name.startswith(f"{inner}.")}
             found[leaves[inner]] = (*found.get(leaves[inner], ()), Computed(made, use, parts, buffers & parts.keys()))
     return found
 
@@ -96,7 +100,7 @@ def layer_of(name: str) -> str:
     return layer if inside else ""
 
 
-def _parts(readers: Readers, value: int) -> Iterator[tuple[str, Dims]]:
+def parts_of(readers: Readers, value: int) -> Iterator[tuple[str, Dims]]:
     """The stored tensors that a value is computed of, each with the dims by which most of it goes into the value."""
     rank = len(readers.trace.values[value].shape)
     found: dict[str, Dims] = {}
@@ -132,10 +136,20 @@ def _before(readers: Readers, operation: Operation, made: int, dims: Dims) -> It
             into = (*range(last), None) if place == first else (*range(last - 1), None, last)
         elif known is not None and (known.kind in ("entrywise", "random") or first is not None):
             into = _broadcast(before, after)
+        elif operation.name == CONVOLUTION:
+            into = _convolved(place, before, after)
+        elif operation.name == BATCH_NORM:
+            into = tuple(range(len(before))) if place == 0 else (1,)
         else:
             into = _inverse(moved(readers, operation, value, tuple(range(len(before)))), len(before))
             into = _broadcast(before, after) if into is None and before == after else into
         yield value, (None,) * len(before) if into is None else tuple(None if d is None else dims[d] for d in into)
+
+
+def _convolved(place: int, before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
+    """Where the dims of a convolution's input, weight and bias go: those of images stay, channels come of weights."""
+    images = tuple(d if n == after[d] else None for d, n in enumerate(before[2:], 2))
+    return (0, None, *images) if place == 0 else (1, *(None for _ in before[1:]))
 
 
 def _broadcast(before: tuple[int, ...], after: tuple[int, ...]) -> Dims:
@@ -161,4 +175,4 @@ def names_among(computed: Collection[Computed]) -> frozenset[str]:
     return frozenset(name for held in computed for name in held.parts)
 
 
-__all__ = ["Computed", "computed_tensors", "layer_of", "names_among"]
+__all__ = ["Computed", "computed_tensors", "layer_of", "names_among", "parts_of"]

@@ -6,6 +6,8 @@ out: TP101 for a style that isn't for such a module, TP112 for what the module d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from tpplan.compat import computed_weights, named_modules, own_parameters, parametrized_tensors
@@ -13,7 +15,7 @@ from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, 
 from tpplan.compiler.bind.recurrent import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
 from tpplan.plan import Diagnostic, Pin, Rule, Style
-from tpplan.plan.wording import with_article
+from tpplan.plan.wording import all_of, with_article
 
 _LAYERS = ("Linear", "Embedding")  # names of torch's own, which other classes have as well
 _REMOVED_BY = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
@@ -66,6 +68,19 @@ def not_followed(module: nn.Module, name: str, rule: Rule) -> Diagnostic:
     leaf, steps = next(iter(parametrized_tensors(module).items()))
     remove = f'`torch.nn.utils.parametrize.remove_parametrizations({_last(name)}, "{leaf}")`'
     return _computed(name, rule, leaf, f"the parametrization `{type(steps[0]).__name__}`", remove)
+
+
+def of_whole_parts(name: str, rule: Rule, parts: Iterable[str]) -> Diagnostic:
+    """TP112 for a layer whose own forward computes its weight of what can't be split with it."""
+    held = all_of(sorted(parts))
+    return Diagnostic(
+        code="TP112",
+        message=f"`{name}` computes its weight in each forward, and no dim of {held} goes into that alone which "
+        f"`{rule.style}` splits",
+        span=rule.style_span,
+        help=f"remove the rule, so that `{name}` stays whole",
+        subject=name,
+    )
 
 
 def _computed(name: str, rule: Rule, leaf: str, what: str, remove: str) -> Diagnostic:
@@ -193,6 +208,11 @@ def may_wrap(module: nn.Module) -> bool:
     return any(isinstance(inner, nn.Embedding) or linear_form(inner) is not None for inner in module.modules())
 
 
+def may_compute(module: nn.Module) -> bool:
+    """Whether a module that is no layer by its class may compute the weight of one."""
+    return any(held is not None and held.dim() >= 2 for held in own_parameters(module).values())
+
+
 def _mismatch(module: nn.Module, name: str, rule: Rule, what: str) -> Diagnostic:
     own = type(module)
     foreign = own.__name__ in _LAYERS and not own.__module__.startswith("torch.")
@@ -226,4 +246,4 @@ def _suggest_style(module: nn.Module) -> str:
     return "a module of this kind can be `sequence` or `replicate`"
 
 
-__all__ = ["holds_experts", "may_wrap", "misfit", "not_followed"]
+__all__ = ["holds_experts", "may_compute", "may_wrap", "misfit", "not_followed", "of_whole_parts"]

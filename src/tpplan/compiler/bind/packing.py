@@ -24,9 +24,10 @@ from torch import nn
 
 from tpplan.compat import named_modules, parametrized_tensors
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
-from tpplan.compiler.bind.computed import Computed, computed_tensors, names_among
+from tpplan.compiler.bind.computed import Computed, names_among
+from tpplan.compiler.bind.in_bodies import computed_by_layers
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, is_grouped_convolution
-from tpplan.compiler.bind.misfits import not_followed
+from tpplan.compiler.bind.misfits import not_followed, of_whole_parts
 from tpplan.compiler.bind.products import find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
@@ -69,7 +70,7 @@ def pack(model: nn.Module, flow: DataFlow, binding: Binding, size: int, partly: 
     readers = Readers(flow)
     findings: list[Diagnostic] = []
     grouped = {name for name, module in named_modules(model) if is_grouped_convolution(module)}
-    computed = computed_tensors(model, readers)
+    computed = computed_by_layers(model, readers)
     modules = _with_parameters(binding, readers, frames, findings, partly, grouped, computed)
     findings += _unfollowed(model, binding, computed, grouped, partly)
     uses: dict[str, Use] = {}
@@ -200,6 +201,10 @@ def _unfollowed(
     found: list[Diagnostic] = []
     for name, module in named_modules(model):
         bound, leaves = binding.modules.get(name), parametrized_tensors(module)
+        weights = [t for t in computed.get(name, ()) if t.in_body and isinstance(t.use, Product)]
+        if bound is not None and weights and not leaves and bound.rule.style in (Style.COLWISE, Style.ROWWISE):
+            whole = next((tensor for tensor in weights if not tensor.is_split(bound.rule.style)), None)
+            found += [] if whole is None else [of_whole_parts(name, bound.rule, whole.parts)]
         if not leaves or bound is None or bound.style not in (Style.COLWISE, Style.ROWWISE) or bound.is_parameter:
             continue
         held = computed.get(name, ())

@@ -22,7 +22,10 @@ from torch import nn
 
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
+from tpplan.compiler.bind.in_bodies import computed_in_bodies, members_of
 from tpplan.compiler.bind.linear import linear_form
+from tpplan.compiler.bind.misfits import may_wrap
+from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.plan import Diagnostic, Style
@@ -93,12 +96,17 @@ def unwrap(
         return binding, [], {}
     subject = _Subject.of(model, flow)
     bound, findings, members = dict(binding.modules), list[Diagnostic](), dict[str, Style]()
+    readers = Readers(flow)
+    computed = computed_in_bodies(model, readers)
     for wrapper, problem in binding.wrappers.items():
         rule_on = bound.pop(wrapper)
         if known is not None:
             styles = {name: style for name, style in known.items() if name.startswith(f"{wrapper}.")}
         else:
-            styles = _styles(subject, rule_on)
+            styles = _styles(subject, rule_on) if may_wrap(subject.modules[wrapper]) else {}
+        is_layer = wrapper in computed and subject.modules.keys().isdisjoint(styles)  # and wraps none
+        if known is None and is_layer and rule_on.style is not Style.VOCAB:
+            styles = members_of(readers, wrapper, computed[wrapper], rule_on.style)
         if not styles:
             findings.append(problem)
             continue

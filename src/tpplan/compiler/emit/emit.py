@@ -6,9 +6,10 @@ out: `Program`, and diagnostics for what the plan's author should know
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -42,6 +43,7 @@ from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.trace.choices import called_with_found
 from tpplan.compiler.trace.draws import random_draws
+from tpplan.compiler.trace.gradient_flow import answered
 from tpplan.cost.program import reshard_traffic
 from tpplan.plan import Diagnostic, Exchange, Plan, Style
 
@@ -195,6 +197,7 @@ def _modules(
     of_classes = class_calls(trace, assignment)
     apart = frozenset[str]().union(*(counted_among(trace, module) for module, _ in of_classes))
     splits_sequence = any(bound.style is Style.SEQUENCE for bound in binding.modules.values())
+    back = functools.cache(functools.partial(answered, trace))
     found: list[ModuleProgram] = []
     modules = dict(named_modules(model))
     for name, module in modules.items():
@@ -225,7 +228,7 @@ def _modules(
                 reads=own,
                 random=random,
                 local_attributes=attributes.get(name, ()),
-                inner=_inner(trace, assignment, calls, size, bound, experts),
+                inner=_inner(trace, assignment, calls, size, bound, experts, back),
                 recorded=record_of(assignment, trace, name, size) if name in recorded else None,
                 split_norm=None if normed is None else _split_norm(trace, normed),
                 walked=bound is not None and bound.walked,
@@ -384,8 +387,9 @@ def _inner(
     size: int,
     bound: Bound | None,
     experts: SharedExperts | None,
+    back: Callable[[], Collection[int]],
 ) -> tuple[Reshard, ...]:
-    """What the ranks exchange inside of a body."""
+    """What the ranks exchange inside of a body; `back` has the values to which a gradient comes back."""
     if bound is not None and bound.recurrent is not None:
         return gathered_states(trace, assignment, [decided.frame for decided in calls], bound.recurrent)
     normed = next((decided for decided in calls if decided.normed is not None), None)
@@ -397,12 +401,12 @@ def _inner(
         return ()
     return (
         *statistics(calls[0].frame, trace, assignment, size),
-        *(_moved(trace, move) for move in calls[0].moves if not move.again),
+        *(_moved(trace, move, move.value in back()) for move in calls[0].moves if not move.again),
         *_kept(trace, assignment, calls[0].frame),
     )
 
 
-def _moved(trace: Trace, move: PlacedMove) -> Reshard:
+def _moved(trace: Trace, move: PlacedMove, sends_back: bool) -> Reshard:
     """A value that a body moves between its operations."""
     value, location = trace.values[move.value], move.operation.location
     ways = reshard_between(move.source, move.target)
@@ -411,8 +415,8 @@ def _moved(trace: Trace, move: PlacedMove) -> Reshard:
     name, place = move.place.operation.removeprefix("aten.").partition(".")[0].strip("_"), move.place
     return Reshard(
         path=(name, place.number, place.operand), source=move.source, target=move.target, forward=ways.forward,
-        backward=ways.backward if value.differentiable else Collective.NONE, shape=value.shape,
-        dtype=dtype_name(value.dtype), bytes=value.bytes, differentiable=value.differentiable,
+        backward=ways.backward if sends_back else Collective.NONE, shape=value.shape,
+        dtype=dtype_name(value.dtype), bytes=value.bytes, differentiable=sends_back,
         origin=f"`{place.operation}`{where} can't run on what a rank has of it",
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import PARTIAL, Features, reshard_between
 from tpplan.compiler.ir.trace import Frame, Trace, quoted
 from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove, PlacedReshard
+from tpplan.compiler.trace.gradient_flow import answered
 from tpplan.cost.communication import bytes_sent
 from tpplan.plan import Diagnostic, Style
 from tpplan.plan.wording import all_of
@@ -56,8 +57,9 @@ def warnings_for(
 def exchanges(trace: Trace, binding: Binding, assignment: Assignment, size: int) -> list[Diagnostic]:
     """Findings on bodies that exchange values between their operations; one for all that do the same by one rule."""
     found: dict[object, dict[str, Diagnostic]] = defaultdict(dict)
+    back = answered(trace) if any(decided.moves for decided in assignment.frames) else frozenset[int]()
     for decided in assignment.frames:
-        moves = [(move, _sent(move, trace, size)) for move in decided.moves if not move.again]
+        moves = [(move, _sent(move, trace, size, back)) for move in decided.moves if not move.again]
         moves = [(move, sent) for move, sent in moves if sent]
         name = decided.frame.module
         if not moves:
@@ -83,13 +85,13 @@ def exchanges(trace: Trace, binding: Binding, assignment: Assignment, size: int)
     return merged
 
 
-def _sent(move: PlacedMove, trace: Trace, size: int) -> int:
-    """Bytes that each rank sends for a move, forward and backward."""
+def _sent(move: PlacedMove, trace: Trace, size: int, back: Collection[int]) -> int:
+    """Bytes that each rank sends for a move, forward and backward, where its gradient is among those that come back."""
     ways, value = reshard_between(move.source, move.target), trace.values[move.value]
     assert ways is not None
     return sum(
         bytes_sent(way, value.bytes, size)
-        for way in (ways.forward, *([ways.backward] if value.differentiable else []))
+        for way in (ways.forward, *([ways.backward] if move.value in back else []))
         if way.communicates
     )
 

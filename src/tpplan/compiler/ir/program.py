@@ -311,6 +311,7 @@ class RecordedBody:
         partial: likewise, the parameters whose gradients are summed over the ranks, by their names in the module.
         averages: whether of means over split dims each rank makes its part.
         lengths: of arguments with a split dim that the axis doesn't divide, by path, its length.
+        weights: the arguments that follow from parameters alone, by path.
     """
 
     inputs: PathLayouts
@@ -322,6 +323,7 @@ class RecordedBody:
     partial: tuple[str, ...] = ()
     averages: bool = False
     lengths: tuple[tuple[tuple[str | int, ...], int], ...] = ()
+    weights: tuple[tuple[str | int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -606,7 +608,7 @@ class Program:
             for name in ("exchange", "sent") if "experts" in module else ():
                 if module["experts"][name] is None:
                     del module["experts"][name]
-            for name in ("moves", "passed", "partial", "averages", "lengths"):
+            for name in ("moves", "passed", "partial", "averages", "lengths", "weights"):
                 if module["recorded"] is not None and not module["recorded"][name]:
                     del module["recorded"][name]
         return _without_defaults(json.loads(json.dumps(_plain(plain))))

@@ -292,6 +292,7 @@ class Trace:
         unanswered: values that cross a boundary, may have a gradient, and get none: passed to a module under `no_grad`,
             or of which nobody reads what is made.
         unread: results of calls that nobody reads, outside of them.
+        given: values that follow from what the call is passed; all others are there before it, or made of what is.
         takes_gradients: whether the forward takes gradients itself.
         sides: those that branches on data were told to take.
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
@@ -345,6 +346,7 @@ class Trace:
     looking: frozenset[str] = frozenset()
     unread: frozenset[int] = frozenset()
     picking: frozenset[tuple[int, int]] = frozenset()
+    given: frozenset[int] = frozenset()
 
     def sends_back(self, value: int) -> bool:
         """Whether a gradient comes back for a value that crosses a boundary."""

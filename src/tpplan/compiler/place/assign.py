@@ -167,7 +167,10 @@ def record_of(assignment: Assignment, trace: Trace, module: str, size: int) -> R
     body = recorded_body(decided.frame, assignment.layouts, assignment.heads, moves, partial)
     shapes = {path: trace.values[c.target].shape for c in decided.frame.entries for path in (c.path, *c.aliases)}
     lengths = tuple((path, _uneven(layout, shapes[path], size)) for path, layout in body.inputs)
-    return replace(body, averages=decided.averages, lengths=tuple((path, n) for path, n in lengths if n))
+    weights = tuple(c.path for c in decided.frame.entries if moves and c.target not in trace.given)
+    return replace(
+        body, averages=decided.averages, lengths=tuple((path, n) for path, n in lengths if n), weights=weights
+    )
 
 
 def _uneven(layout: Layout, shape: tuple[int, ...], size: int) -> int:

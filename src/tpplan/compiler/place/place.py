@@ -45,9 +45,10 @@ from tpplan.compiler.place.solution import (
     Steps,
 )
 from tpplan.compiler.place.split_norms import SplitNorms
-from tpplan.compiler.rules.moves import made_of_parameters
+from tpplan.compiler.rules.packed import EXPAND
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.rules.recurrent import GATHERED, gathers, gathers_first, made_layout, taken_layouts
+from tpplan.compiler.rules.weights import Weights
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
 from tpplan.plan import Exchange
 
@@ -74,7 +75,7 @@ class Placer:
         self._solved: dict[int, dict[Codes, _Solved]] = {}
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
         self._inside: dict[int, frozenset[Name]] = {}
-        self._kept: dict[int, frozenset[int]] = {}
+        self._weights: dict[int, Weights] = {}
         self._after: dict[tuple[int, int, int], list[_Step] | Failure] = {}
         self._from: dict[int, dict[Codes, _States | Failure]] = {}
         self._taken: dict[tuple[int, int, int, bool], list[_Way]] = {}
@@ -347,11 +348,14 @@ class Placer:
         numbers = (*node.inputs, *node.overwritten)
         known = dict(zip(numbers, self._numbering.layouts(operands), strict=True))
         sliced = region.example[0] and region.example not in self.constraints.unsliced
-        moving = region.of_weights or region.example in self.constraints.moving
+        weights = self._weights_of(region)
+        of_weights = region.of_weights or weights.compute(node)
+        moving = of_weights or region.example in self.constraints.moving
         recorded = self._moving if moving else self._slicing
         rules = recorded if sliced else self.propagator
-        kept = self._made_of_parameters(region) if rules.moves else frozenset[int]()
-        outcomes = rules.outcomes(node, region.values, known.__getitem__, kept)
+        if of_weights and sliced and node.name == EXPAND:
+            rules = rules.repeating(weights.widths)
+        outcomes = rules.outcomes(node, region.values, known.__getitem__, weights.lasting)
         if isinstance(outcomes, Refusal):
             if (region.example, position) not in self.constraints.forgiven:
                 return Failure((), position, outcomes, (position,))
@@ -375,10 +379,10 @@ class Placer:
             found.append((codes, cost, Ran(position, outcome)))
         return found
 
-    def _made_of_parameters(self, region: Region) -> frozenset[int]:
-        if id(region) not in self._kept:
-            self._kept[id(region)] = made_of_parameters(region)
-        return self._kept[id(region)]
+    def _weights_of(self, region: Region) -> Weights:
+        if id(region) not in self._weights:
+            self._weights[id(region)] = Weights.of(region)
+        return self._weights[id(region)]
 
     def _called(self, region: Region, position: int, node: CallNode, operands: Codes) -> list[_Step] | Failure:
         solutions = self._solve(node.region, operands)

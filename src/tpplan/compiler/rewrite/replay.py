@@ -105,6 +105,7 @@ class Replay:
         named = {name: whole(a, (name,)) for name, a in kwargs.items()}
         first = next((tensor for _, tensor in tensors_in((args, kwargs)) if not tensor.is_meta), None)
         state = Capture(_BodyRecorder(device=None if first is None else first.device), arguments={}, leaves=False)
+        state.weights = self._body.weights
         skeleton = make_skeleton(self._stock)
         try:
             trace = record(skeleton, given, named, training, state)

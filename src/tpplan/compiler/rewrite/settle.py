@@ -15,8 +15,9 @@ from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.script import ReplayError
 from tpplan.compiler.ir.trace import Frame, Trace
-from tpplan.compiler.rules.moves import made_of_parameters
+from tpplan.compiler.rules.packed import EXPAND
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
+from tpplan.compiler.rules.weights import Weights
 
 Layouts = Mapping[int, Layout]
 
@@ -88,7 +89,10 @@ class _Settler:
         self.own = {
             v: held.parameter for v, held in zip(root.values, root.region.values, strict=True) if held.parameter
         }
-        self.kept = made_of_parameters(root.region)
+        numbers = {value: number for number, value in enumerate(root.values)}
+        passed = {numbers[c.target]: self.inputs.get(c.path, REPLICATED) for c in root.frame.entries
+                  if c.path in body.weights}  # fmt: skip
+        self.weights = Weights.of(root.region, passed)
         self.live = _live(root)
         self.dead: set[tuple[int, tuple[Layout, ...]]] = set()
 
@@ -162,10 +166,12 @@ class _Settler:
             return known.get(values[i]) or self.own.get(values[i], REPLICATED)
 
         way = self._moved(node, position, layout) if self.followed else {}
+        repeats = node.name == EXPAND and self.weights.compute(node)
+        rules = self.rules.repeating(self.weights.widths) if repeats else self.rules
         if way:
-            found = self.rules.moved(node, region.values, layout, way)
+            found = rules.moved(node, region.values, layout, way)
         else:
-            found = self.rules.outcomes(node, region.values, layout, self.kept)
+            found = rules.outcomes(node, region.values, layout, self.weights.lasting)
         if isinstance(found, Refusal):
             self.refused = found
             return []

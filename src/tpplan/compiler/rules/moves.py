@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, reshard_between
-from tpplan.compiler.ir.region import LocalValue, OperationNode, Region
+from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.rules.packed import SELECT, SPLITS, VIEWS
 
 MEANS = frozenset(("aten.mean.dim", "aten.mean.default"))
@@ -51,17 +51,6 @@ def mean_dims(arguments: Sequence[Any], rank: int) -> list[int]:
 def may_move(node: OperationNode) -> bool:
     """Whether operands of an operation may be moved before it."""
     return not node.overwritten and node.name not in _TAKES_APART
-
-
-def made_of_parameters(region: Region) -> frozenset[int]:
-    """The values of a body that follow from parameters, and from what is there before a call, alone."""
-    found = {
-        i for i, value in enumerate(region.values) if value.parameter is not None or value.constant or value.weight
-    }
-    for node in region.nodes:
-        if isinstance(node, OperationNode) and found.issuperset(node.inputs):
-            found.update(o for o in node.outputs if o is not None)
-    return frozenset(found)
 
 
 def ways_to_move(
@@ -104,4 +93,4 @@ def _targets(
             yield from ({i: replace(held, dim=dim)} for dim in alike)
 
 
-__all__ = ["MEANS", "averages", "made_of_parameters", "may_move", "mean_dims", "ways_to_move"]
+__all__ = ["MEANS", "averages", "may_move", "mean_dims", "ways_to_move"]

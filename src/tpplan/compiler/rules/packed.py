@@ -249,6 +249,8 @@ def _repeats(values: Sequence[LocalValue], number: int, node: OperationNode, hel
     dim = held.dim
     if dim is None or len(held.packs) != 1 or len(before) != len(after) or dim + 1 >= len(before):
         return False
+    if values[number].weight and len(after) == 2:
+        return False  # lengths of rows, beside these
     grown = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     (pack,) = held.packs
     return grown == [dim + 1] and (pack.is_shared if pack.parts else after[dim + 1] % pack.replicas == 0)

@@ -146,6 +146,11 @@ class Propagator:
         other._rules = self._rules
         return other
 
+    def repeating(self, widths: Features) -> Propagator:
+        """The same rules, where values may be repeated for these widths as well."""
+        heads = self.heads | widths
+        return self.splitting(heads, self.features, self.slices, self.moves, self.averages)
+
     def outcomes(
         self,
         node: OperationNode,

@@ -125,7 +125,7 @@ class Capture:
     `results` keeps what each module call returned, for runs that stand in for it; `arguments`, where it isn't None,
     what each was called with; `heard` is the steps of the run, if the recorder listens;
     `sequel` says whether later calls run other operations, and whether each of them changes state; `leaves`
-    whether to look for what the run leaves behind.
+    whether to look for what the run leaves behind; `weights` are arguments that follow from parameters alone, by path.
     """
 
     recorder: Recorder
@@ -137,6 +137,7 @@ class Capture:
     arguments: dict[tuple[str, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     sequel: Sequel = field(default_factory=lambda: Sequel(False, False))
     leaves: bool = True
+    weights: Collection[Path] = ()
 
 
 def capture(skeleton: Skeleton, arguments: Sequence[Any], keywords: Mapping[str, Any], training: bool) -> Trace:
@@ -259,6 +260,7 @@ def _record(
     called = argument_names(type(skeleton.model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)
     inputs = {path: recorder.value_of(tensor) for path, tensor in tensors_of(*example, called)}
+    recorder.given.update(value for path, value in inputs.items() if path not in state.weights)
     tell_inputs(recorder, (arguments, keywords), example, called)
     for _, tensor in tensors_of(*example, called):
         recorder.outlives(tensor)
@@ -373,6 +375,7 @@ def _record(
         unanswered(root, values, recorder.passed),
         recorder.looking,
         picking=frozenset(recorder.picking.items()),
+        given=frozenset(recorder.given),
     )
 
 
@@ -527,6 +530,8 @@ def _record_call(
         recorder.frames.pop()
     else:
         result, inside = stand_in
+        if any(recorder.is_given(tensor) for _, tensor in tensors_in((args, kwargs))):
+            recorder.given.update(recorder.value_of(tensor) for _, tensor in tensors_in(result))
         for module in inside:  # later calls of these are counted from there
             state.calls[module] = state.calls.get(module, 0) + 1
     outward = _Crosser(recorder, True, None if boundary is None else functools.partial(boundary.leave, name, call))
@@ -598,6 +603,7 @@ class _Crosser:
                 if moved is not tensor:
                     source = self.recorder.value_of(tensor)
                     target = self.recorder.new_value(moved, self.recorder.values[source].differentiable)
+                    self.recorder.follow_given((source,), (target,))
                     self.crossings.append(Crossing(path, source, target))
                     return moved
         alias, source, target = self.recorder.cross(tensor)

@@ -5,7 +5,10 @@ out: the values, where everything between such a value and what its function was
 
     y = Square.apply(x)   ->   mul(x, x) was recorded without a gradient, yet y has one: so do all values in between
 
-This holds for every `torch.autograd.Function`, reentrant activation checkpointing among them.
+This holds for every `torch.autograd.Function`, reentrant activation checkpointing among them. And where a gradient
+ends, as in straight-through estimators:
+
+    w + (q - w).detach()    ->   q has no gradient, though it is made of w
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from tpplan.compiler.ir.trace import Frame, Operation, Value
+from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
 
 Step = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -62,6 +65,16 @@ def unanswered(root: Frame, values: Sequence[Value], passed: Collection[int]) ->
         if any(o in answered or (o not in passed and values[o].differentiable) for o in outputs):
             answered.update(inputs)
     return frozenset(passed) - answered
+
+
+def answered(trace: Trace) -> frozenset[int]:
+    """The values to which a gradient comes back from what a call returns or keeps: past a `detach` none does."""
+    found = {*(c.target for c in trace.root.exits), *trace.kept, *trace.left.values(), *trace.hidden}
+    found = {value for value in found if trace.values[value].differentiable}
+    for inputs, outputs in reversed([*_steps(trace.root)]):
+        if not found.isdisjoint(outputs):
+            found.update(i for i in inputs if trace.values[i].differentiable)
+    return frozenset(found)
 
 
 def _steps(frame: Frame) -> Iterator[Step]:

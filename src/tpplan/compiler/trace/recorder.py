@@ -61,6 +61,7 @@ from tpplan.compiler.trace.counts import Count, is_counts
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.known import Known
 from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame, UnfollowedError
+from tpplan.compiler.trace.statistics import statistic_of
 
 INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
 _META = torch.device("meta")
@@ -142,6 +143,7 @@ class Recorder(RecordingMode):
         self.unfamiliar: list[tuple[str, Location | None, bool]] = []
         self._redrawn: set[int] = set()  # ids of real tensors that hold random numbers by now
         self.seeded: set[int] = set()  # random numbers drawn after the body has set the generator
+        self.given: set[int] = set()  # what the call is passed, and what follows from that
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
         self.tested: dict[int, Location | None] = {}  # values that the model branches on
         self.listening = False  # whether the steps of bodies are wanted
@@ -254,9 +256,19 @@ class Recorder(RecordingMode):
             if tensor.__dict__:
                 note_alike(alias, tensor)
             inside = self.new_value(alias, self.values[outside].differentiable, outside)
+            self.follow_given((outside,), (inside,))
             if self.known is not None:
                 self.known.alias(inside, outside)
             return alias, outside, inside
+
+    def follow_given(self, inputs: Iterable[int], outputs: Iterable[int | None]) -> None:
+        """Note whether these values, made of others, follow from what the call is passed."""
+        if not self.given.isdisjoint(inputs):
+            self.given.update(output for output in outputs if output is not None)
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor follows from what the call is passed, and not from what is there before it alone."""
+        return self._identity.get(id(tensor)) in self.given
 
     def is_one_storage(self, value: int, other: int) -> bool:
         """Whether two values lie in the same memory."""
@@ -316,6 +328,9 @@ class Recorder(RecordingMode):
         if func in INDEXING and has_boolean_rows(args):
             with self:
                 return func(*with_numbered_rows(args), **keywords)
+        if (steps := statistic_of(func, args, keywords)) is not None and not any(map(self.is_given, operands)):
+            with self:
+                return steps()
         return self._record(func, args, keywords, operands)
 
     def _written_out(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -373,6 +388,7 @@ class Recorder(RecordingMode):
             self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
         ):
             self.effects.update(output for output in outputs if output is not None)
+        self.follow_given(inputs, outputs)
         if self.drawn.issuperset(inputs) if inputs else is_draw(func, args, keywords):
             self.drawn.update(output for output in outputs if output is not None)
         if is_draw(func, args, keywords) and self._is_seeded():

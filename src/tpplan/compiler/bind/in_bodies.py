@@ -1,0 +1,148 @@
+"""Weights that a layer computes in its own forward, of its parameters and buffers alone.
+
+in:  a model's trace
+out: by module, the `Computed` weights that its body multiplies what it is passed by
+
+    F.linear(x, weight + b @ a)                        ->  weight: 0, 1; b (out, rank): 0; a (rank, in): 1
+    F.linear(x, weight * mask)                         ->  weight: 0, 1; mask: 0, 1
+    F.conv2d(x, (weight - weight.mean(…)) / …)         ->  weight: 0, 1
+    F.linear(x, weight.T)                              ->  nothing: the weight is read as it is stored
+
+A body is a layer's if all products with its input are its own, and have the same outputs and inputs. What computes
+attention or the like by its own products is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import nn
+
+from tpplan.compat import named_modules
+from tpplan.compiler.bind.computed import Computed, computed_tensors, parts_of
+from tpplan.compiler.bind.linear import Addend, Product, linear_form
+from tpplan.compiler.bind.products import FACTORS, find_use, moved
+from tpplan.compiler.bind.readers import Readers
+from tpplan.compiler.ir.trace import Frame, Operation, Value
+from tpplan.compiler.rules.convolution import CONVOLUTION
+from tpplan.plan import Style
+
+_DEEPEST = 12
+
+
+def computed_by_layers(model: nn.Module, readers: Readers) -> dict[str, tuple[Computed, ...]]:
+    """By module, the tensors that parametrizations compute, and those that layers compute in their own forward."""
+    return computed_in_bodies(model, readers) | computed_tensors(model, readers)
+
+
+def computed_in_bodies(model: nn.Module, readers: Readers) -> dict[str, tuple[Computed, ...]]:
+    """By module, the weights that the bodies of layers compute, with what is added to their products."""
+    frames: dict[str, Frame] = {}
+    for frame in readers.trace.root.walk():
+        if frame.exits:
+            frames.setdefault(frame.module, frame)
+    modules = dict(named_modules(model))
+    passed = readers.trace.given
+    found: dict[str, tuple[Computed, ...]] = {}
+    for name, frame in frames.items():
+        if not name or not _is_plain(frame):
+            continue
+        held = tuple(_computed(readers, frame, passed))
+        if held and _is_layer(readers, frame, passed) and linear_form(modules[name]) is None:
+            found[name] = held
+    return found
+
+
+def members_of(readers: Readers, layer: str, weights: Collection[Computed], style: Style) -> dict[str, Style]:
+    """What a style of such a layer makes of its parameters, and of buffers that its weights are computed of."""
+    frame = next(frame for frame in readers.trace.root.walk() if frame.module == layer and frame.exits)
+    members = dict.fromkeys((name for weight in weights for name in weight.parts), style)
+    after = _following(frame, {weight.use.made for weight in weights if isinstance(weight.use, Product)})
+    for value, names in readers.trace.parameters.items():
+        if names[0] in members or not names[0].startswith(f"{layer}."):
+            continue
+        use = find_use(readers, value)
+        if isinstance(use, Product) or (use is not None and use.made in after and use.is_added):
+            members[names[0]] = style
+        elif use is not None and use.made is not None and (use.made in after) == (style is Style.COLWISE):
+            members[names[0]] = Style.COLWISE  # it stands beside features that are split
+    return members
+
+
+def _following(frame: Frame, values: set[int]) -> set[int]:
+    """These values of a body, and what it makes of them."""
+    found = set(values)
+    for node in frame.body:
+        if isinstance(node, Operation) and not found.isdisjoint(node.inputs):
+            found.update(o for o in node.outputs if o is not None)
+    return found
+
+
+def _computed(readers: Readers, frame: Frame, passed: frozenset[int]) -> Iterator[Computed]:
+    """The weights of a body, and the biases, as far as anything is computed for them."""
+    buffers = {name for names in readers.trace.buffers.values() for name in names}
+    seen: set[int] = set()
+    for operation in _products(frame):
+        for value in operation.inputs if not passed.isdisjoint(operation.inputs) else ():
+            if value in passed or value in seen or not _is_computed(readers, value):
+                continue
+            seen.add(value)
+            use = find_use(readers, value)
+            parts = {name: dims for name, dims in parts_of(readers, value) if name.startswith(f"{frame.module}.")}
+            if use is not None and parts:
+                yield Computed(value, use, parts, buffers & parts.keys(), in_body=True)
+
+
+def _is_layer(readers: Readers, frame: Frame, passed: frozenset[int]) -> bool:
+    """Whether all products with the call's input are its own, and make as many features, of as many."""
+    values, sizes = readers.trace.values, set[tuple[int, int]]()
+    for inner in frame.walk():
+        for operation in _products(inner):
+            if passed.isdisjoint(operation.inputs):
+                continue
+            if inner is not frame:
+                return False
+            uses = [find_use(readers, i) for i in operation.inputs if i not in passed]
+            sizes |= set(_sizes(values, operation, uses)) or {(0, 0)}
+    if len(sizes) != 1:
+        return False
+    ((outputs, inputs),) = sizes
+    given, made = values[frame.entries[0].target].shape, values[frame.exits[0].source].shape
+    return inputs in given and outputs in made
+
+
+def _sizes(
+    values: Sequence[Value], operation: Operation, uses: Iterable[Product | Addend | None]
+) -> Iterator[tuple[int, int]]:
+    """How many features products make, of how many; a convolution in groups goes with the channels by its weight."""
+    for use in uses:
+        if isinstance(use, Product):
+            yield use.outputs, use.inputs
+        elif use is not None and not use.is_added and operation.name == CONVOLUTION:
+            yield use.outputs, values[operation.inputs[0]].shape[1]
+
+
+def _products(frame: Frame) -> Iterator[Operation]:
+    for node in frame.body:
+        if isinstance(node, Operation) and (node.name in FACTORS or node.name == CONVOLUTION):
+            yield node
+
+
+def _is_computed(readers: Readers, value: int) -> bool:
+    """Whether more was done to what is stored than to turn, move or cast it."""
+    for _ in range(_DEEPEST):
+        source, made = readers.maker(value)
+        if source in readers.trace.stored or made is None:
+            return False
+        dims = tuple(range(len(readers.trace.values[made.inputs[0]].shape))) if made.inputs else ()
+        if not made.inputs or moved(readers, made, made.inputs[0], dims) is None:
+            return bool(made.inputs)
+        value = made.inputs[0]
+    return False
+
+
+def _is_plain(frame: Frame) -> bool:
+    return len(frame.entries) == 1 and len(frame.exits) == 1 and not frame.exits[0].path
+
+
+__all__ = ["computed_by_layers", "computed_in_bodies", "members_of"]
