@@ -139,7 +139,9 @@ class ConstantWatcher(TorchFunctionMode):
         if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
             return counts
         if func is Tensor.__format__ and args[0].is_meta and not args[0].dim():
-            return format(torch.zeros((), dtype=args[0].dtype).item(), args[1])  # text steers nothing
+            text = format(torch.zeros((), dtype=args[0].dtype).item(), args[1])  # it steers nothing
+            self._note_step(func, text, args, keywords)
+            return text
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
             self._recorder.note_found()
             args, keywords = counted
