@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.parity.draws import OwnDraws
+from tpplan.plan import CompileError
 
 PLAN = {"version": 1, "modules": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
 
@@ -64,7 +65,7 @@ def test_ranks_draw_what_the_unsharded_model_draws(draw: Callable[[Tensor], Tens
 
 
 class Noisy(nn.Module):
-    """Noise on what is split, drawn in three ways."""
+    """Noise on what is split, drawn in five ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +74,7 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         h = h + torch.randn_like(h) + torch.empty_like(h).uniform_() * torch.rand(h.shape, device=h.device)
+        h = h * torch.bernoulli(h.sigmoid()) + torch.randn_like(h.transpose(1, 2)).transpose(1, 2)
         return self.down(h.relu()) + torch.randn_like(x)
 
 
@@ -80,6 +82,25 @@ class Noisy(nn.Module):
 def test_what_a_rank_holds_a_part_of_is_part_of_what_the_unsharded_model_draws(tp: int) -> None:
     report = tpplan.verify(Noisy(), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, tp, (x_of(),))
     assert report.ok, report.problems
+
+
+class Seeding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        torch.manual_seed(3)
+        return self.down(h + torch.randn_like(h))
+
+
+def test_a_seed_is_seen_where_the_generator_has_it_already() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(Seeding())
+    torch.manual_seed(3)
+    with pytest.raises(CompileError, match="seeds the random numbers"):
+        tpplan.compile_plan(model, {"version": 1, "modules": {"0.up": "colwise", "0.down": "rowwise"}}, 2, (x_of(),))
 
 
 @pytest.mark.slow

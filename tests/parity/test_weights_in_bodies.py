@@ -277,7 +277,18 @@ class Spread(nn.Conv2d):
         return self._conv_forward(x, weight / (weight.std(along, keepdim=True) + 1e-5), self.bias)
 
 
-CONVOLUTIONS = (StandardConvolution, Spread)
+class Both(nn.Conv2d):
+    """Mean and variance at once."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int = 1) -> None:
+        super().__init__(inputs, outputs, 3, padding=1, groups=groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, (1, 2, 3), keepdim=True)
+        return self._conv_forward(x, (self.weight - mean) / (variance + 1e-5).sqrt(), self.bias)
+
+
+CONVOLUTIONS = (StandardConvolution, Spread, Both)
 
 
 class Images(nn.Module):
@@ -312,6 +323,33 @@ def test_what_can_not_be_split_is_refused_with_its_cause(kind: Any, code: str, c
         tpplan.compile_plan(model_of(kind), PLAN, 2, (x_of(),))
     first = caught.value.diagnostics[0]
     assert first.code == code and cause in first.message
+
+
+class Scaled(nn.Module):
+    """A scalar has statistics, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = (
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+            nn.Parameter(torch.tensor(2.0)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() * self.scale.norm(dim=-1) * self.scale.var(dim=0, correction=0).exp())
+
+
+def test_a_mistake_elsewhere_says_nothing_of_layers_that_compute_their_weight() -> None:
+    rules = {**PLAN["modules"], "**.norm": "colwise"}
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(model_of(LowRank), {"version": 1, "modules": rules}, 2, (x_of(),))
+    assert {found.subject for found in caught.value.diagnostics} == {"0.0.norm"}
+
+
+def test_statistics_of_a_scalar_stay_what_they_are() -> None:
+    report = tpplan.verify(nn.Sequential(Scaled()).double(), PLAN, 2, (x_of(),))
+    assert report.ok, report.problems
 
 
 def _trained(member: Member) -> dict[str, Any]:

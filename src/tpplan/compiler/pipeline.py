@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.compat import named_modules, without_inference_kernels
-from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once
+from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once, unlike_layers
 from tpplan.compiler.bind.expert_groups import pack_in_groups
 from tpplan.compiler.bind.experts import share_out
 from tpplan.compiler.bind.lookers import lookers, not_looked_up
@@ -169,7 +169,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     binding, findings = bind_rules(request.model, request.plan)
     dump.binding(binding)
     if any(d.severity is Severity.ERROR for d in findings):
-        findings = once([*findings, *binding.wrappers.values()])
+        findings = once([*findings, *unlike_layers(request.model, binding)])
     _refuse(findings)
     trace, state = _capture(request, findings)
     trace = with_unread(trace) if request.unread else trace

@@ -21,29 +21,30 @@ from tpplan.compat import OpOverload, TorchDispatchMode, random_state, set_rando
 from tpplan.compiler.trace.draws import is_draw
 
 _LOCK = threading.Lock()
-# What is drawn doesn't depend on the numbers of an operand.
-_OF_SHAPES = ("aten::rand", "aten::normal_", "aten::uniform_", "aten::exponential_", "aten::bernoulli_.float")
+# These take one number of the stream for each entry, whatever their operands' numbers are.
+_OF_SHAPES = ("aten::rand", "aten::normal_", "aten::uniform_", "aten::exponential_", "aten::bernoulli")
+Drawn = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a run of the unsharded model drew: with what its stream began, and each result's operator and shape."""
+    """What a run of the unsharded model drew: with what its stream began, and each result's geometry."""
 
     seed: int
-    made: tuple[tuple[str, tuple[int, ...]], ...]
+    made: tuple[Drawn, ...]
 
 
 class OwnDraws(TorchDispatchMode):
     """Draws from a stream of its own, not from torch's default generator.
 
     Attributes:
-        made: the operator and the shape of each draw so far.
+        made: the operator, the shape and the strides of each draw so far.
     """
 
     def __init__(self, seed: int) -> None:
         """Begin the stream with `seed`."""
         super().__init__()
-        self.made: list[tuple[str, tuple[int, ...]]] = []
+        self.made: list[Drawn] = []
         self._state = torch.Generator().manual_seed(seed).get_state()
 
     def __torch_dispatch__(
@@ -61,7 +62,8 @@ class OwnDraws(TorchDispatchMode):
             finally:
                 self._state = random_state()
                 set_random_state(before)
-        self.made.append((func.name(), tuple(result.shape) if isinstance(result, Tensor) else ()))
+        shape, stride = (tuple(result.shape), result.stride()) if isinstance(result, Tensor) else ((), ())
+        self.made.append((func.name(), shape, stride))
         return result
 
     def _drawn(self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -87,8 +89,9 @@ class DrawsOfRank(OwnDraws):
         if part is None:
             return func(*args, **keywords)
         if isinstance(first, Tensor):
-            drawn = func(torch.empty(whole[1], dtype=first.dtype, device=first.device), *args[1:], **keywords)
-            mine = drawn.narrow(*part)
+            given = torch.empty_strided(*whole[1:], dtype=first.dtype, device=first.device).fill_(0.5)
+            given.narrow(*part).copy_(first)  # of probabilities a rank has its own; each takes one number of the stream
+            mine = func(given, *args[1:], **keywords).narrow(*part)
             return first.copy_(mine) if name.partition(".")[0].endswith("_") else torch.empty_like(first).copy_(mine)
         return func([*whole[1]], *args[1:], **keywords).narrow(*part).contiguous()
 

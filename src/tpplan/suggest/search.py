@@ -44,6 +44,7 @@ from tpplan.suggest.weigh import SENT, exchanges_little, sums_at_boundaries, wei
 
 _WALKS = 4
 _CANNOT_RUN = "TP136"
+_ABOUT = 1.025  # of walks that take about the least memory, the one that sends least
 _SLACK = 1.05
 _SIZES = (64, 32, 16, 8, 6, 5, 4, 3, 2)
 
@@ -181,7 +182,7 @@ def _lightest(subject: Subject) -> _Search:
             return exchanging
     if not any(walk.accepted for walk in walks):
         return walks[-1]  # the one that no longer tries what isn't wanted knows why the rest is whole
-    return min((walk for walk in walks if walk.memory <= _SLACK * least), key=lambda walk: walk.weight)
+    return min((walk for walk in walks if walk.memory <= _ABOUT * least), key=lambda walk: walk.weight)
 
 
 def _split_idle(subject: Subject, found: _Search) -> None:

@@ -143,6 +143,16 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
     return replace(binding, wrappers=wrappers), once(diagnostics + conflicts)
 
 
+def unlike_layers(model: nn.Module, binding: Binding) -> list[Diagnostic]:
+    """What is wrong with modules that wrap no layer; of those that may compute a weight, the trace will tell."""
+    modules = dict(named_modules(model, remove_duplicate=False))
+    return [problem for name, problem in binding.wrappers.items() if not _has_own_forward(modules[name])]
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return may_compute(module) and type(module).forward.__module__.partition(".")[0] != "torch"
+
+
 def _may_hold_a_layer(module: nn.Module) -> bool:
     return may_wrap(module) or may_compute(module)
 

@@ -242,6 +242,7 @@ def _record(
     around: Surroundings,
 ) -> Trace:
     recorder = state.recorder
+    recorder.begin_draws()
     if skeleton.model.training != training:  # in its own mode, some of its modules may be in the other
         skeleton.model.train(training)
     parameters: dict[int, tuple[str, ...]] = {}

@@ -32,6 +32,7 @@ from tpplan.compat import (
     runs_as_written,
     schema_mutates,
     schema_returns_view,
+    set_random_state,
     sizes_by_numbers,
 )
 from tpplan.compiler.ir.objects import note_alike
@@ -65,6 +66,8 @@ from tpplan.compiler.trace.statistics import statistic_of
 
 INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
 _META = torch.device("meta")
+
+_OWN_DRAWS = torch.Generator().manual_seed(0x7EA51DE5).get_state()
 
 
 class DataDependentError(Exception):
@@ -432,6 +435,12 @@ class Recorder(RecordingMode):
             references = tuple(map(self._refer, arguments))
         self.frames[-1].body.append(Operation(target, references, {}, inputs, made, (), self.location()))
         return result
+
+    def begin_draws(self) -> None:
+        """Put the generator of random numbers where no body's seed puts it: one that sets it is noticed by that."""
+        with Unwatched():
+            set_random_state(_OWN_DRAWS)
+        self._random = _OWN_DRAWS
 
     def _is_seeded(self) -> bool:
         """Whether the body has set the generator of random numbers: a capture doesn't draw from it."""

@@ -31,7 +31,7 @@ Dims = Sequence[int] | None
 def statistic_of(func: OpOverload, args: Sequence[Any], keywords: dict[str, Any]) -> Callable[[], Any] | None:
     """What makes the results of an operation step by step; None for an operation that is no such statistic."""
     steps = _STEPS.get(func)
-    if steps is None or not args[0].is_floating_point() or not args[0].numel():
+    if steps is None or not args[0].is_floating_point() or not args[0].numel() or not args[0].dim():
         return None
     return steps(*args, **keywords)
 
@@ -70,6 +70,17 @@ def _var(
     x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Callable[[], Tensor]:
     return lambda: _as(x, _variance(_wide(x), dim, correction, keepdim)[0])
+
+
+def _var_mean(
+    x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    def steps() -> tuple[Tensor, Tensor]:
+        wide = _wide(x)
+        mean = _aten.mean.dim(wide, _dims(x, dim), keepdim)
+        return _as(x, _variance(wide, dim, correction, keepdim)[0]), _as(x, mean)
+
+    return steps
 
 
 def _batch_norm(
@@ -127,6 +138,7 @@ _STEPS: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     _aten.linalg_vector_norm.default: _norm,
     _aten.std.correction: _std,
     _aten.var.correction: _var,
+    _aten.var_mean.correction: _var_mean,
     _aten.native_batch_norm.default: _batch_norm,
 }
 
