@@ -45,7 +45,7 @@ def verify(
 ) -> ParityReport:
     """Compare a sharded model with the unsharded one: outputs, every gradient, and where they first part.
 
-    Both run on the CPU, forward and backward, in evaluation mode (dropout draws other numbers on other ranks), on the
+    Both run on the CPU, forward and backward, in evaluation mode, as real ranks drop their own entries, on the
     same numbers: the model's own and the inputs' own where they have any.
 
     Args:

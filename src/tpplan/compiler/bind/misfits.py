@@ -75,8 +75,8 @@ def of_whole_parts(name: str, rule: Rule, parts: Iterable[str]) -> Diagnostic:
     held = all_of(sorted(parts))
     return Diagnostic(
         code="TP112",
-        message=f"`{name}` computes its weight in each forward, and no dim of {held} goes into that alone which "
-        f"`{rule.style}` splits",
+        message=f"`{name}` computes its weight in each forward, and no dim of {held} stands for the features "
+        f"that `{rule.style}` splits, and for these alone",
         span=rule.style_span,
         help=f"remove the rule, so that `{name}` stays whole",
         subject=name,

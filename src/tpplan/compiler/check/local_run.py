@@ -81,8 +81,8 @@ def check(
         attributes: integer attributes to set to local counts, by module.
         recorded: modules whose bodies run from their records.
         excused: modules that are not run, as they were reported already; their results are taken as promised.
-        shown: of a mismatch with other attributes: calls that these don't concern aren't run again. For a trial: what
-            such calls write isn't seen.
+        shown: of a mismatch with other attributes: calls that these don't concern aren't run again. What they write
+            isn't seen, so that this is for trials alone: the next round's check runs everything.
     """
     alike = ranks_alike(given)
     hidden = _hidden_backward(given.instance)

@@ -1,7 +1,7 @@
 """Captures: runs of one model on one call, remembered for the compilations of several plans.
 
 in:  a model, a call, and how to capture
-out: the trace and the capture, or the error that came of it; the same for every plan, as nothing in them depends on one
+out: the trace and the capture, or the error that came of it; a capture doesn't depend on the plan
 """
 
 from __future__ import annotations
