@@ -82,6 +82,15 @@ class Ternary(nn.Linear):
         return functional.linear(x, self.weight + (rounded - self.weight).detach(), self.bias)
 
 
+class Measured(nn.Linear):
+    """A scale of which no gradient is asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.weight.abs().mean()
+        return functional.linear(x, self.weight / scale, self.bias)
+
+
 class Standard(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         centred = self.weight - self.weight.mean(1, keepdim=True)
@@ -169,6 +178,7 @@ KINDS: dict[Any, tuple[int, int, bool]] = {
     Factors: (0, 0, True),
     Masked: (0, 0, False),
     Ternary: (2, 0, False),
+    Measured: (2, 0, False),
     Standard: (3, 3, False),
     Unit: (1, 1, False),
     ByAnother: (5, 5, False),
@@ -180,7 +190,8 @@ def layouts(program: Program) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp"), slow_but([(LowRank, 2), (Ternary, 4), (Unit, 2)], [(k, tp) for k in KINDS for tp in (2, 4)])
+    ("kind", "tp"),
+    slow_but([(LowRank, 2), (Ternary, 4), (Measured, 2), (Unit, 2)], [(k, tp) for k in KINDS for tp in (2, 4)]),
 )
 def test_pairs_of_columns_and_rows(kind: Any, tp: int) -> None:
     report = tpplan.verify(model_of(kind), PLAN, tp, (x_of(),))

@@ -7,6 +7,7 @@ out: the call's result
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,10 @@ class ReplayError(TpplanError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An operation with local sizes; `Reference`s in its arguments are values of the record."""
+    """An operation with local sizes; `Reference`s in its arguments are values of the record.
+
+    `gradless` says that it ran without gradients, although its operands have some.
+    """
 
     target: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -32,6 +36,7 @@ class Run:
     outputs: tuple[int | None, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
     on_device: bool
+    gradless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ def play(
         keywords = {name: fill(held) for name, held in step.keywords.items()}
         if step.on_device:
             keywords["device"] = device
-        result: Any = step.target(*(_listed(fill(a)) for a in step.arguments), **keywords)
+        with torch.no_grad() if step.gradless else nullcontext():
+            result: Any = step.target(*(_listed(fill(a)) for a in step.arguments), **keywords)
         made: list[Any] = [*result] if isinstance(result, (tuple, list)) else [result]
         for output, shape, held in zip(step.outputs, step.shapes, made, strict=True):
             if output is not None:

@@ -156,7 +156,15 @@ def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size
     if node.target in CLASS_OPERATIONS:
         return Run(stock_function(node.target), tuple(arguments), node.keywords, node.outputs, shapes, False)
     on_device = not node.inputs and takes_device(node.target)
-    return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device)
+    return Run(node.target, tuple(arguments), node.keywords, node.outputs, shapes, on_device, _is_gradless(node, trace))
+
+
+def _is_gradless(node: Operation, trace: Trace) -> bool:
+    """Whether no result of an operation has a gradient, though an operand and numbers that it makes could have one."""
+    made = [trace.values[o] for o in node.outputs if o is not None]
+    if node.overwritten or not any(held.dtype.is_floating_point for held in made):
+        return False
+    return not any(held.differentiable for held in made) and any(trace.values[i].differentiable for i in node.inputs)
 
 
 def _with_attentions(trace: Trace, settled: Settled) -> Iterator[Operation | Frame | Attention]:
