@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tpplan
 from tests.compiler.toys import Mlp, Normed, frame_of, operations, traced, x_BSH
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
-from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.branches import CaptureSettings, record_model
 from tpplan.compiler.trace.capture import BodyError, capture
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import CompileError
@@ -335,6 +335,6 @@ def test_a_branch_takes_the_side_that_uses_a_parameter() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.beside["default"] if torch.rand(1) > 0.0 else x * 2.0
 
-    trace, _ = record_model(Sometimes(), (torch.randn(2, 4),), {}, True)
+    trace, _ = record_model(Sometimes(), (torch.randn(2, 4),), {}, CaptureSettings(training=True))
     assert [assumption.taken for assumption in trace.assumptions] == [True]
     assert [names for names in trace.parameters.values()] == [("beside.default",)]

@@ -37,7 +37,7 @@ from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rewrite.routed import NotRoutedError
 from tpplan.compiler.search import search
-from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.trace.branches import CaptureSettings, record_model
 from tpplan.plan import CompileError, Diagnostic, Severity
 
 _ARGUMENTS = (REPLICATED, REPLICATED_PARTIAL)
@@ -99,7 +99,7 @@ def _compiled(
 ) -> SplitInside:
     """The module as a model of its own, on the ranks of a group."""
     call = meta_call(given)
-    own, state = record_model(module, call, {}, trace.training, frozenset(), trace.device)
+    own, state = record_model(module, call, {}, CaptureSettings(trace.training, frozenset(), trace.device))
     flow = DataFlow(own)
     bound = {leaf: replace(held, name=leaf, group=(0, 0)) for leaf, held in rules.items()}
     unpacked = pack(module, flow, Binding(bound, {}, {}), ranks)

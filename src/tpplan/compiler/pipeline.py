@@ -118,19 +118,11 @@ def _compile_with_later(request: Request) -> Compiled:
     if not state.sequel.differs:
         return compiled
     with after_a_call(request.model, trace, request.arguments, request.keywords) as later:
-        settings = (
-            "after",
-            trace.training,
-            trace.taken,
-            trace.device,
-            request.reducing,
-            request.values,
-            request.looking,
-        )
         again = replace(
             request, model=later, training=trace.training, partly=True, taken=trace.taken, device=trace.device,
-            members=compiled.members, captures=request.captures.where(settings),
+            members=compiled.members,
         )  # fmt: skip
+        again = replace(again, captures=request.captures.where(("after", again.capture_settings(trace.training))))
         other, *_ = _compile(again)
     refuse_difference(compiled.program, other.program)
     return replace(compiled, later=other.streams)
@@ -309,10 +301,8 @@ def _capture(request: Request, findings: Sequence[Diagnostic]) -> tuple[Trace, C
     errors: list[BaseException] = []
     for training in (True, False) if request.training is None else (request.training,):
         try:
-            return request.captures.record(
-                request.model, request.arguments, request.keywords, training, request.taken, request.device,
-                request.reducing, request.values, request.looking,
-            )  # fmt: skip
+            settings = request.capture_settings(training)
+            return request.captures.record(request.model, request.arguments, request.keywords, settings)
         except BodyError as error:
             errors.append(error)
         except Exception as error:  # whatever the model raises is the finding

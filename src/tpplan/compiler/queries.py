@@ -35,6 +35,7 @@ from tpplan.compiler.rules.group_norm import GROUP_NORM
 from tpplan.compiler.rules.packed import SPLITS, VIEWS
 from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
+from tpplan.compiler.trace.branches import CaptureSettings
 from tpplan.compiler.trace.captures import Captures
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.trace.unread import with_unread
@@ -115,14 +116,14 @@ class Study:
         errors: list[BaseException] = []
         for training in (True, False):
             try:
-                return self.captures.record(self.model, arguments, keywords, training)[0]
+                return self.captures.record(self.model, arguments, keywords, CaptureSettings(training))[0]
             except Exception as error:  # whatever the model raises is the finding
                 errors.append(error)
         raise CompileError([of_capture(errors[-1])])
 
     def _keeps_more(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
         try:
-            trace = self.captures.record(self.model, arguments, keywords, False)[0]
+            trace = self.captures.record(self.model, arguments, keywords, CaptureSettings(training=False))[0]
         except Exception:  # whatever the model raises there, no plan changes that
             return False
         return not {*trace.kept.values()} <= {*self.trace.kept.values()}

@@ -16,6 +16,7 @@ from torch import nn
 from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.trace import Location, Path
+from tpplan.compiler.trace.branches import CaptureSettings
 from tpplan.compiler.trace.captures import Captures
 from tpplan.plan import Plan
 
@@ -62,6 +63,10 @@ class Request:
     unread: bool = False
     looking: frozenset[str] = frozenset()
     captures: Captures = field(default_factory=Captures, compare=False)
+
+    def capture_settings(self, training: bool) -> CaptureSettings:
+        """How to record the call in a mode."""
+        return CaptureSettings(training, self.taken, self.device, self.reducing, self.values, self.looking)
 
 
 __all__ = ["Request"]

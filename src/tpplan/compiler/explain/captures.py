@@ -48,15 +48,6 @@ def of_capture(error: BaseException) -> Diagnostic:
             "to False before `parallelize`; what it computes of padding is then as in training, and not 0",
             subject=str(cause) or None,
         )
-    if isinstance(cause, UnfollowedError):
-        at, told = _raised_at(cause), str(cause)
-        return Diagnostic(
-            code="TP110",
-            message=told if told.startswith(("`", "the model")) else f"{quoted(name)} can't be captured: {told}",
-            help=cause.way_out or "leave that out of the forward, or keep this model whole",
-            notes=(f"in {quoted(name)}, at {at}",) if at else (),
-            subject=name or None,
-        )
     if isinstance(cause, StateError):
         return Diagnostic(
             code="TP129",
@@ -64,66 +55,59 @@ def of_capture(error: BaseException) -> Diagnostic:
             help="keep such state in a buffer that the forward reads as a tensor, or count outside of the forward",
             subject=cause.name.rpartition(".")[0] or None,
         )
-    at = _raised_at(cause)
-    notes = (f"in {quoted(name)}, at {at}",) if at else ()
-    text = str(cause).strip().splitlines()
-    if isinstance(cause, DataDependentError) and cause.absent:
-        return Diagnostic(
-            code="TP110",
-            message=f"{quoted(name)} reads numbers of `{cause.absent}`, and the example call has none",
-            help="pass `inputs=` with the whole numbers of a real call, as a processor makes them, and not on `meta`",
-            notes=notes,
-            subject=name or None,
-        )
-    if getattr(cause, "counts", False) or f"type {Count.__name__}" in str(cause):
-        return Diagnostic(
-            code="TP110",
-            message=f"{quoted(name)} reads numbers that each call finds anew",
-            help="use numbers by which rows are split for nothing else: split by all of them, leave no empty part out, "
-            "and compute with them as a tensor",
-            notes=notes,
-            subject=name or None,
-        )
-    if isinstance(cause, DataDependentError) or any(told in str(cause) for told in _NO_NUMBERS):
-        return Diagnostic(
-            code="TP110",
-            message=f"{quoted(name)} reads a tensor's values, and a capture has none",
-            help="compute it with tensor operations instead, such as `torch.where`, or read the values outside of the "
-            "forward and pass them as arguments",
-            notes=notes,
-            subject=name or None,
-        )
-    if _PACKS in str(cause):
-        return Diagnostic(
-            code="TP110",
-            message=f"{quoted(name)} packs sequences, as by `pack_padded_sequence`, which a capture can't follow",
-            help="give the recurrent layer the padded batch, and mask what it makes of padding",
-            notes=notes,
-            subject=name or None,
-        )
-    if any(told in str(cause) for told in _NO_META):
-        return Diagnostic(
-            code="TP110",
-            message=f"{quoted(name)} calls {_operator(str(cause))}, which can't run on shapes alone",
-            help="call it outside of the model, as with a loss; for an operator of your own, register what shapes it "
-            "makes, by `torch.library.register_fake`",
-            notes=notes,
-            subject=name or None,
-        )
-    if "HigherOrderOperator" in str(cause):
-        return Diagnostic(
-            code="TP110",
-            message=f"{quoted(name)} calls a higher-order operator such as `torch.cond`, which can't be captured",
-            help="write the branch or the loop in plain Python, or with `torch.where`",
-            notes=notes,
-            subject=name or None,
-        )
+    at, (message, way_out) = _raised_at(cause), _told(cause, quoted(name))
     return Diagnostic(
         code="TP110",
-        message=f"{quoted(name)} raised {type(cause).__name__}{': ' + text[0] if text else ''}",
-        help="check that the model runs on these inputs without sharding, or pass `inputs=` that it accepts",
-        notes=notes,
+        message=message,
+        help=way_out,
+        notes=(f"in {quoted(name)}, at {at}",) if at else (),
         subject=name or None,
+    )
+
+
+def _told(cause: BaseException, name: str) -> tuple[str, str]:
+    """What a module did that a capture can't follow, or what it raised; and what to do about it."""
+    text = str(cause)
+    if isinstance(cause, UnfollowedError):
+        message = text if text.startswith(("`", "the model")) else f"{name} can't be captured: {text}"
+        return message, cause.way_out or "leave that out of the forward, or keep this model whole"
+    if isinstance(cause, DataDependentError) and cause.absent:
+        return (
+            f"{name} reads numbers of `{cause.absent}`, and the example call has none",
+            "pass `inputs=` with the whole numbers of a real call, as a processor makes them, and not on `meta`",
+        )
+    if getattr(cause, "counts", False) or f"type {Count.__name__}" in text:
+        return (
+            f"{name} reads numbers that each call finds anew",
+            "use numbers by which rows are split for nothing else: split by all of them, leave no empty part out, and "
+            "compute with them as a tensor",
+        )
+    if isinstance(cause, DataDependentError) or any(told in text for told in _NO_NUMBERS):
+        return (
+            f"{name} reads a tensor's values, and a capture has none",
+            "compute it with tensor operations instead, such as `torch.where`, or read the values outside of the "
+            "forward and pass them as arguments",
+        )
+    if _PACKS in text:
+        return (
+            f"{name} packs sequences, as by `pack_padded_sequence`, which a capture can't follow",
+            "give the recurrent layer the padded batch, and mask what it makes of padding",
+        )
+    if any(told in text for told in _NO_META):
+        return (
+            f"{name} calls {_operator(text)}, which can't run on shapes alone",
+            "call it outside of the model, as with a loss; for an operator of your own, register what shapes it makes, "
+            "by `torch.library.register_fake`",
+        )
+    if "HigherOrderOperator" in text:
+        return (
+            f"{name} calls a higher-order operator such as `torch.cond`, which can't be captured",
+            "write the branch or the loop in plain Python, or with `torch.where`",
+        )
+    first = text.strip().splitlines()
+    return (
+        f"{name} raised {type(cause).__name__}{': ' + first[0] if first else ''}",
+        "check that the model runs on these inputs without sharding, or pass `inputs=` that it accepts",
     )
 
 

@@ -15,17 +15,15 @@ new constraints concern.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tpplan.compiler.ir.dispatch import exchanged, splits_tokens
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
-from tpplan.compiler.ir.program import Recurrence, Reshard
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.ir.region import Boundary, CallNode, OperationNode, Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
+from tpplan.compiler.place.entries import Entries, States, combined, keep
+from tpplan.compiler.place.layers import Layers
 from tpplan.compiler.place.open_results import CROWDED, MANY, MANY_LEAVE, OpenResults, Option
 from tpplan.compiler.place.solution import (
     Called,
@@ -33,13 +31,10 @@ from tpplan.compiler.place.solution import (
     Constraints,
     Cost,
     Decided,
-    Dispatched,
-    Entered,
     Failure,
     Left,
     Name,
     Ran,
-    Recurred,
     Solution,
     State,
     Steps,
@@ -47,17 +42,13 @@ from tpplan.compiler.place.solution import (
 from tpplan.compiler.place.split_norms import SplitNorms
 from tpplan.compiler.rules.packed import EXPAND
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
-from tpplan.compiler.rules.recurrent import GATHERED, gathers, gathers_first, made_layout, taken_layouts
 from tpplan.compiler.rules.weights import Weights
-from tpplan.cost.communication import Topology, bytes_sent, ring_steps
-from tpplan.plan import Exchange
+from tpplan.cost.communication import Topology
 
 # What a step makes of its operands: the layouts of its results, its cost, and the choice as it is told later, which is
 # none where it depends on a layout that is left open.
 _Step = tuple[Codes, Cost, Choice | None]
-_Entry = tuple[Codes, Cost, Entered]
 _Way = tuple[int, Cost, Steps | None]
-_States = dict[Codes, tuple[Cost, Steps | None]]
 _Solved = list[tuple[Codes, Solution]] | Failure
 
 
@@ -67,9 +58,9 @@ class Placer:
     def __init__(self, propagator: Propagator, topology: Topology) -> None:
         """Solve by these rules and costs."""
         self._topology = topology
+        self._numbering = Numbering()
         self._obey(propagator, Constraints())
         self._norms = SplitNorms(propagator.size, topology)
-        self._numbering = Numbering()
         self._open = OpenResults()
         self._bodies: dict[int, Body] = {}
         self._solved: dict[int, dict[Codes, _Solved]] = {}
@@ -77,7 +68,7 @@ class Placer:
         self._inside: dict[int, frozenset[Name]] = {}
         self._weights: dict[int, Weights] = {}
         self._after: dict[tuple[int, int, int], list[_Step] | Failure] = {}
-        self._from: dict[int, dict[Codes, _States | Failure]] = {}
+        self._from: dict[int, dict[Codes, States | Failure]] = {}
         self._taken: dict[tuple[int, int, int, bool], list[_Way]] = {}
 
     def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
@@ -96,6 +87,8 @@ class Placer:
             constraints.heads, constraints.features, constraints.slices, moves=True, averages=True
         )
         self.boundaries = Boundaries(self.propagator, self._topology, constraints)
+        self._entries = Entries(self.boundaries, self._numbering)
+        self._layers = Layers(self._entries)
 
     def _forget(self, constraints: Constraints) -> None:
         """Drop what is remembered of regions for which other constraints will hold."""
@@ -127,9 +120,8 @@ class Placer:
     def _solve(self, region: Region, inputs: Codes) -> _Solved:
         solved = self._solved.setdefault(id(region), {})
         if inputs not in solved:
-            solve = self._solve_reduced if region.reduced else self._solve_body
-            solve = self._solve_shared if region.shared else solve
-            finished = (self._solve_recurrent if region.recurrent is not None else solve)(region, inputs)
+            finished = self._layers.solve(region, inputs)
+            finished = self._solve_body(region, inputs) if finished is None else finished
             if isinstance(finished, Failure):
                 solved[inputs] = finished
             else:
@@ -146,21 +138,21 @@ class Placer:
         return solved[inputs]
 
     # -- ordinary bodies ------------------------------------------------------------------------------------------
-    def _solve_body(self, region: Region, inputs: Codes) -> _States | Failure:
+    def _solve_body(self, region: Region, inputs: Codes) -> States | Failure:
         body = self._bodies.get(id(region))
         if body is None:
             body = self._bodies[id(region)] = Body(region, self._numbering)
-        states: _States = {}
-        for inside, cost, choice in self._entered(region, body, inputs):
-            _keep(states, body.start(inputs + inside + body.constants), cost, choice, None)
+        states: States = {}
+        for inside, cost, choice in self._entries.ways(region, body, inputs):
+            keep(states, body.start(inputs + inside + body.constants), cost, choice, None)
         if not states:
-            return self._entry_failure(region, body.entries(inputs + body.constants))
+            return self._entries.failure(region, body, inputs)
         return self._went(region, body, states) if len(states) < CROWDED else self._each_went(region, body, states)
 
-    def _each_went(self, region: Region, body: Body, states: _States) -> _States | Failure:
+    def _each_went(self, region: Region, body: Body, states: States) -> States | Failure:
         """As `_went`. What becomes of a state is remembered, as other inputs lead to the same ones."""
         known = self._from.setdefault(id(region), {})
-        finished: _States = {}
+        finished: States = {}
         failure: Failure | None = None
         for state, (cost, steps) in states.items():
             if state not in known:
@@ -178,13 +170,13 @@ class Placer:
             return failure
         return finished
 
-    def _went(self, region: Region, body: Body, states: _States) -> _States | Failure:
+    def _went(self, region: Region, body: Body, states: States) -> States | Failure:
         """What becomes of states at a body's beginning."""
         memos = self._steps.setdefault(id(region), [{} for _ in range(len(region.nodes) + 1)])
         constants = body.constants
         for position, memo in enumerate(memos):
             operands_of, following_of, alone = body.operands[position], body.following[position], body.alone[position]
-            following: _States = {}
+            following: States = {}
             failure: Failure | None = None
             crowded = len(states) >= CROWDED
             if self._open:
@@ -297,13 +289,13 @@ class Placer:
         refusal = Refusal("constraint", "would split a value whose size is read", ())
         return Failure((), position, refusal, (position,))
 
-    def _decided(self, region: Region, body: Body, position: int, states: _States, alone: int | None) -> _States:
+    def _decided(self, region: Region, body: Body, position: int, states: States, alone: int | None) -> States:
         """The states in which what is read here has a layout, where a step left that open; but what may stay so."""
         names, leaving = body.names[position], self._leaving(region, position)
         for place in body.read[position]:
             if place == alone or all(state[place] >= 0 for state in states):
                 continue
-            found: _States = {}
+            found: States = {}
             for state, (cost, steps) in states.items():
                 head, code, tail = state[:place], state[place], state[place + 1 :]
                 for layout, extra, trail in (
@@ -409,16 +401,6 @@ class Placer:
         )
 
     # -- boundaries -------------------------------------------------------------------------------------------------
-    def _entered(self, region: Region, body: Body, inputs: Codes) -> Iterator[_Entry]:
-        """The layouts that the entries could have inside."""
-        sources = self._numbering.layouts(body.entries(inputs + body.constants))
-        branches = [
-            self.boundaries.entry_options(region, boundary, source)
-            for boundary, source in zip(region.entries, sources, strict=True)
-        ]
-        for layouts, cost in _combined(branches):
-            yield tuple(map(self._numbering.code, layouts)), cost, Entered(layouts)
-
     def _left(self, region: Region, sources: Codes) -> list[_Step] | Failure:
         """The layouts that the exits could have outside."""
         branches: list[list[tuple[Layout, Cost]]] = []
@@ -432,7 +414,7 @@ class Placer:
             return failure
         if region.depth and sum(len(options) > 1 for options in branches) >= MANY:
             return [self._left_open(branches)]
-        return [(tuple(map(self._numbering.code, held)), cost, Left(held)) for held, cost in _combined(branches)]
+        return [(tuple(map(self._numbering.code, held)), cost, Left(held)) for held, cost in combined(branches)]
 
     def _left_open(self, branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> _Step:
         """All that exits could be outside, at once: whoever reads a result chooses its layout."""
@@ -443,151 +425,10 @@ class Placer:
         cost = (sum(c[0] for c in sure), sum(c[1] for c in sure))
         return tuple(codes), cost, Left(tuple(None if held is None else held[0] for held in single))
 
-    def _entry_failure(self, region: Region, sources: Codes) -> Failure:
-        for boundary, source in zip(region.entries, self._numbering.layouts(sources), strict=True):
-            if not self.boundaries.entry_options(region, boundary, source):
-                refusal = Refusal("pin", "can't take the layout that is required here", ((boundary.target, source),))
-                return Failure((), None, refusal, (-1,))
-        result = tuple((boundary.source, PARTIAL) for boundary in region.exits[:1])
-        refusal = Refusal("pin", "no layout of the result is possible here", result)
-        return Failure((), None, refusal, (-1,))
-
-    # -- linear layers and tables whose product is partial ----------------------------------------------------------
-    def _solve_reduced(self, region: Region, inputs: Codes) -> _States | Failure:
-        """A rowwise linear or a vocabulary-split table: the product is partial, and is reduced before the bias.
-
-        It may also leave as it is; a bias is then added on one rank.
-        """
-        body = Body(region, self._numbering)
-        bias = next((i for i, v in enumerate(region.values) if v.parameter is not None and len(v.shape) == 1), None)
-        exit_boundary = region.exits[0]
-        finished: _States = {}
-        for _, cost, choice in self._entered(region, body, inputs):
-            for target, extra in self.boundaries.exit_options(region, exit_boundary, PARTIAL):
-                if bias is not None and target.dim == len(region.values[exit_boundary.source].shape) - 1:
-                    continue  # the bias has all features
-                partial = replicated = once = frozenset[int]()
-                total = (cost[0] + extra[0], cost[1] + extra[1])
-                if bias is not None and target == PARTIAL:
-                    if (region.example, bias) in self.constraints.reduced_biases:
-                        continue
-                    # Only to save a collective: as dear as a gradient to be summed, so that ties go to the plain bias.
-                    once = frozenset({bias})
-                    total = (total[0] + self.boundaries.gradient_sum(region.values[bias]), total[1] + 1)
-                if bias is not None and region.values[bias].differentiable:
-                    if target in (REPLICATED, PARTIAL):
-                        replicated = frozenset({bias})
-                    else:
-                        if (region.example, bias) in self.constraints.whole_gradients:
-                            continue
-                        partial = frozenset({bias})
-                        total = (total[0] + self.boundaries.gradient_sum(region.values[bias]), total[1])
-                left = Left((target,), partial, replicated, once)
-                _keep(finished, (self._numbering.code(target),), total, left, Steps(choice, None))
-        return finished or self._entry_failure(region, body.entries(inputs + body.constants))
-
-    def _splits_tokens(self, region: Region, layouts: State) -> bool:
-        """Whether all arguments of stacked experts are split by tokens, alike and evenly."""
-        if region.stack is None or region.stack.ranks > 1:  # a token would go to all ranks of a group
-            return False
-        count = region.values[region.entries[0].target].shape[0]
-        return splits_tokens(layouts) and layouts[0].is_even(count, self.propagator.size)
-
-    # -- whole experts, of which each rank runs its own ---------------------------------------------------------------
-    def _solve_shared(self, region: Region, inputs: Codes) -> _States | Failure:
-        """Each rank's experts see whole tokens, of which some are theirs; the result is a sum over the ranks.
-
-        Or tokens that are split go to the ranks with their experts, and what these make of them comes back.
-        """
-        body = Body(region, self._numbering)
-        (exit_boundary,) = region.exits
-        asked = None if region.stack is None else region.stack.exchange
-        entered = (region.values[boundary.target].differentiable for boundary in region.entries)
-        whole = tuple(REPLICATED_PARTIAL if differentiable else REPLICATED for differentiable in entered)
-        finished: _States = {}
-        for _, cost, choice in self._entered(region, body, inputs):
-            assert isinstance(choice, Entered)
-            if choice.layouts == whole and asked is not Exchange.ALL_TO_ALL:
-                made, sent, steps = PARTIAL, 0, Steps(choice, None)
-            elif asked is not Exchange.SUMS and self._splits_tokens(region, choice.layouts):
-                made, sent = choice.layouts[0], self.boundaries.exchange(_dispatched(region, self.propagator.size))
-                steps = Steps(Dispatched(made), Steps(choice, None))
-            else:
-                continue
-            for target, extra in self.boundaries.exit_options(region, exit_boundary, made):
-                total = (cost[0] + sent + extra[0], cost[1] + extra[1])
-                _keep(finished, (self._numbering.code(target),), total, Left((target,)), steps)
-        if not finished and asked is Exchange.ALL_TO_ALL:
-            held = zip(region.entries, self._numbering.layouts(body.entries(inputs + body.constants)), strict=True)
-            refusal = Refusal("dispatch", "its tokens aren't split", tuple((b.source, layout) for b, layout in held))
-            return Failure((), None, refusal, (-1,))
-        return finished or self._entry_failure(region, body.entries(inputs + body.constants))
-
-    # -- recurrent layers, whose hidden state is split ----------------------------------------------------------------
-    def _solve_recurrent(self, region: Region, inputs: Codes) -> _States | Failure:
-        """Each rank's gates see all of the input and of the hidden state, which is gathered in each step."""
-        body, recurrence = Body(region, self._numbering), region.recurrent
-        assert recurrence is not None
-        sources = self._numbering.layouts(body.entries(inputs + body.constants))
-        branches: list[list[tuple[Layout, Cost]]] = []
-        for boundary, source in zip(region.entries, sources, strict=True):
-            value, paths = region.values[boundary.target], (boundary.path, *boundary.aliases)
-            taken = taken_layouts(recurrence, paths, len(value.shape), value.differentiable)
-            options = self.boundaries.entries_among(region, boundary, source, taken)
-            branches.append([o for o in options if boundary.pin or not region.fixed or o[0] == source])
-        made = [made_layout(recurrence, b.path, len(region.values[b.source].shape)) for b in region.exits]
-        leaving = [self.boundaries.exit_options(region, b, held) for b, held in zip(region.exits, made, strict=True)]
-        finished: _States = {}
-        for entered, cost in _combined(branches):
-            for left, extra in _combined(leaving):
-                total = (cost[0] + extra[0] + self._gathering(region, recurrence, entered), cost[1] + extra[1])
-                steps = Steps(Recurred(tuple(made)), Steps(Entered(entered), None))
-                _keep(finished, tuple(map(self._numbering.code, left)), total, Left(left), steps)
-        return finished or self._entry_failure(region, body.entries(inputs + body.constants))
-
-    def _gathering(self, region: Region, recurrence: Recurrence, entered: State) -> int:
-        """What it takes to gather the hidden state, forward and backward."""
-        first = next(region.values[b.target] for b in region.entries if b.path == ("input",))
-        size, (source, _) = self.propagator.size, GATHERED
-        entry = source.longest(recurrence.features, size) * size * first.dtype.itemsize
-        ways = ["all-gather"]
-        if any(region.values[b.source].differentiable for b in region.exits):
-            ways.append("reduce-scatter")
-        moved = [(held.times, held.batch) for held in gathers(recurrence, first.shape)]
-        for boundary, layout in zip(region.entries, entered, strict=True):
-            if gathers_first(recurrence, boundary.path, layout):
-                moved.append((1, math.prod(region.values[boundary.target].shape[:-1])))
-        return sum(
-            times * self._topology.time(ring_steps(way, size), bytes_sent(way, batch * entry, size))
-            for times, batch in moved
-            for way in ways
-        )
-
-
-def _dispatched(region: Region, size: int) -> tuple[Reshard, ...]:
-    """What ranks exchange where tokens go to the ranks with their experts."""
-    stack, values = region.stack, region.values
-    assert stack is not None
-    given = {boundary.path[0]: values[boundary.target] for boundary in region.entries}
-    arguments = (given[stack.tokens], given[stack.chosen], given[stack.weights])
-    return exchanged(*arguments, values[region.exits[0].source], stack.count, size)
-
-
-def _combined(branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> Iterator[tuple[State, Cost]]:
-    for combination in itertools.product(*branches):
-        cost = (sum(c[0] for _, c in combination), sum(c[1] for _, c in combination))
-        yield tuple(held for held, _ in combination), cost
-
 
 def _makes_one(node: OperationNode | CallNode) -> bool:
     overwrites = isinstance(node, OperationNode) and bool(node.overwritten)
     return not overwrites and len(node.outputs) == 1 and node.outputs[0] is not None
-
-
-def _keep(states: _States, key: Codes, cost: Cost, choice: Choice, before: Steps | None) -> None:
-    known = states.get(key)
-    if known is None or cost < known[0]:
-        states[key] = (cost, Steps(choice, before))
 
 
 def root_solution(solutions: Sequence[Solution]) -> Solution:

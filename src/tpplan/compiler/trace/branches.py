@@ -14,6 +14,7 @@ A capture on meta tensors has no numbers, so that it takes one side. The program
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,41 +30,49 @@ from tpplan.compiler.trace.sequel import sequel, state_of
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 
-Picking = frozenset[tuple[int, int]]
-Attempt = tuple[Trace, Capture, Skeleton]
+_Picking = frozenset[tuple[int, int]]
+_Attempt = tuple[Trace, Capture, Skeleton]
 _ROUNDS = 3  # branches within branches
 
 
-def record_model(
-    model: nn.Module,
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
-    training: bool,
-    taken: frozenset[Location] | None = None,
-    device: torch.device | None = None,
-    reducing: frozenset[str] = frozenset(),
-    values: bool = False,
-    looking: frozenset[str] = frozenset(),
-) -> tuple[Trace, Capture]:
-    """Record a call of `model`; branches on data take their false side, unless parameters would then stay unused.
+@dataclass(frozen=True, slots=True)
+class CaptureSettings:
+    """How to record a call.
 
-    Args:
-        model, arguments, keywords, training: see `capture`.
-        taken: the branches that take their true side; None to choose them as said.
+    Attributes:
+        training: the mode to run in.
+        taken: the branches that take their true side; None to choose them as `record_model` says.
         device: where bodies are told that their tensors lie; None for where the model's parameters do.
         reducing: modules whose bodies' reductions are recorded as functions over classes.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
+    """
+
+    training: bool
+    taken: frozenset[Location] | None = None
+    device: torch.device | None = None
+    reducing: frozenset[str] = frozenset()
+    values: bool = False
+    looking: frozenset[str] = frozenset()
+
+
+def record_model(
+    model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], settings: CaptureSettings
+) -> tuple[Trace, Capture]:
+    """Record a call of `model`; branches on data take their false side, unless parameters would then stay unused.
+
+    Args:
+        model, arguments, keywords: see `capture`.
+        settings: how.
 
     Raises:
         BodyError: a module raised on these inputs.
     """
-    device = device or device_of(model)
     around, stale = Surroundings(model), list[Any]()
     try:
         try:
             with without_inference_kernels():
-                return _recorded(model, arguments, keywords, training, taken, device, reducing, values, looking, around)
+                return _recorded(model, arguments, keywords, settings, around)
         finally:
             stale = around.stale()
             around.restore()
@@ -74,7 +83,7 @@ def record_model(
         cache.cache_clear()
     around = Surroundings(model)
     try:
-        return _recorded(model, arguments, keywords, training, taken, device, reducing, values, looking, around)
+        return _recorded(model, arguments, keywords, settings, around)
     finally:
         around.restore()
 
@@ -83,14 +92,14 @@ def _recorded(
     model: nn.Module,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    training: bool,
-    chosen: frozenset[Location] | None,
-    device: torch.device,
-    reducing: frozenset[str],
-    values: bool,
-    looking: frozenset[str],
+    settings: CaptureSettings,
     around: Surroundings,
 ) -> tuple[Trace, Capture]:
+    chosen, training, device = settings.taken, settings.training, settings.device or device_of(model)
+
+    def recorder_with(taken: frozenset[Location], values: bool, picking: _Picking) -> Recorder:
+        return Recorder(taken, device, settings.reducing, values, settings.looking, picking)
+
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
         around.repeat_draws()
         state = Capture(recorder)
@@ -100,10 +109,10 @@ def _recorded(
         trace_again, state_again = run(skeleton, recorder or Recorder.like(trace))
         return trace_again, state_again.recorder
 
-    def attempt(taken: frozenset[Location], values: bool, picking: Picking = frozenset()) -> Attempt:
+    def attempt(taken: frozenset[Location], values: bool, picking: _Picking = frozenset()) -> _Attempt:
         around.restore()
         skeleton = make_skeleton(model)
-        recorder = Recorder(taken, device, reducing, values, looking, picking)
+        recorder = recorder_with(taken, values, picking)
         try:
             return *run(skeleton, recorder), skeleton
         except BodyError as error:
@@ -123,9 +132,9 @@ def _recorded(
     before = state_of(make_skeleton(model).model, around)
     taken = frozenset[Location]() if chosen is None else chosen
     try:
-        trace, state, skeleton = attempt(taken, values)
+        trace, state, skeleton = attempt(taken, settings.values)
     except Exception as error:  # whatever it wants to know
-        if values or (chosen is not None and isinstance(error, BodyError) and error.side is not None):
+        if settings.values or (chosen is not None and isinstance(error, BodyError) and error.side is not None):
             raise
         trace, state, skeleton = attempt(taken, True)
     if around.stale():
@@ -138,8 +147,7 @@ def _recorded(
         around.restore()
         other = make_skeleton(model)
         try:
-            told = trace.facts is not None
-            found, reached = run(other, Recorder(taken, device, reducing, told, looking, trace.picking))
+            found, reached = run(other, recorder_with(taken, trace.facts is not None, trace.picking))
         except Exception:  # that side can't be captured: the first stands
             break
         still = set(_unused(model, found))
@@ -150,7 +158,7 @@ def _recorded(
     return trace, state
 
 
-def _picking(cause: BaseException, picking: Picking) -> Picking:
+def _picking(cause: BaseException, picking: _Picking) -> _Picking:
     """What a body seems to pick by the places that `nonzero` finds: all, or all but a last one that isn't there."""
     if isinstance(cause, DataDependentError) and cause.among and cause.among not in dict(picking):
         return picking | {(cause.among, cause.among)}
@@ -182,4 +190,4 @@ def _above(unused: set[str], trace: Trace) -> Iterator[Location]:
             yield assumption.location
 
 
-__all__ = ["record_model"]
+__all__ = ["CaptureSettings", "record_model"]

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from tpplan.compiler.ir.trace import Location, Trace
-from tpplan.compiler.trace.branches import record_model
+from tpplan.compiler.ir.trace import Trace
+from tpplan.compiler.trace.branches import CaptureSettings, record_model
 from tpplan.compiler.trace.capture import Capture
 
 
@@ -22,26 +21,16 @@ class Captures:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._found: dict[Hashable, tuple[Trace, Capture] | Exception] = {}
+        self._found: dict[CaptureSettings, tuple[Trace, Capture] | Exception] = {}
         self._others: dict[Hashable, Captures] = {}
 
     def record(
-        self,
-        model: nn.Module,
-        arguments: Sequence[Any],
-        keywords: Mapping[str, Any],
-        training: bool,
-        taken: frozenset[Location] | None = None,
-        device: torch.device | None = None,
-        reducing: frozenset[str] = frozenset(),
-        values: bool = False,
-        looking: frozenset[str] = frozenset(),
+        self, model: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any], settings: CaptureSettings
     ) -> tuple[Trace, Capture]:
         """What `record_model` returns, or raises."""
-        settings = (training, taken, device, reducing, values, looking)
         if settings not in self._found:
             try:
-                self._found[settings] = record_model(model, arguments, keywords, *settings)
+                self._found[settings] = record_model(model, arguments, keywords, settings)
             except Exception as error:
                 self._found[settings] = error
         found = self._found[settings]
