@@ -80,8 +80,10 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_what_a_rank_holds_a_part_of_is_part_of_what_the_unsharded_model_draws(tp: int) -> None:
-    report = tpplan.verify(Noisy(), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, tp, (x_of(),))
+    plan = {"version": 1, "modules": {"0.up": "colwise", "0.down": "rowwise"}}
+    report = tpplan.verify(nn.Sequential(Noisy()), plan, tp, (x_of(),))  # the body of a root would gather them
     assert report.ok, report.problems
+    assert report.collectives == report.predicted
 
 
 class Seeding(nn.Module):
@@ -96,11 +98,10 @@ class Seeding(nn.Module):
 
 
 def test_a_seed_is_seen_where_the_generator_has_it_already() -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(Seeding())
+    model, call = nn.Sequential(Seeding()), (x_of(),)
     torch.manual_seed(3)
     with pytest.raises(CompileError, match="seeds the random numbers"):
-        tpplan.compile_plan(model, {"version": 1, "modules": {"0.up": "colwise", "0.down": "rowwise"}}, 2, (x_of(),))
+        tpplan.compile_plan(model, {"version": 1, "modules": {"0.up": "colwise", "0.down": "rowwise"}}, 2, call)
 
 
 @pytest.mark.slow
