@@ -336,6 +336,37 @@ def test_what_can_not_be_split_is_refused_with_its_cause(kind: Any, code: str, c
     assert first.code == code and cause in first.message
 
 
+class Tied(nn.Module):
+    """A head that scales the table's weight."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.weight, self.scale = table.weight, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight * self.scale)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, WIDTH)
+        self.block, self.head = Block(LowRank(WIDTH, INNER), LowRank(INNER, WIDTH)), Tied(self.table)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.table(ids)))
+
+
+def test_a_head_goes_with_its_table() -> None:
+    torch.manual_seed(1)
+    model, call = Words().double(), (torch.arange(12).view(2, 6),)
+    plan = tpplan.suggest_plan(model, 2, inputs=call)
+    assert {rule.pattern.text for rule in plan.rules} == {"table", "head", "block.up", "block.down"}
+    report = tpplan.verify(model, plan, 2, call)
+    assert report.ok, report.problems
+    assert report.collectives == report.predicted
+
+
 class Scaled(nn.Module):
     """A scalar has statistics, too."""
 

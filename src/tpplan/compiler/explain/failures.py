@@ -177,7 +177,7 @@ def _way_out(bound: Bound | None, module: str, refusal: Refusal, option: str, pa
 
 
 def _unruled(bound: Bound, parameter: str) -> str:
-    return f"remove the rule for `{bound.name}`{_line(bound)}, so that `{parameter}` stays whole"
+    return f"remove the rule for `{bound.wrapper or bound.name}`{_line(bound)}, so that `{parameter}` stays whole"
 
 
 def _unpinned(bound: Bound) -> str:

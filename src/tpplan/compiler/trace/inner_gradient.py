@@ -55,7 +55,7 @@ def record_gradient(recorder: Recorder, args: tuple[Any, ...], keywords: dict[st
     references = [tuple(map(Reference, values)) for values in held]
     arguments = (references[0], references[1], None if given is None else references[2])
     operands = tuple(value for values in held for value in values)
-    frame.body.append(Operation(GRADIENT, arguments, {}, operands, made, (), recorder.location()))
+    recorder.add(Operation(GRADIENT, arguments, {}, operands, made, (), recorder.location()))
     recorder.takes_gradients = True
     recorder.twice = recorder.twice or twice
     return results

@@ -264,6 +264,11 @@ class Recorder(RecordingMode):
                 self.known.alias(inside, outside)
             return alias, outside, inside
 
+    def add(self, operation: Operation) -> None:
+        """Add an operation to the body that runs."""
+        self.frames[-1].body.append(operation)
+        self.follow_given(operation.inputs, (*operation.outputs, *operation.overwritten))
+
     def follow_given(self, inputs: Iterable[int], outputs: Iterable[int | None]) -> None:
         """Note whether these values, made of others, follow from what the call is passed."""
         if not self.given.isdisjoint(inputs):
@@ -391,16 +396,13 @@ class Recorder(RecordingMode):
             self._storage[self.value_of(target)] in self._outliving for target in _written_tensors(written, args)
         ):
             self.effects.update(output for output in outputs if output is not None)
-        self.follow_given(inputs, outputs)
         if self.drawn.issuperset(inputs) if inputs else is_draw(func, args, keywords):
             self.drawn.update(output for output in outputs if output is not None)
         if is_draw(func, args, keywords) and self._is_seeded():
             self.seeded.update(output for output in outputs if output is not None)
         if self.frames[-1].differentiates and not torch.is_grad_enabled():
             self.gradless.update(output for output in outputs if output is not None)
-        self.frames[-1].body.append(
-            Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self.location())
-        )
+        self.add(Operation(func, arguments, named, inputs, tuple(outputs), overwritten, self.location()))
         return result  # pyright: ignore[reportUnknownVariableType]
 
     @property
@@ -433,7 +435,7 @@ class Recorder(RecordingMode):
             if self.frames[-1].differentiates and not torch.is_grad_enabled():
                 self.gradless.update(made)
             references = tuple(map(self._refer, arguments))
-        self.frames[-1].body.append(Operation(target, references, {}, inputs, made, (), self.location()))
+        self.add(Operation(target, references, {}, inputs, made, (), self.location()))
         return result
 
     def begin_draws(self) -> None:
@@ -647,8 +649,7 @@ class Recorder(RecordingMode):
         """Record an operation whose results show numbers: what is made of these doesn't show that they are read."""
         self.effects.update(made)
         named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
-        operation = Operation(func, tuple(map(self._refer, args)), named, inputs, made, (), self.location())
-        self.frames[-1].body.append(operation)
+        self.add(Operation(func, tuple(map(self._refer, args)), named, inputs, made, (), self.location()))
 
     def _find(self, func: OpOverload, args: tuple[Any, ...], operands: list[Tensor]) -> Tensor:
         """Where a tensor isn't zero: all of it, in numbers, if that may pick modules; else so many places."""
