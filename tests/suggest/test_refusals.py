@@ -255,3 +255,19 @@ def test_a_scripted_module_is_told() -> None:
 
 def test_text_may_have_a_format() -> None:
     assert suggested(Ending(lambda x: x if f"{x.mean():.3f}" else -x).double(), (x_of(),)).ok
+
+
+class Named(nn.Module):
+    """Picks a layer by text that is made of a number."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layers, self.form = nn.ModuleDict({name: Ending(torch.sin) for name in ("0", "1")}), form
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        return self.layers[format(number, self.form)](x)
+
+
+@pytest.mark.parametrize(("form", "number"), [("", torch.tensor(1)), (".0f", torch.tensor(1.0))])
+def test_text_names_no_layer(form: str, number: Tensor) -> None:
+    assert refusal(tpplan.suggest_plan, Named(form).double(), 2, inputs=(x_of(), number)).code == "TP110"

@@ -7,6 +7,7 @@ to compare. Nor has what torch makes of the list in `x[:, [-2]]`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -138,8 +139,8 @@ class ConstantWatcher(TorchFunctionMode):
         self._recorder.meet()
         if func is Tensor.tolist and args[0].is_meta and (counts := self._recorder.counts_of(args[0])) is not None:
             return counts
-        if func is Tensor.__format__ and args[0].is_meta and not args[0].dim():
-            text = format(torch.zeros((), dtype=args[0].dtype).item(), args[1])  # it steers nothing
+        if func is Tensor.__format__ and args[0].is_meta and args[0].is_floating_point() and args[1]:
+            text = format(math.nan, args[1])  # for people to read: it is the name of nothing
             self._note_step(func, text, args, keywords)
             return text
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
