@@ -19,6 +19,7 @@ from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rules.recurrent import made_layout
+from tpplan.compiler.trace.unread import final_values, live_values
 from tpplan.plan import Pin, Style
 
 _LOOK_UPS = frozenset(
@@ -71,6 +72,9 @@ class _Builder:
         self.fixed = fixed
         self.interned = table.regions
         self.free, self.escapes, self.constants = _uncrossed(trace, parts)
+        live = live_values(trace.root) | trace.unread
+        self.dead = {c.target for frame in trace.root.walk() for c in frame.exits if c.target not in live}
+        self.final = final_values(trace.root, self.dead)
         self.lasting, self.weights, self.passed = _lasting(trace, binding, self.constants)
         self._kinds = table.values
 
@@ -113,8 +117,11 @@ class _Builder:
         fixed = frame.module in self.fixed
         of_weights = not self.weights.isdisjoint(local.numbers) and self.lasting.issuperset(local.numbers)
         unread = tuple([c.target in self.trace.unread for c in frame.exits])
+        free = exit_pin is None and style is None
+        dead = tuple([free and depth > 0 and c.target in self.dead for c in frame.exits])
+        final = tuple([depth == 0 or (free and not fixed and c.target in self.final) for c in frame.exits])
         key = (
-            tuple(map(id, values)), inputs, outputs, entries, exits, unread, tuple(nodes),
+            tuple(map(id, values)), inputs, outputs, entries, exits, unread, dead, final, tuple(nodes),
             entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent, stack, of_weights,
         )  # fmt: skip
         region = self.interned.get(key)
@@ -127,8 +134,8 @@ class _Builder:
                 tuple(values), inputs, outputs,
                 tuple(Boundary(*entry, None if i else entry_pin, packs) for i, entry in enumerate(entries)),
                 tuple(
-                    Boundary(*held, exit_pin, own, nobody)
-                    for held, own, nobody in zip(exits, exit_packs, unread, strict=True)
+                    Boundary(*held, exit_pin, own, *read)
+                    for held, own, *read in zip(exits, exit_packs, unread, dead, final, strict=True)
                 ),
                 tuple(node for node in made if isinstance(node, (OperationNode, CallNode))),
                 style, reduced, depth, fixed, (frame.module, frame.call), bool(backwards), shared,

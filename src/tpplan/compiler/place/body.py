@@ -11,12 +11,14 @@ A state is a tuple of codes, small numbers that stand for layouts, and so quick 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 from tpplan.compiler.ir.layout import REPLICATED, Layout
-from tpplan.compiler.ir.region import LocalValue, OperationNode, Region
+from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
 
 Codes = tuple[int, ...]
+GONE = -1  # in place of the layout of a value that nobody reads any more, or whose exit is chosen
 _Picker = Callable[[Codes], Codes]
 
 
@@ -55,16 +57,20 @@ class Body:
         operands: for each node, of a state and the constants, its operands; at last the exits' sources.
         following: for each node, of a state, the results and the constants, the state after it; at last the outputs.
         names: for each node, the values that the state before it is of; at last those at the end.
+        leaving: for each node, the places in that state of values that one exit reads from there on and nothing else,
+            if it leads out of the model, or is dead and kept; at last those at the end.
         read: for each node, the places of its operands in that state; at last those of what leaves.
         alone: for each node, the place of the only operand in that state, where nothing reads that later and the node
             makes one value; else None. At last None.
     """
 
-    def __init__(self, region: Region, numbering: Numbering) -> None:
-        """Work out the positions."""
-        live = _liveness(region)
+    def __init__(self, region: Region, numbering: Numbering, kept: Collection[int] = ()) -> None:
+        """Work out the positions. Of exits that are dead, those of `kept` count as read."""
+        self.dead = frozenset(i for i, b in enumerate(region.exits) if b.dead and i not in kept)
+        read = [boundary for i, boundary in enumerate(region.exits) if i not in self.dead]
+        live = _liveness(region, read)
         self.constants: Codes = ()
-        self._places: dict[int, int] = {}
+        self._places: dict[int | None, int] = {}
         self._region = region
         self._numbering = numbering
         self.entries = self._picker(region.inputs, [b.source for b in region.entries])
@@ -85,16 +91,19 @@ class Body:
             )
             self.following.append(self._picker((*before, *made), after))
         self.alone.append(None)
-        self.operands.append(self._picker(live[-1], [b.source for b in region.exits]))
-        self.read.append(_places(live[-1], (*(b.source for b in region.exits), *region.outputs)))
+        ends = [None if i in self.dead else b.source for i, b in enumerate(region.exits)]
+        self.operands.append(self._picker(live[-1], ends))
+        self.read.append(_places(live[-1], (*(b.source for b in read), *region.outputs)))
+        leaving = [b for i, b in enumerate(region.exits) if b.final or (b.dead and i in kept)]
+        self.leaving = _leaving(region, leaving, live)
         self.following.append(self._picker((*live[-1], *(b.target for b in region.exits)), region.outputs))
 
-    def _picker(self, names: Sequence[int], wanted: Sequence[int]) -> _Picker:
+    def _picker(self, names: Sequence[int], wanted: Sequence[int | None]) -> _Picker:
         """Takes the codes of `wanted` out of those of `names`, with the constants after them.
 
-        Of a name that stands there twice, the last counts.
+        Of a name that stands there twice, the last counts. None is for what is `GONE`.
         """
-        places = {name: place for place, name in enumerate(names)}
+        places: dict[int | None, int] = {name: place for place, name in enumerate(names)}
         found = [places[name] if name in places else len(names) + self._constant(name) for name in wanted]
         if not found:
             return lambda codes: ()
@@ -103,10 +112,11 @@ class Body:
             return lambda codes: (codes[only],)
         return operator.itemgetter(*found)
 
-    def _constant(self, name: int) -> int:
+    def _constant(self, name: int | None) -> int:
         if name not in self._places:
             self._places[name] = len(self.constants)
-            self.constants += (self._numbering.code(_source_layout(self._region.values[name])),)
+            held = GONE if name is None else self._numbering.code(_source_layout(self._region.values[name]))
+            self.constants += (held,)
         return self._places[name]
 
 
@@ -118,9 +128,26 @@ def _source_layout(value: LocalValue) -> Layout:
     return value.parameter if value.parameter is not None else REPLICATED
 
 
-def _liveness(region: Region) -> list[tuple[int, ...]]:
+def _leaving(
+    region: Region, exits: Sequence[Boundary], live: Sequence[tuple[int, ...]]
+) -> list[tuple[tuple[int, Boundary], ...]]:
+    """For each position of the body (and its end), what one of `exits` reads from there on and nothing else."""
+    found: list[list[tuple[int, Boundary]]] = [[] for _ in live]
+    counts = Counter([boundary.source for boundary in region.exits] + list(region.outputs))
+    last = dict.fromkeys(live[0], 0)
+    for after, node in enumerate(region.nodes, start=1):
+        overwritten = node.overwritten if isinstance(node, OperationNode) else ()
+        last |= {i: after for i in (*node.inputs, *node.outputs, *overwritten) if i is not None}
+    for boundary in exits:
+        position = last.get(boundary.source)
+        if counts[boundary.source] == 1 and position is not None and boundary.source in live[position]:
+            found[position].append((live[position].index(boundary.source), boundary))
+    return [tuple(held) for held in found]
+
+
+def _liveness(region: Region, exits: Sequence[Boundary]) -> list[tuple[int, ...]]:
     """For each position of the body (and its end), the values made before it that are still to be read."""
-    needed: set[int] = {b.source for b in region.exits} | set(region.outputs)
+    needed: set[int] = {b.source for b in exits} | set(region.outputs)
     made = {b.target for b in region.exits}
     needed -= made
     live: list[set[int]] = [set(needed)]
@@ -135,4 +162,4 @@ def _liveness(region: Region) -> list[tuple[int, ...]]:
     return [tuple(sorted(names - sources)) for names in live]
 
 
-__all__ = ["Body", "Codes", "Numbering"]
+__all__ = ["GONE", "Body", "Codes", "Numbering"]

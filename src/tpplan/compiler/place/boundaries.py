@@ -106,7 +106,7 @@ class Boundaries:
             return [packed(last, whole)] if fits else []
         if boundary.pin is not None:
             return [REPLICATED]
-        if region.depth == 0 and outward:
+        if outward and boundary.final:
             if source.is_sharded and self._pinned_inside(region, boundary):
                 return [source]
             return [REPLICATED]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from tpplan.compiler.ir.layout import PARTIAL, Layout
 from tpplan.compiler.ir.region import Region
 from tpplan.compiler.place.body import Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
-from tpplan.compiler.place.solution import Choice, Cost, Entered, Failure, State, Steps
+from tpplan.compiler.place.solution import Choice, Cost, Entered, Failure, Steps
 from tpplan.compiler.rules.propagate import Refusal
 
 States = dict[Codes, tuple[Cost, Steps | None]]
 _Entry = tuple[Codes, Cost, Entered]
+_Held = TypeVar("_Held", bound=Layout | None)
 
 
 class Entries:
@@ -50,7 +52,7 @@ class Entries:
         return Failure((), None, refusal, (-1,))
 
 
-def combined(branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> Iterator[tuple[State, Cost]]:
+def combined(branches: Sequence[Sequence[tuple[_Held, Cost]]]) -> Iterator[tuple[tuple[_Held, ...], Cost]]:
     """Every combination of options, and its cost."""
     for combination in itertools.product(*branches):
         cost = (sum(c[0] for _, c in combination), sum(c[1] for _, c in combination))

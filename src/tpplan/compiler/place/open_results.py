@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from tpplan.compiler.place.body import GONE
 from tpplan.compiler.place.solution import Cost, Steps
 
 MANY = 3  # of fewer results the layouts are chosen as they leave
-MANY_LEAVE = 8  # of fewer results of the model, combinations are compared
+_FIRST = GONE - 1
 CROWDED = 32  # with fewer states, a step branches into them
 
 
@@ -40,7 +41,7 @@ class Option:
 
 
 class OpenResults:
-    """Numbers choices of layouts, below zero."""
+    """Numbers choices of layouts, below `GONE`."""
 
     def __init__(self) -> None:
         """Start without any."""
@@ -52,7 +53,7 @@ class OpenResults:
         key = tuple(options) if key is None else key
         found = self._codes.get(key)
         if found is None:
-            found = self._codes[key] = -1 - len(self._known)
+            found = self._codes[key] = _FIRST - len(self._known)
             self._known.append(options)
         return found
 
@@ -62,11 +63,11 @@ class OpenResults:
 
     def options(self, code: int) -> Sequence[Option]:
         """What a code below zero stands for."""
-        return self._known[-1 - code]
+        return self._known[_FIRST - code]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
         return bool(self._known)
 
 
-__all__ = ["CROWDED", "MANY", "MANY_LEAVE", "OpenResults", "Option"]
+__all__ = ["CROWDED", "MANY", "OpenResults", "Option"]

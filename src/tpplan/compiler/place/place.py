@@ -15,16 +15,16 @@ new constraints concern.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.ir.region import Boundary, CallNode, OperationNode, Region
-from tpplan.compiler.place.body import Body, Codes, Numbering
+from tpplan.compiler.place.body import GONE, Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
+from tpplan.compiler.place.dead_results import kept_exits
 from tpplan.compiler.place.entries import Entries, States, combined, keep
 from tpplan.compiler.place.layers import Layers
-from tpplan.compiler.place.open_results import CROWDED, MANY, MANY_LEAVE, OpenResults, Option
+from tpplan.compiler.place.open_results import CROWDED, MANY, OpenResults, Option
 from tpplan.compiler.place.solution import (
     Called,
     Choice,
@@ -66,15 +66,18 @@ class Placer:
         self._solved: dict[int, dict[Codes, _Solved]] = {}
         self._steps: dict[int, list[dict[Codes, list[_Step] | Failure]]] = {}
         self._inside: dict[int, frozenset[Name]] = {}
+        self._kept: Mapping[int, frozenset[int]] = {}
         self._weights: dict[int, Weights] = {}
         self._after: dict[tuple[int, int, int], list[_Step] | Failure] = {}
         self._from: dict[int, dict[Codes, States | Failure]] = {}
-        self._taken: dict[tuple[int, int, int, bool], list[_Way]] = {}
+        self._taken: dict[tuple[int, int, int], list[_Way]] = {}
+        self._exits: dict[tuple[int, int, int], tuple[Cost, Steps] | None] = {}
 
     def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
         """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
         self._note_inside(region)
         self._forget(constraints)
+        self._keep(region, constraints)
         self._obey(self.propagator, constraints)
         solved = self._solve(region, tuple(map(self._numbering.code, inputs)))
         return solved if isinstance(solved, Failure) else [solution for _, solution in solved]
@@ -108,7 +111,17 @@ class Placer:
     def _forget_open(self) -> None:
         self._after.clear()
         self._taken.clear()
+        self._exits.clear()
         self._open.forget()
+
+    def _keep(self, region: Region, constraints: Constraints) -> None:
+        """Note the results that nobody reads but whose layouts are constrained, and forget what was made without."""
+        kept = kept_exits(region, constraints.unsharded | constraints.whole)
+        if kept != self._kept:
+            self._kept = kept
+            for remembered in (self._bodies, self._solved, self._steps, self._from):
+                remembered.clear()
+            self._forget_open()
 
     def _note_inside(self, region: Region) -> frozenset[Name]:
         """The names of a region and of those that it calls."""
@@ -141,7 +154,7 @@ class Placer:
     def _solve_body(self, region: Region, inputs: Codes) -> States | Failure:
         body = self._bodies.get(id(region))
         if body is None:
-            body = self._bodies[id(region)] = Body(region, self._numbering)
+            body = self._bodies[id(region)] = Body(region, self._numbering, self._kept.get(id(region), ()))
         states: States = {}
         for inside, cost, choice in self._entries.ways(region, body, inputs):
             keep(states, body.start(inputs + inside + body.constants), cost, choice, None)
@@ -178,6 +191,8 @@ class Placer:
             operands_of, following_of, alone = body.operands[position], body.following[position], body.alone[position]
             following: States = {}
             failure: Failure | None = None
+            if body.leaving[position]:
+                states = self._let_go(region, states, body.leaving[position])
             crowded = len(states) >= CROWDED
             if self._open:
                 states = self._decided(region, body, position, states, alone if crowded else None)
@@ -185,7 +200,7 @@ class Placer:
                     return self._constrained(position)
             single = crowded and position < len(region.nodes) and _makes_one(region.nodes[position])
             for state, (cost, steps) in states.items():
-                if alone is not None and state[alone] < 0:
+                if alone is not None and state[alone] < GONE:
                     found = self._gone_on(region, body, position, state, memo)
                 else:
                     operands = operands_of(state + constants)
@@ -215,7 +230,7 @@ class Placer:
         """One step for all that the result of a step could be."""
         options: list[Option] = []
         for made, cost, choice in found:
-            if choice is None or made[0] < 0:  # its layouts are open already
+            if choice is None or made[0] < GONE:  # its layouts are open already
                 return found
             options.append(Option(made[0], cost, Steps(choice, None), decided=False))
         return [((self._open.code(options, (id(region), position, operands)),), (0, 0), None)]
@@ -259,7 +274,7 @@ class Placer:
 
     def _closed(self, made: int, cost: Cost) -> Iterator[tuple[int, Cost, bool]]:
         """The layouts that a result could have: one, or those that its callee has left open."""
-        if made >= 0:
+        if made >= GONE:
             yield made, cost, False
             return
         for option in self._open.options(made):
@@ -291,15 +306,16 @@ class Placer:
 
     def _decided(self, region: Region, body: Body, position: int, states: States, alone: int | None) -> States:
         """The states in which what is read here has a layout, where a step left that open; but what may stay so."""
-        names, leaving = body.names[position], self._leaving(region, position)
+        names = body.names[position]
         for place in body.read[position]:
-            if place == alone or all(state[place] >= 0 for state in states):
+            if place == alone or all(state[place] >= GONE for state in states):
                 continue
             found: States = {}
             for state, (cost, steps) in states.items():
                 head, code, tail = state[:place], state[place], state[place + 1 :]
+                open_here = code < GONE
                 for layout, extra, trail in (
-                    self._ways(region, names[place], code, leaving) if code < 0 else ((code, (0, 0), None),)
+                    self._ways(region, names[place], code) if open_here else ((code, (0, 0), None),)
                 ):
                     after, total = (*head, layout, *tail), (cost[0] + extra[0], cost[1] + extra[1])
                     known = found.get(after)
@@ -308,33 +324,50 @@ class Placer:
             states = found
         return states
 
-    def _ways(self, region: Region, value: int, code: int, leaving: Mapping[int, Boundary]) -> list[_Way]:
-        """The layouts that an open value may have here, with their costs, and what is chosen on the way.
-
-        Of what is `leaving` it is the one that costs least together with its exit.
-        """
-        key = (id(region), value, code, value in leaving)
+    def _ways(self, region: Region, value: int, code: int) -> list[_Way]:
+        """The layouts that an open value may have here, with their costs, and what is chosen on the way."""
+        key = (id(region), value, code)
         if key not in self._taken:
             held = [(option, self._trail(region, value, option)) for option in self._open.options(code)]
-            ways: list[_Way] = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
-            self._taken[key] = self._cheapest_out(region, leaving[value], ways) if value in leaving else ways
+            self._taken[key] = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
         return self._taken[key]
 
-    def _leaving(self, region: Region, position: int) -> dict[int, Boundary]:
-        """What leaves the root by one exit of many: nobody reads it together with others, so each is chosen alone."""
-        if region.depth or position < len(region.nodes) or len(region.exits) < MANY_LEAVE:
-            return {}
-        counts = Counter([boundary.source for boundary in region.exits] + list(region.outputs))
-        return {boundary.source: boundary for boundary in region.exits if counts[boundary.source] == 1}
+    def _let_go(self, region: Region, states: States, leaving: Sequence[tuple[int, Boundary]]) -> States:
+        """The states once what leaves the model here has left: how it does so concerns nothing that comes later."""
+        for place, boundary in leaving:
+            found: States = {}
+            for state, (cost, steps) in states.items():
+                way = self._way_out(region, boundary, state[place])
+                after = state if way is None else (*state[:place], GONE, *state[place + 1 :])
+                total = cost if way is None else (cost[0] + way[0][0], cost[1] + way[0][1])
+                known = found.get(after)
+                if known is None or total < known[0]:
+                    found[after] = (total, steps if way is None else Steps(way[1], steps))
+            states = found
+        return states
 
-    def _cheapest_out(self, region: Region, boundary: Boundary, ways: list[_Way]) -> list[_Way]:
-        """The way that costs least, together with the exit; all of them where none can leave."""
-        priced: list[tuple[Cost, _Way]] = []
-        for way in ways:
-            (layout,) = self._numbering.layouts((way[0],))
-            for _, extra in self.boundaries.exit_options(region, boundary, layout):
-                priced.append(((way[1][0] + extra[0], way[1][1] + extra[1]), way))
-        return [min(priced, key=lambda pair: pair[0])[1]] if priced else ways
+    def _way_out(self, region: Region, boundary: Boundary, code: int) -> tuple[Cost, Steps] | None:
+        """The cheapest way for what has this layout, or has it open, to leave whole; None if there is none."""
+        key = (id(region), id(boundary), code)
+        if key not in self._exits:
+            ways: list[_Way] = [(code, (0, 0), None)]
+            if code < GONE:
+                held = [(option, self._trail(region, boundary.source, option)) for option in self._open.options(code)]
+                ways = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
+            found: list[tuple[Cost, Steps]] = []
+            for inner, cost, trail in ways:
+                (layout,) = self._numbering.layouts((inner,))
+                options = self.boundaries.exit_options(region, boundary, layout)
+                if boundary.dead:
+                    options = [held for held in options if held[0] == REPLICATED]
+                elif any(target != REPLICATED for target, _ in options):  # it is pinned where it is made
+                    found.clear()
+                    break
+                for target, extra in options:
+                    total = (cost[0] + extra[0], cost[1] + extra[1])
+                    found.append((total, Steps(Decided(boundary.target, target), trail)))
+            self._exits[key] = min(found, key=lambda way: way[0], default=None)
+        return self._exits[key]
 
     def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:
         numbers = (*node.inputs, *node.overwritten)
@@ -403,9 +436,12 @@ class Placer:
     # -- boundaries -------------------------------------------------------------------------------------------------
     def _left(self, region: Region, sources: Codes) -> list[_Step] | Failure:
         """The layouts that the exits could have outside."""
-        branches: list[list[tuple[Layout, Cost]]] = []
+        branches: list[Sequence[tuple[Layout | None, Cost]]] = []
         failure: Failure | None = None
-        for boundary, source in zip(region.exits, self._numbering.layouts(sources), strict=True):
+        for boundary, source in zip(region.exits, self._numbering.known(sources), strict=True):
+            if source is None:
+                branches.append(((None if boundary.dead else REPLICATED, (0, 0)),))
+                continue
             branches.append(self.boundaries.exit_options(region, boundary, source))
             if not branches[-1]:
                 refusal = Refusal("pin", "can't take the layout that is required here", ((boundary.source, source),))
@@ -414,11 +450,14 @@ class Placer:
             return failure
         if region.depth and sum(len(options) > 1 for options in branches) >= MANY:
             return [self._left_open(branches)]
-        return [(tuple(map(self._numbering.code, held)), cost, Left(held)) for held, cost in combined(branches)]
+        return [(tuple(map(self._code, held)), cost, Left(held)) for held, cost in combined(branches)]
 
-    def _left_open(self, branches: Sequence[Sequence[tuple[Layout, Cost]]]) -> _Step:
+    def _code(self, layout: Layout | None) -> int:
+        return GONE if layout is None else self._numbering.code(layout)
+
+    def _left_open(self, branches: Sequence[Sequence[tuple[Layout | None, Cost]]]) -> _Step:
         """All that exits could be outside, at once: whoever reads a result chooses its layout."""
-        coded = [tuple(Option(self._numbering.code(held), cost) for held, cost in options) for options in branches]
+        coded = [tuple(Option(self._code(held), cost) for held, cost in options) for options in branches]
         single = [options[0] if len(options) == 1 else None for options in branches]
         sure = [held[1] for held in single if held is not None]
         codes = [held[0].code if len(held) == 1 else self._open.code(held) for held in coded]

@@ -11,7 +11,7 @@ weights what is split, or the other way round: it has to be placed, though no gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
@@ -20,7 +20,7 @@ from tpplan.compiler.trace.capture import without_dead_operations
 
 def with_unread(trace: Trace) -> Trace:
     """The trace with the calls of layers that compute for nobody, and with what these read."""
-    live = _live_values(trace.root)
+    live = live_values(trace.root)
     made = {
         crossing.source
         for frame in trace.recorded.walk()
@@ -60,7 +60,7 @@ def _reads_parameters(frame: Frame, trace: Trace) -> bool:
     return any(not trace.parameters.keys().isdisjoint(n.inputs) for n in frame.body if isinstance(n, Operation))
 
 
-def _live_values(root: Frame) -> set[int]:
+def live_values(root: Frame) -> set[int]:
     """The values that anybody reads in a trace, and what is made in it for its own sake, such as what is written."""
     held = [n for frame in root.walk() for n in frame.body if isinstance(n, Operation)]
     live = {value for n in held for value in (*n.inputs, *n.overwritten)}
@@ -71,6 +71,20 @@ def _live_values(root: Frame) -> set[int]:
     alone = [[o for o in n.outputs if o is not None] for n in held]
     live.update(o for outputs in alone if live.isdisjoint(outputs) for o in outputs)
     return live
+
+
+def final_values(root: Frame, dead: Collection[int]) -> set[int]:
+    """The results of calls that leave the model, and that nobody reads before, but for exits that are dead."""
+    frames = [*root.walk()]
+    read = {value for f in frames for n in f.body if isinstance(n, Operation) for value in (*n.inputs, *n.overwritten)}
+    read.update(crossing.source for frame in frames for crossing in frame.entries)
+    final = {crossing.target for crossing in root.exits}
+    for crossing in reversed([*_crossings(root)]):
+        if crossing.target in final - read:
+            final.add(crossing.source)
+        elif crossing.target not in dead:
+            read.add(crossing.source)
+    return final - read
 
 
 def _values(root: Frame) -> Iterator[int]:
@@ -88,4 +102,4 @@ def _crossings(frame: Frame) -> Iterator[Crossing]:
     yield from frame.exits
 
 
-__all__ = ["is_unread", "with_unread"]
+__all__ = ["final_values", "is_unread", "live_values", "with_unread"]
