@@ -149,6 +149,7 @@ class _Solver:
         if constraints.sequence and not constraints.slice_constants:
             return learned.constrained(slice_constants=True)
         wider = _widened(problem, learned) or _lengths_as_heads(problem, learned)
+        wider = wider or (None if constraints.once else learned.constrained(once=True))
         wider = wider or _moving(problem, learned, _on_the_way(instance, failure.path))
         if wider is not None:
             return wider
