@@ -129,7 +129,9 @@ class _Solver:
                 if learned.constraints.forgiven:
                     break
                 best = root_solution(solutions)
-                assignment = assign(instance, best, trace.parameters, inputs, constraints.heads)
+                assignment = assign(
+                    instance, best, trace.parameters, inputs, constraints.heads, constraints.features
+                )  # fmt: skip
                 for value, names in trace.parameters.items():  # a plan also splits what nobody reads
                     assignment.layouts.setdefault(value, problem.binding.parameters[names[0]])
                 return Placed(instance, assignment, learned)
