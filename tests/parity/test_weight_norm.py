@@ -84,26 +84,6 @@ def test_lengths_of_vectors_of_which_each_rank_has_a_part_are_sums(
     assert report.ok, report.problems
 
 
-class Gated(nn.Module):
-    """Two packs of channels, as of a WaveNet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.width, self.first, self.second = 16, normed(nn.Conv1d(16, 32, 3)), normed(nn.Conv1d(16, 16, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.first(x)
-        return self.second(made[:, : self.width].tanh() * made[:, self.width :].sigmoid())
-
-
-@pytest.mark.parametrize("batch", [2, 3])
-def test_as_many_packs_as_sequences_are_packs(batch: int) -> None:
-    model, call = Gated().double(), (torch.randn(batch, 16, 9, dtype=torch.float64),)
-    gates = {"style": "colwise", "packed": ["signal", "gate"]}
-    report = tpplan.verify(model, {"version": 1, "modules": {"first": gates, "second": "rowwise"}}, 2, call)
-    assert report.ok, report.problems
-
-
 def test_a_spectral_norm_is_refused() -> None:
     model, call = linear(parametrizations.spectral_norm, plain)
     with pytest.raises(CompileError, match="isn't a parameter"):

@@ -259,7 +259,7 @@ class Propagator:
             if output is not None and held == PARTIAL and values[output].dtype is torch.bool:
                 # DTensor calls `any` a sum; two ranks that both say yes make 2 of it in another dtype.
                 return Refusal("reduction", "reduces over a sharded dim with something other than a sum", operands)
-            outputs.append(held if output is None else self._in_one_form(held, values[output]))
+            outputs.append(held if output is None else self._in_one_form(held, values[output].shape))
         return [Outcome(tuple(outputs), frozenset(partial))]
 
     def _class_rule(
@@ -269,14 +269,8 @@ class Propagator:
         found = self._forward(node, values, layouts)
         return found.reason if isinstance(found, Refusal) else found[0]
 
-    def _in_one_form(self, held: Layout, value: LocalValue) -> Layout:
-        """Heads that are flattened with their batch: at the front a strided shard, as of sequences; elsewhere packs.
-
-        A weight has no batch: that it has as many packs is chance.
-        """
-        shape = value.shape
-        if value.weight:
-            return in_packs(held, shape)
+    def _in_one_form(self, held: Layout, shape: tuple[int, ...]) -> Layout:
+        """Heads that are flattened with their batch: at the front a strided shard, as of sequences; elsewhere packs."""
         if held.dim == 0 and len(held.packs) == self.batch and len(shape) > 2 and not held.within:
             first, *rest = held.packs
             alike = all(pack == first for pack in rest) and first.replicas == 1 and not (first.among or first.parts)
