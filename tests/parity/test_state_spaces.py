@@ -261,3 +261,35 @@ def test_a_compiled_model_takes_other_lengths_and_a_cache(
 def sharded_share(program: Program) -> float:
     sizes = {p.name: torch.Size(p.shape).numel() for p in program.parameters}
     return sum(sizes[p.name] for p in program.parameters if p.layout.is_sharded) / sum(sizes.values())
+
+
+class TimeMix(nn.Module):
+    """RWKV (Peng et al., 2023): the first state is made by the size of the stream, not of what is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.gate, self.out = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.decay, self.first = nn.Parameter(torch.rand(16)), nn.Parameter(torch.rand(16))
+        self.mix = nn.Parameter(torch.rand(1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.size()
+        shifted = functional.pad(x, (0, 0, 1, -1))
+        mixed = x * self.mix + shifted * (1 - self.mix)
+        k, v, r = self.key(mixed), self.value(mixed), torch.sigmoid(self.gate(mixed))
+        above = torch.zeros(batch, width, dtype=x.dtype, device=x.device)
+        below, seen = torch.zeros_like(above), []
+        for step in range(length):
+            now = torch.exp(self.first + k[:, step])
+            seen.append((above + now * v[:, step]) / (below + now))
+            kept = torch.exp(-self.decay)
+            above, below = kept * above + k[:, step].exp() * v[:, step], kept * below + k[:, step].exp()
+        return self.out(r * torch.stack(seen, dim=1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_scan_that_begins_with_zeros_as_wide_as_the_stream(size: int) -> None:
+    torch.manual_seed(0)
+    rules: dict[str, Any] = {"0.{key,value,gate}": "colwise", "0.{decay,first}": "colwise", "0.out": "rowwise"}
+    report = tpplan.verify(nn.Sequential(TimeMix()), {"version": 1, "modules": rules}, size, (torch.randn(2, 5, 16),))
+    assert report.ok, report.problems

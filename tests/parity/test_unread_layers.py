@@ -123,3 +123,30 @@ def test_suggest_splits_them_like_their_siblings(sequence: bool) -> None:
     assert {name for name, module in stock.named_modules() if isinstance(module, nn.Linear)} == split
     parity = verify_program(stock, found.program, call_of(Pictures))
     assert not parity.problems and parity.max_error < 1e-13
+
+
+class Gates(nn.Module):
+    """WaveNet (van den Oord et al., 2016): what the last layer adds to the stream is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signal, self.gate = (nn.ModuleList(nn.Conv1d(WIDTH, 24, 1) for _ in range(2)) for _ in range(2))
+        self.stream, self.skip = (nn.ModuleList(nn.Conv1d(24, WIDTH, 1) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        for signal, gate, stream, skip in zip(self.signal, self.gate, self.stream, self.skip, strict=True):
+            inner = signal(x).tanh() * gate(x).sigmoid()
+            made = made + skip(inner)
+            x = x + stream(inner)
+        return made
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_convolutions_of_which_nobody_reads_the_last(tp: int) -> None:
+    model, call = Gates(), (torch.randn(2, WIDTH, 6),)
+    rules: dict[str, Any] = {"{signal,gate}.*": "colwise", "{stream,skip}.*": "rowwise"}
+    report = tpplan.verify(model, {"version": 1, "modules": rules}, tp, call)
+    assert report.ok, report.problems
+    found = search(model, tp, call, {}, False)
+    assert {name for name, held in found.settings.items() if held.style.value == "rowwise"} >= {"stream.1.weight"}

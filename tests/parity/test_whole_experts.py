@@ -453,6 +453,14 @@ def test_the_refusal_names_the_operation_and_a_way_out() -> None:
     assert "colwise" in (finding.help or "")
 
 
+def test_a_rule_on_experts_in_a_list_is_for_the_list() -> None:
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(ListBlock(), {"version": 1, "modules": {"moe.experts.*": "experts"}}, 2, ACTIVATIONS)
+    finding = caught.value.diagnostics[0]
+    assert finding.help == "name the list instead: `moe.experts: experts`"
+    tpplan.compile_plan(ListBlock(), {"version": 1, "modules": {"moe.experts": "experts"}}, 2, ACTIVATIONS)
+
+
 def test_a_number_of_experts_that_the_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(CompileError) as caught:
         tpplan.compile_plan(Block(of_grouped), PLAN, 3, ACTIVATIONS)

@@ -32,6 +32,26 @@ class Cosine(nn.Module):
         return x + self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class Retention(nn.Module):
+    """Decays by head that are raised to each distance, and kept for what came before alone."""
+
+    decay: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads, self.norm = HEADS, nn.GroupNorm(HEADS, WIDTH)
+        self.register_buffer("decay", 1 - 2.0 ** (-2 - torch.arange(HEADS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        steps = torch.arange(x.shape[1], device=x.device)
+        distance = steps[:, None] - steps
+        weights = torch.where(distance >= 0, self.decay[:, None, None] ** distance.clamp(min=0), 0.0)
+        mixed = ((q @ k.transpose(-1, -2) * weights) @ v).transpose(1, 2).flatten(2)
+        return x + self.o(self.norm(mixed.flatten(0, 1)).unflatten(0, (x.shape[0], -1)))
+
+
 class Unread(nn.Module):
     """A layer and a table, called a first time for nothing."""
 
@@ -57,6 +77,12 @@ def sharded(model: nn.Module) -> str:
 def test_a_factor_by_head_is_split_whatever_is_done_to_each_entry() -> None:
     plan = sharded(Cosine())
     assert 'scale}": colwise' in plan
+    assert "o: rowwise" in plan
+
+
+def test_decays_by_head_are_split_whatever_is_made_of_them_and_of_distances() -> None:
+    plan = sharded(Retention())
+    assert "decay" in plan
     assert "o: rowwise" in plan
 
 
@@ -207,3 +233,32 @@ def test_vectors_that_are_joined_to_a_bias_go_with_its_packs() -> None:
     text = suggest_text(stock, 2, False, (x,))
     assert "q_bias" in text and "v_bias" in text and "k_bias" in text and "rowwise" in text
     assert max(worst(stock, text, 2, ((x,), {}), [((x,), {}), ((x[:1],), {})])) < 1e-13
+
+
+class OwnLowRank(nn.Module):
+    """A weight of its own, and a low rank beside it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / 4)
+        self.down, self.up = nn.Parameter(torch.randn(2, inputs) / 4), nn.Parameter(torch.randn(outputs, 2) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) + 2 * (x @ self.down.T @ self.up.T)
+
+
+class PackedLowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o, self.heads = OwnLowRank(WIDTH, 3 * WIDTH), OwnLowRank(WIDTH, WIDTH), HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_low_rank_is_packed_as_the_weight_that_it_stands_beside() -> None:
+    plan = sharded(nn.Sequential(PackedLowRank()))
+    assert "qkv.weight" in plan
+    assert "qkv.up" in plan
+    assert "o.{weight,down}" in plan

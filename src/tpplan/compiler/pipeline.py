@@ -46,7 +46,7 @@ from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings
-from tpplan.compiler.trace.unread import with_unread
+from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
 
 
@@ -171,6 +171,9 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     binding, unwrapped, members = unwrap(request.model, flow, binding, request.members)
     findings = [*findings, *unwrapped]
     unpacked = pack_in_groups(request.model, flow, binding, request.size, request.partly)
+    unseen = {finding.subject or "" for finding in unpacked.findings}
+    if unseen and not request.unread and are_read_for_nobody(trace, unseen):
+        raise UnreadError([*findings, *unpacked.findings])
     binding, inexact = justify(request.model, flow, unpacked.binding)
     looking = lookers(trace, binding) - request.looking
     if looking:

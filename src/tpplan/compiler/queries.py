@@ -245,6 +245,12 @@ def convolution_weight(node: OperationNode, region: Region, channels: Layout, si
     return layout if isinstance(layout, Layout) else None
 
 
+def is_entrywise(name: str) -> bool:
+    """Whether an operator works on each entry of its operands by itself."""
+    operator = lookup(name)
+    return operator is not None and operator.kind == "entrywise"
+
+
 def _without_conflicts(binding: Binding, findings: Sequence[Diagnostic]) -> Binding:
     bad = _problems(findings)
     return replace(binding, modules={name: bound for name, bound in binding.modules.items() if name not in bad})
@@ -257,6 +263,6 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 __all__ = [
     "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "BareTable",
     "ColumnSplits", "ComputedWeight", "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken",
-    "channel_norm_weight", "convolution_weight", "is_convolution", "is_grouped_convolution", "is_norm",
+    "channel_norm_weight", "convolution_weight", "is_convolution", "is_entrywise", "is_grouped_convolution", "is_norm",
     "keeps_channels", "layer_of", "linear_form", "stored_names",
 ]  # fmt: skip

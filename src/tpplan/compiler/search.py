@@ -129,7 +129,9 @@ class _Solver:
                 if learned.constraints.forgiven:
                     break
                 best = root_solution(solutions)
-                assignment = assign(instance, best, trace.parameters, inputs, constraints.heads)
+                assignment = assign(
+                    instance, best, trace.parameters, inputs, constraints.heads, constraints.features
+                )  # fmt: skip
                 for value, names in trace.parameters.items():  # a plan also splits what nobody reads
                     assignment.layouts.setdefault(value, problem.binding.parameters[names[0]])
                 return Placed(instance, assignment, learned)
@@ -149,6 +151,7 @@ class _Solver:
         if constraints.sequence and not constraints.slice_constants:
             return learned.constrained(slice_constants=True)
         wider = _widened(problem, learned) or _lengths_as_heads(problem, learned)
+        wider = wider or (None if constraints.once else learned.constrained(once=True))
         wider = wider or _moving(problem, learned, _on_the_way(instance, failure.path))
         if wider is not None:
             return wider

@@ -119,7 +119,7 @@ def memory(parameters: Iterable[ParameterPlacement]) -> Memory:
 
 
 def _collective(name: str, whole: int, size: int) -> Traffic:
-    if name in ("none", "slice", "pad"):
+    if name in ("none", "slice", "pad", "first"):
         return Traffic()
     return Traffic({name: 1}, {name: bytes_sent(name, whole, size)})
 

@@ -342,6 +342,8 @@ def _move(collective: Collective, source: _Sharing | None, target: _Sharing | No
         return _identity
     if collective is Collective.ALL_REDUCE:
         return lambda tensor: axis.all_reduce(tensor.clone())
+    if collective is Collective.FIRST:
+        return _identity if axis.rank == 0 else torch.zeros_like
     if source is not None and target is not None:
         assert collective is Collective.ALL_TO_ALL, collective
         split, joined = target.dim, source.dim

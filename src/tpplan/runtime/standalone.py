@@ -8,14 +8,12 @@ partial; so there is a reshard at its boundary then, before and after those of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tpplan.compat import is_traced, native_apply
-from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, reshard_between
+from tpplan.compiler.ir.layout import REPLICATED, reshard_between
 from tpplan.compiler.ir.program import Boundary
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
@@ -35,8 +33,6 @@ def starts_alone(handed_out: HandedOut) -> bool:
 def _move(module: str, boundary: Boundary, axis: Communicator, context: CallContext) -> Move:
     """What makes a whole tensor into what the module is given, or what it makes into a whole tensor."""
     source, target = (REPLICATED, boundary.layout) if boundary.inward else (boundary.layout, REPLICATED)
-    if source == REPLICATED_PARTIAL:
-        return _share(axis.size)
     ways = reshard_between(source, target)
     what = f"its argument `{'.'.join(map(str, boundary.path))}`" if boundary.inward else "its result"
     if ways is None or boundary.layout.tail:
@@ -56,26 +52,6 @@ def _refuse(module: str, reason: str) -> Move:
         )
 
     return move
-
-
-class _Share(torch.autograd.Function):
-    """The ranks' gradients are the same, and their sum is taken further back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] / ctx.size, None
-
-
-_apply_share: Callable[[Tensor, int], Tensor] = native_apply(_Share)
-
-
-def _share(size: int) -> Move:
-    return lambda tensor: _Share.apply(tensor, size) if is_traced() else _apply_share(tensor, size)  # pyright: ignore
 
 
 def alone_moves(

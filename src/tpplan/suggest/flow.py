@@ -526,7 +526,7 @@ class _Walk:
             return {}
         found: dict[str, tuple[int, ...]] = {}
         for name in {n for i in split if not held[i].packs for n in self.sources[instance.values[i]]}:
-            column, form = self.columns.get(name), self.subject.linears.get(name)
+            column, form = self.columns.get(name), self.subject.linears.get(name) or self.subject.products.get(name)
             sizes = () if form is None else tuple(round(part * form.outputs) for part in min(ratios))
             if column is not None and form is not None and len(column.stretches) < 2 and sum(sizes) == form.outputs:
                 found[name] = sizes

@@ -22,7 +22,6 @@ from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.queries import (
     CREATION_OPERATORS,
-    ELEMENTWISE_OPERATORS,
     SPLIT_OPERATORS,
     VIEW_OPERATORS,
     Addend,
@@ -32,6 +31,7 @@ from tpplan.compiler.queries import (
     Product,
     Study,
     Taken,
+    is_entrywise,
     layer_of,
     linear_form,
 )
@@ -185,7 +185,7 @@ def _beside(
 
 
 def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
-    """Note where such values go on: in what elementwise operations make of them and of other tensors without data.
+    """Note where such values go on: in what operations on each entry make of them and of other tensors without data.
 
     And where those that were joined are taken apart again.
     """
@@ -206,7 +206,7 @@ def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
                         beside.setdefault(part, {}).update(beside.get(value, {}))
             if not dynamic.isdisjoint(node.inputs):
                 dynamic.update(made)
-            elif node.name in ELEMENTWISE_OPERATORS and len(made) == 1:
+            elif is_entrywise(node.name) and len(made) == 1:
                 after = trace.values[made[0]].shape
                 for value in node.inputs:
                     before = trace.values[value].shape

@@ -130,7 +130,7 @@ def bind_rules(model: nn.Module, plan: Plan) -> tuple[Binding, list[Diagnostic]]
             else:
                 diagnostics.append(_not_for_parameters(name, rule))
             continue
-        problem = misfit(modules[name], name, rule)
+        problem = misfit(modules[name], name, rule, modules.get(name.rpartition(".")[0]))
         if problem is None:
             recurrent = recurrence(modules[name]) if rule.style is Style.COLWISE else None
             form = None if parametrized_tensors(modules[name]) else linear_form(modules[name])

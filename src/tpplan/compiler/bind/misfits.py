@@ -7,6 +7,7 @@ out: TP101 for a style that isn't for such a module, TP112 for what the module d
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import nn
 
@@ -21,8 +22,8 @@ _LAYERS = ("Linear", "Embedding")  # names of torch's own, which other classes h
 _REMOVED_BY = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}
 
 
-def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
-    """What keeps a rule from being carried out on this module, seen from the module alone."""
+def misfit(module: nn.Module, name: str, rule: Rule, around: nn.Module | None) -> Diagnostic | None:
+    """What keeps a rule from being carried out on this module, seen from it and from the module around it alone."""
     if is_recurrent(module) and rule.style in (Style.COLWISE, Style.ROWWISE):
         return _computed_weight(module, name, rule) or _recurrent(module, name, rule)
     table = rule.style is Style.VOCAB or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -48,7 +49,10 @@ def misfit(module: nn.Module, name: str, rule: Rule) -> Diagnostic | None:
             return _mismatch(module, name, rule, "`vocab` splits an embedding table by rows")
         return _whole_table(module, name, rule)
     if rule.style is Style.EXPERTS and not holds_experts(module):
-        return _mismatch(module, name, rule, "`experts` shares out experts that are stacked in tensors, or in a list")
+        found = _mismatch(module, name, rule, "`experts` shares out experts that are stacked in tensors, or in a list")
+        if isinstance(around, (nn.ModuleList, nn.ModuleDict)):
+            found = replace(found, help=f"name the list instead: `{name.rpartition('.')[0]}: experts`")
+        return found
     return None
 
 

@@ -7,6 +7,7 @@ out: `Layout`, and `reshard_between(source, target)`: the collectives that the c
     PARTIAL    -> REPLICATED           forward: all-reduce   backward: nothing          (f*)
     S(1)       -> ending(1)            forward: all-reduce   backward: slice            of the last entry alone
     S(1)       -> REPLICATED_PARTIAL   forward: all-gather   backward: reduce-scatter   (g)
+    REPLICATED_PARTIAL -> REPLICATED   forward: nothing      backward: first            counted on the first rank alone
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tpplan.compat import interleaved_shard, interleaving
 
 
 class Collective(StrEnum):
-    """A communication over one axis, or one of the two local operations that a reshard may need instead."""
+    """A communication over one axis, or one of the three local operations that a reshard may need instead."""
 
     NONE = "none"
     ALL_REDUCE = "all-reduce"
@@ -32,11 +33,12 @@ class Collective(StrEnum):
     ALL_TO_ALL = "all-to-all"
     SLICE = "slice"
     PAD = "pad"
+    FIRST = "first"
 
     @property
     def communicates(self) -> bool:
         """Whether ranks exchange anything."""
-        return self not in (Collective.NONE, Collective.SLICE, Collective.PAD)
+        return self not in (Collective.NONE, Collective.SLICE, Collective.PAD, Collective.FIRST)
 
 
 class Pack(NamedTuple):
@@ -375,6 +377,7 @@ _TABLE: dict[tuple[str, str], Collectives] = {
     ("S/S", "R/R"): Collectives(Collective.ALL_GATHER, Collective.SLICE),
     ("R/R", "S/S"): Collectives(Collective.SLICE, Collective.ALL_GATHER),
     ("R/P", "S/S"): Collectives(Collective.SLICE, Collective.PAD),
+    ("R/P", "R/R"): Collectives(Collective.NONE, Collective.FIRST),
     ("S/S", "S/S"): Collectives(Collective.ALL_TO_ALL, Collective.ALL_TO_ALL),
     # Of what is left once the rest was cut off.
     ("T/R", "R/R"): Collectives(Collective.NONE, Collective.NONE),

@@ -312,6 +312,7 @@ class RecordedBody:
         averages: whether of means over split dims each rank makes its part.
         lengths: of arguments with a split dim that the axis doesn't divide, by path, its length.
         weights: the arguments that follow from parameters alone, by path.
+        features: the numbers of features, likewise, by which what it makes anew may be split.
     """
 
     inputs: PathLayouts
@@ -324,6 +325,7 @@ class RecordedBody:
     averages: bool = False
     lengths: tuple[tuple[tuple[str | int, ...], int], ...] = ()
     weights: tuple[tuple[str | int, ...], ...] = ()
+    features: tuple[tuple[Pack, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

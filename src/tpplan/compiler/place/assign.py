@@ -118,6 +118,7 @@ class Assignment:
         whole: names of replicated parameters that get a whole gradient, likewise.
         once: names of biases that one rank alone adds to a partial result, with the modules that they are added in.
         heads: the numbers of heads, as packs, by which values could be split.
+        features: the numbers of features, likewise, by which tensors made anew could be.
         sliced: modules whose bodies take parts of whole values, with the operations that read these.
         moved: modules whose bodies reshard values between their operations.
     """
@@ -128,6 +129,7 @@ class Assignment:
     whole: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     once: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     heads: Features = frozenset()
+    features: Features = frozenset()
     sliced: dict[str, list[OperationNode]] = field(default_factory=lambda: defaultdict(list))
     moved: set[str] = field(default_factory=set[str])
 
@@ -143,6 +145,7 @@ def assign(
     parameters: dict[int, tuple[str, ...]],
     inputs: tuple[Layout, ...],
     heads: Features = frozenset(),
+    features: Features = frozenset(),
 ) -> Assignment:
     """Read `solution` of the root region back onto the trace.
 
@@ -152,9 +155,10 @@ def assign(
         parameters: names by value, from the trace.
         inputs: the layouts of the region's inputs.
         heads: the numbers of heads that it was solved for.
+        features: the ways to split features that it was solved for.
     """
     reader = _Reader(parameters)
-    reader.assignment.heads = heads
+    reader.assignment.heads, reader.assignment.features = heads, features
     reader.read(root, solution, inputs)
     return reader.assignment
 
@@ -164,7 +168,9 @@ def record_of(assignment: Assignment, trace: Trace, module: str, size: int) -> R
     decided = next(held for held in assignment.frames if held.frame.module == module)
     partial = [name for names in trace.parameters.values() if names[0] in assignment.partial for name in names]
     moves = [move.place for move in decided.moves]
-    body = recorded_body(decided.frame, assignment.layouts, assignment.heads, moves, partial)
+    body = recorded_body(
+        decided.frame, assignment.layouts, assignment.heads, assignment.features, moves, partial
+    )  # fmt: skip
     shapes = {path: trace.values[c.target].shape for c in decided.frame.entries for path in (c.path, *c.aliases)}
     lengths = tuple((path, _uneven(layout, shapes[path], size)) for path, layout in body.inputs)
     weights = tuple(c.path for c in decided.frame.entries if moves and c.target not in trace.given)

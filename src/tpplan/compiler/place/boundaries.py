@@ -66,7 +66,7 @@ class Boundaries:
                 continue
             if _gathers_weight(boundary, source, target, value):
                 continue
-            collectives = _change(source, target, value)
+            collectives = self._change(source, target, value)
             if collectives is not None:
                 tie = 0 if source == target else 100 * (2 if source == PARTIAL else 1) + region.depth
                 options.append((target, self._price(source, target, collectives, value, tie)))
@@ -85,7 +85,7 @@ class Boundaries:
         for target in self._targets(region, boundary, value, source, outward=True):
             if _gathers_weight(boundary, source, target, value):
                 continue
-            collectives = _change(source, target, value)
+            collectives = self._change(source, target, value)
             if collectives is not None:
                 tie = 0 if source == target else (50 - region.depth if source == PARTIAL else 1000)
                 options.append((target, self._price(source, target, collectives, value, tie)))
@@ -172,6 +172,14 @@ class Boundaries:
             return sharded(0, interleave=batch) if fits else None
         return None if len(value.shape) < 3 or value.shape[1] % self.size else sharded(1)
 
+    def _change(self, source: Layout, target: Layout, value: LocalValue) -> Collectives | None:
+        """What the change of a value costs; None where there is no such change."""
+        if source.tail and source != target and value.shape[1] > source.tail:
+            return None  # the rest isn't there
+        if (source, target) == (REPLICATED_PARTIAL, REPLICATED) and not self.constraints.once:
+            return None
+        return reshard_between(source, target)
+
     def _price(self, source: Layout, target: Layout, collectives: Collectives, value: LocalValue, tie: int) -> Cost:
         """Of tails no latency is counted: prompts are read to their ends, and may be longer than the example."""
         size, entries = self.size, min(target.tail, value.shape[1]) if target.tail else 0
@@ -206,13 +214,6 @@ class Boundaries:
 def _gathers_weight(boundary: Boundary, source: Layout, target: Layout, value: LocalValue) -> bool:
     """Whether a weight that is computed of split parameters would be gathered in each call, although no pin says so."""
     return value.weight and source.is_sharded and not target.is_sharded and boundary.pin is None
-
-
-def _change(source: Layout, target: Layout, value: LocalValue) -> Collectives | None:
-    """What the change of a value costs; None where there is no such change."""
-    if source.tail and source != target and value.shape[1] > source.tail:
-        return None  # the rest isn't there
-    return reshard_between(source, target)
 
 
 __all__ = ["Boundaries"]

@@ -160,6 +160,7 @@ class Constraints:
         lengths_as_heads: whether dims that are as long as the batch or the sequence may be of heads, too.
         slice_constants: whether values without a gradient may be sliced at boundaries too.
         slices: whether operations may take parts of whole values that their bodies make.
+        once: whether a value whose gradient is to be partial may cross a boundary to where it is whole.
         unsliced: regions whose bodies can't: their own code has to run.
         moving: regions whose operations may have their operands resharded.
         sequence: whether layouts split along the sequence are tried.
@@ -176,6 +177,7 @@ class Constraints:
     lengths_as_heads: bool = False
     slice_constants: bool = False
     slices: bool = False
+    once: bool = False
     unsliced: frozenset[Name] = frozenset()
     moving: frozenset[Name] = frozenset()
     sequence: bool = False
@@ -184,7 +186,10 @@ class Constraints:
     @property
     def everywhere(self) -> tuple[object, ...]:
         """Those that hold in every region."""
-        return (self.heads, self.lengths_as_heads, self.features, self.slice_constants, self.slices, self.sequence)
+        return (
+            self.heads, self.lengths_as_heads, self.features, self.slice_constants, self.slices, self.once,
+            self.sequence,
+        )  # fmt: skip
 
     def differing(self, other: Constraints) -> frozenset[Name]:
         """The examples of the regions on which the two differ."""

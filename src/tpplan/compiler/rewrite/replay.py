@@ -287,6 +287,7 @@ def recorded_body(
     frame: Frame,
     layouts: Mapping[int, Layout],
     heads: Features,
+    features: Features = frozenset(),
     moves: Sequence[MovedOperand] = (),
     partial: Iterable[str] = (),
 ) -> RecordedBody:
@@ -296,6 +297,7 @@ def recorded_body(
         frame: a call.
         layouts: of the assignment's values.
         heads: the numbers of heads that it's for.
+        features: the ways to split features that it's for.
         moves: of the body.
         partial: names of parameters whose gradients are summed over the ranks.
     """
@@ -318,8 +320,9 @@ def recorded_body(
             passed.append((name, counts.get(name, 0), at(node.entries, inside=False)))
             counts[name] = counts.get(name, 0) + 1
     body = RecordedBody(
-        at(frame.entries, inside=True), tuple(calls), at(frame.exits, inside=False), tuple(sorted(heads))
-    )
+        at(frame.entries, inside=True), tuple(calls), at(frame.exits, inside=False), tuple(sorted(heads)),
+        features=tuple(sorted(features)),
+    )  # fmt: skip
     if not moves:
         return body
     own = tuple(sorted(name.removeprefix(prefix) for name in partial if name.startswith(prefix)))

@@ -78,7 +78,7 @@ class _Settler:
 
     def __init__(self, root: Instance, trace: Trace, body: RecordedBody, size: int, batch: int) -> None:
         self.root, self.trace = root, trace
-        self.rules = Propagator(size, batch, frozenset(body.heads))
+        self.rules = Propagator(size, batch, frozenset(body.heads), frozenset(body.features))
         self.inputs, self.results = dict(body.inputs), dict(body.results)
         self.calls = {(module, call): dict(results) for module, call, results in body.calls}
         self.passed = {(module, call): dict(arguments) for module, call, arguments in body.passed}
@@ -100,7 +100,9 @@ class _Settler:
         known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
         for followed, slices, moves in self._ways():
             self.followed = followed
-            self.rules = self.rules.splitting(self.rules.heads, slices=slices, moves=moves, averages=self.averages)
+            self.rules = self.rules.splitting(
+                self.rules.heads, self.rules.features, slices, moves=moves, averages=self.averages
+            )
             self.dead.clear()
             found = self._from(0, Settled(known, {}, {}))
             if found is not None:

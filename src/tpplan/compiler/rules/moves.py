@@ -69,13 +69,18 @@ def ways_to_move(
     operands = [i for i in dict.fromkeys(numbers) if not values[i].constant and (i not in kept or i in summed)]
     known: list[dict[int, Layout]] = []
     for targets in _targets(operands, [*dict.fromkeys(numbers)], values, layout):
-        movable = [i for i in targets if layout(i) != targets[i] and reshard_between(layout(i), targets[i]) is not None]
+        movable = [i for i in targets if layout(i) != targets[i] and _is_move(layout(i), targets[i])]
         counts = range(1, len(movable) + 1) if len(movable) <= _MOST else (1, len(movable))
         for chosen in itertools.chain.from_iterable(itertools.combinations(movable, count) for count in counts):
             way = {i: targets[i] for i in chosen}
             if way not in known:
                 known.append(way)
     yield from sorted(known, key=len)
+
+
+def _is_move(source: Layout, target: Layout) -> bool:
+    """Whether a reshard makes `target`; that a gradient counts once alone is for boundaries."""
+    return reshard_between(source, target) is not None and (source, target) != (REPLICATED_PARTIAL, REPLICATED)
 
 
 def _targets(

@@ -11,7 +11,7 @@ weights what is split, or the other way round: it has to be placed, though no gr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import replace
 
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
@@ -35,6 +35,13 @@ def with_unread(trace: Trace) -> Trace:
     read.update(crossing.source for crossing in _crossings(root))
     unread = frozenset(c.target for frame in root.walk() for c in frame.exits) - read - live
     return replace(trace, root=root, unanswered=trace.unanswered | unanswered, unread=unread)
+
+
+def are_read_for_nobody(trace: Trace, names: Set[str]) -> bool:
+    """Whether any of these parameters, which the trace doesn't read, is read by a call that it leaves out."""
+    held = {value for value, own in trace.parameters.items() if not names.isdisjoint(own)}
+    operations = (n for frame in with_unread(trace).root.walk() for n in frame.body if isinstance(n, Operation))
+    return bool(held) and any(not held.isdisjoint(n.inputs) for n in operations)
 
 
 def is_unread(trace: Trace, frame: Frame, position: int) -> bool:
