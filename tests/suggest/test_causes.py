@@ -53,6 +53,25 @@ def test_a_weight_that_depends_on_the_input_is_named_with_its_line(body: type[nn
     assert "test_causes.py:" in text
 
 
+class Sorted(Scaled):
+    """Leaves its parameter aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).sort(-1)[0])
+
+
+def test_a_parameter_that_is_not_read_is_no_cause() -> None:
+    with pytest.raises(CompileError) as caught:
+        search(nn.Sequential(Sorted()), 2, (x_of(),), {}, False)
+    text = str(caught.value)
+    assert "aten.sort.default" in text
+    assert "0.w" not in text
+
+
 def test_so_it_is_for_a_rule_on_it_whose_help_works() -> None:
     plan = {"version": 1, "modules": {"0.w": "colwise"}}
     with pytest.raises(CompileError, match="scale the product's result by that number"):

@@ -392,7 +392,9 @@ def _of_parameter(subject: Subject) -> tuple[str, Verdict] | None:
     if not found:
         return None
     name = max(found, key=lambda held: found[held])
-    return name, judge(subject, {name: Setting(Style.COLWISE)})
+    verdict = judge(subject, {name: Setting(Style.COLWISE)})
+    # Without a line that reads it, as of a parameter that the call leaves aside, it is no cause.
+    return (name, verdict) if verdict.ok or (verdict.finding is not None and verdict.finding.notes) else None
 
 
 def _splits(subject: Subject, size: int, model: nn.Module | None = None) -> bool:
