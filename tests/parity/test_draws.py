@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.parity.draws import OwnDraws
+from tpplan.compiler.ir.layout import Layout, Pack, packed
+from tpplan.parity.draws import OwnDraws, part_of
 from tpplan.plan import CompileError
 
 PLAN = {"version": 1, "modules": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
@@ -84,6 +85,79 @@ def test_what_a_rank_holds_a_part_of_is_part_of_what_the_unsharded_model_draws(t
     report = tpplan.verify(nn.Sequential(Noisy()), plan, tp, (x_of(),))  # the body of a root would gather them
     assert report.ok, report.problems
     assert report.collectives == report.predicted
+
+
+class Packed(nn.Module):
+    """Noise of one shape on features in two packs, and then in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated, self.joined = nn.Linear(16, 28), nn.Linear(14, 16)
+        self.up, self.down = nn.Linear(16, 28), nn.Linear(28, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gated(x)
+        h = (h + torch.rand_like(h)) * torch.bernoulli(h.sigmoid()) + torch.empty_like(h).normal_()
+        gate, value = h.chunk(2, -1)
+        x = x + self.joined(gate.sigmoid() * value)
+        h = self.up(x)
+        return self.down((h + torch.rand_like(h)).relu())
+
+
+PACKED = {"gated": {"style": "colwise", "packed": {"gate": 14, "value": 14}}, "joined": "rowwise"}
+
+
+@pytest.mark.parametrize("tp", [2, 4])  # 4 ranks have 4, 4, 4 and 2 of 14 features
+def test_noise_on_packed_features_is_the_rank_s_parts_of_what_is_drawn(tp: int) -> None:
+    modules = {f"0.{name}": rule for name, rule in (PACKED | {"up": "colwise", "down": "rowwise"}).items()}
+    report = tpplan.verify(nn.Sequential(Packed()), {"version": 1, "modules": modules}, tp, (x_of(),))
+    assert report.ok, report.problems
+
+
+class Attention(nn.Module):
+    """Noise on queries, keys and values in one, by heads: 6 heads of queries, with 2 of keys, for 3 or 4 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 40), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        h = self.qkv(x)
+        h = h + torch.rand_like(h)
+        q, k, v = (held.view(batch, length, -1, 4).transpose(1, 2) for held in h.split([24, 8, 8], -1))
+        k, v = (held.repeat_interleave(3, 1) for held in (k + torch.randn_like(k), v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, 24))
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+def test_so_it_is_on_heads_that_several_ranks_share(tp: int) -> None:
+    rules = {"0.qkv": {"style": "colwise", "packed": {"q": 24, "k": 8, "v": 8}}, "0.out": "rowwise"}
+    report = tpplan.verify(nn.Sequential(Attention()), {"version": 1, "modules": rules}, tp, (x_of(),))
+    assert report.ok, report.problems
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        (Layout("S", "S", 0, interleave=3), 2),
+        (packed(1, [Pack(5), Pack(7)]), 4),
+        (packed(1, [Pack(12, parts=((0, 6), (6, 6)))], [Pack(36, parts=((0, 18), (18, 18)))]), 2),
+    ],
+)
+def test_a_part_has_the_shape_that_its_layout_says(layout: Layout, size: int) -> None:
+    whole = torch.arange(6 * 12 * 3).view(6, 12, 3)
+    parts = [part_of(whole, layout, size, rank) for rank in range(size)]
+    assert [tuple(part.shape) for part in parts] == [layout.local_shape((6, 12, 3), size, r) for r in range(size)]
+    assert sorted(int(number) for part in parts for number in part.flatten()) == list(range(whole.numel()))
+
+
+def test_rows_of_a_sequence_that_is_flattened_with_its_batch_are_interleaved() -> None:
+    rows = torch.arange(12)  # of 3 sequences of 4
+    layout = Layout("S", "S", 0, interleave=3)
+    assert part_of(rows, layout, 2, 0).tolist() == [0, 1, 4, 5, 8, 9]
+    assert part_of(rows, layout, 2, 1).tolist() == [2, 3, 6, 7, 10, 11]
 
 
 class Seeding(nn.Module):

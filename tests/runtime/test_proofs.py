@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.compiler.toys import HIDDEN, MLP, Mlp, compiled
-from tpplan.calls.proofs import covers, left_difference, placement_difference
+from tpplan.calls.proofs import covers, left_difference
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.compiler.ir.program import LeftTensor, LocalAttribute, ModuleProgram, Program
+from tpplan.compiler.later import placement_difference
 
 PROGRAM = compiled(Mlp(), MLP, torch.zeros(3, 12, HIDDEN, requires_grad=True))
 

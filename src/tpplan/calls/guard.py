@@ -41,7 +41,7 @@ from tpplan.calls.hooks import without_hooks_of_torch
 from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
-from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference, placement_difference
+from tpplan.calls.proofs import Proof, Proofs, cache_difference, covers, left_difference
 from tpplan.calls.repeat import Repeats
 from tpplan.calls.steering import Steering
 from tpplan.calls.watch import Departure
@@ -60,6 +60,7 @@ from tpplan.compiler.ir.pytree import tensors_in, tensors_of, with_tensors
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Asked, Location, Sides
 from tpplan.compiler.ir.wrappers import WrapperError, is_wrapper
+from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError

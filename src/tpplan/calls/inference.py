@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.calls.arguments import without_opaque
-from tpplan.calls.proofs import cache_difference, placement_difference
+from tpplan.calls.proofs import cache_difference
 from tpplan.calls.storage import Forgetful, FusedAttention, StorageMeter
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves, tensors_of, with_tensors
 from tpplan.compiler.ir.trace import Path
+from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import argument_names, on_shapes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpplan.calls.key import CallKey, Kind, Part
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.program import KernelUse, ModuleProgram, Program, RecordedBody, Reshard
 from tpplan.parity.tree import Path
 from tpplan.plan import Plan
@@ -126,17 +126,6 @@ def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batc
     )
 
 
-def placement_difference(program: Program, other: Program) -> str:
-    """What a model would have to store otherwise for `other` than for `program`; "" if both can serve it."""
-    read = {name for module in other.modules for name in module.reads}
-    placed = {p.names: _stored(p.layout) for p in program.parameters}
-    for parameter in other.parameters:
-        ours, theirs = placed.get(parameter.names), _stored(parameter.layout)
-        if read.intersection(parameter.names) and theirs != ours:
-            return f"`{parameter.name}` would need layout {theirs} for it, and has {ours}"
-    return ""
-
-
 def cache_difference(program: Program, other: Program) -> str:
     """Where features of a value are split by one program alone, so that neither can read what the other has cached."""
     ours, theirs = program.feature_reshards, other.feature_reshards
@@ -153,11 +142,6 @@ def left_difference(known: dict[Path, Layout], other: Program) -> str:
         if ours is not None and ours != held.layout:
             return f"it leaves `{'.'.join(map(str, held.path))}` as {held.layout}, and other calls as {ours}"
     return ""
-
-
-def _stored(layout: Layout) -> Layout:
-    """How a parameter is stored: a bias that one rank adds is whole on all of them."""
-    return REPLICATED if layout == PARTIAL else layout
 
 
 def _batch(program: Program) -> int:
@@ -203,4 +187,4 @@ def _kernels(program: Program, called: set[str]) -> frozenset[KernelUse]:
     )
 
 
-__all__ = ["Proof", "Proofs", "cache_difference", "covers", "left_difference", "placement_difference"]
+__all__ = ["Proof", "Proofs", "cache_difference", "covers", "left_difference"]

@@ -1,7 +1,7 @@
 """Later calls: a model that keeps what its first call made, such as a table, runs by one program from then on.
 
 in:  a model whose second call runs other operations than its first, the program of the first and that of the second
-out: nothing if they are one program; TP129 if they aren't
+out: nothing if they are one program; TP129 if they aren't; what one model can't store for both
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.ir.program import ModuleProgram, Program
 from tpplan.compiler.ir.pytree import tensors_in
 from tpplan.compiler.ir.trace import Trace, quoted
@@ -103,6 +104,17 @@ def refuse_difference(program: Program, other: Program) -> None:
         raise CompileError([finding])
 
 
+def placement_difference(program: Program, other: Program) -> str:
+    """What a model would have to store otherwise for `other` than for `program`; "" if both can serve it."""
+    read = {name for module in other.modules for name in module.reads}
+    placed = {p.names: _stored(p.layout) for p in program.parameters}
+    for parameter in other.parameters:
+        ours, theirs = placed.get(parameter.names), _stored(parameter.layout)
+        if read.intersection(parameter.names) and theirs != ours:
+            return f"`{parameter.name}` would need layout {theirs} for it, and has {ours}"
+    return ""
+
+
 def _content(module: ModuleProgram) -> tuple[object, ...]:
     moves = (frozenset((r.path, r.source, r.target) for r in held) for held in (module.entries, module.exits))
     kept = (
@@ -117,4 +129,9 @@ def _content(module: ModuleProgram) -> tuple[object, ...]:
     return (*moves, *kept)
 
 
-__all__ = ["after_a_call", "before_any_call", "refuse_difference"]
+def _stored(layout: Layout) -> Layout:
+    """How a parameter is stored: a bias that one rank adds is whole on all of them."""
+    return REPLICATED if layout == PARTIAL else layout
+
+
+__all__ = ["after_a_call", "before_any_call", "placement_difference", "refuse_difference"]

@@ -126,7 +126,7 @@ def _run_child(rank: int, size: int, name: str, threads: int, timeout: float) ->
         model, program, call, cotangents, draws = torch.load(folder / _JOB, weights_only=False, mmap=True)
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(program.axis,))
         axis = _CountingGroup(mesh.get_group())
-        with contextlib.nullcontext() if draws is None else DrawsOfRank(draws, rank, size):
+        with contextlib.nullcontext() if draws is None else DrawsOfRank(draws, program, rank):
             result = run_rank(model, program, call, cotangents, axis, mesh)
         torch.save(result, _result(folder, rank))
         dist.barrier()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.later import placement_difference
+from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.request import Request
+from tpplan.compiler.trace.captures import Captures
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.parity.budget import choose_dtype, refuse_too_large
 from tpplan.parity.call import Call, call_with_numbers
 from tpplan.parity.compare import Setting, compare
-from tpplan.parity.errors import UnshardedError
+from tpplan.parity.errors import RankError, RanksDisagreeError, UnshardedError
 from tpplan.parity.materialise import copy_with_numbers
 from tpplan.parity.parity import ParityReport
 from tpplan.parity.processes import run_in_processes
@@ -23,7 +27,7 @@ from tpplan.parity.reference import Reference, run_reference
 from tpplan.parity.rounding import moved_by_rounding
 from tpplan.parity.simulate import run_simulated
 from tpplan.parity.threads import TIMEOUT
-from tpplan.plan import Plan, PlanSource, load_plan
+from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.rehearsal.prove import prove
 from tpplan.served import served
 
@@ -46,7 +50,8 @@ def verify(
     """Compare a sharded model with the unsharded one: outputs, every gradient, and where they first part.
 
     Both run on the CPU, forward and backward, in evaluation mode, as real ranks drop their own entries, on the
-    same numbers: the model's own and the inputs' own where they have any.
+    same numbers: the model's own and the inputs' own where they have any. Where the program of training doesn't serve a
+    call in evaluation, the call is proved by itself and runs by its own program, as after `parallelize`.
 
     Args:
         model: the stock model, materialised or on `meta`; it is not changed.
@@ -73,11 +78,52 @@ def verify(
     inner = served(model, loaded, tp, inputs)
     model, loaded, arguments, keywords = inner.model, inner.plan, inner.arguments, inner.keywords
     _tell(progress, f"compiling {loaded.name or 'the plan'} for {type(model).__name__} at tp={tp}")
-    program = prove(Request(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))).program
-    return verify_program(
-        model, program, (arguments, keywords),
-        processes=processes, dtype=dtype, seed=seed, timeout=timeout, progress=progress,
-    )  # fmt: skip
+    request = Request(model, loaded, tp, arguments, keywords, device=torch.device("cpu"))
+    compiled = prove(request)
+
+    def compared(program: Program) -> ParityReport:
+        return verify_program(
+            model, program, (arguments, keywords),
+            processes=processes, dtype=dtype, seed=seed, timeout=timeout, progress=progress,
+        )  # fmt: skip
+
+    try:
+        report = compared(compiled.program)
+    except (RankError, RanksDisagreeError):
+        own = _of_evaluation(request, compiled)
+        if own is None:
+            raise
+        return compared(own)
+    if report.ok:
+        return report
+    own = _of_evaluation(request, compiled)
+    return report if own is None else compared(own)
+
+
+def _of_evaluation(request: Request, compiled: Compiled) -> Program | None:
+    """The program of the same call in evaluation, beside that of training; None if it is no other.
+
+    Raises:
+        CompileError: the call can't be proved in evaluation, or needs other shards.
+    """
+    program = compiled.program
+    if not program.training:
+        return None
+    # What was captured is another mode's; modules that evaluation leaves out are proved.
+    again = replace(request, training=False, partly=True, members=compiled.members, captures=Captures())
+    own = prove(again).program
+    if replace(own, training=True) == program:
+        return None
+    difference = placement_difference(program, own)
+    if difference:
+        finding = Diagnostic(
+            code="TP117",
+            message=f"in evaluation the model needs other reshards than in training, and {difference}",
+            help="shard only layers that both modes use alike",
+            subject="",
+        )
+        raise CompileError([finding])
+    return own
 
 
 def verify_program(

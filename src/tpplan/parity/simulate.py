@@ -31,7 +31,7 @@ def run_simulated(
     """
 
     def work(axis: ThreadCommunicator) -> RankResult:
-        with contextlib.nullcontext() if draws is None else DrawsOfRank(draws, axis.rank, program.size):
+        with contextlib.nullcontext() if draws is None else DrawsOfRank(draws, program, axis.rank):
             return run_rank(model, program, call, cotangents, axis)
 
     return run_ranks(program.size, work, timeout)

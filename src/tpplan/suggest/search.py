@@ -338,6 +338,9 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     heaviest = sorted(found.reasons, key=lambda name: (-_weight(subject, name), name))
     kind = type(subject.model).__name__
     notes = tuple(f"`{name}`: {found.reasons[name]}" for name in heaviest[:3])
+    bare_cause = _of_parameter(subject)
+    if bare_cause is not None and not bare_cause[1].ok:
+        notes += (f"`{bare_cause[0]}`: {bare_cause[1].reason}",)
     message = f"nothing in `{kind}` can be sharded over {subject.size} ranks"
     computed = next(
         (n for n, m in named_modules(subject.model) if {**parametrized_tensors(m), **computed_weights(m)}), None
@@ -348,6 +351,15 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     elif not subject.weights:
         message += ": none of its modules is a linear layer"
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
+        if bare_cause is not None:
+            name, verdict = bare_cause
+            if verdict.ok:
+                way_out = f"write a plan by hand: `{name}: colwise` compiles, though it isn't known to save anything"
+            else:
+                message += f", and its largest parameter, `{name}`, can't be split either"
+                way_out = (
+                    "use data parallelism for this model; what is computed of that parameter can't be split with it"
+                )
     elif any(_CANNOT_RUN in note for note in notes):
         way_out = (
             "change the line that can't run on a rank's part as its finding says, and what the layer makes is split"
@@ -365,6 +377,24 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
             way_out = "no number of ranks changes that: what can be split is a linear layer whose result a second one "
             way_out += "reads, with nothing between them that needs all features"
     return CompileError([Diagnostic(code="TP123", message=message, notes=notes, help=way_out, subject=kind)])
+
+
+def _of_parameter(subject: Subject) -> tuple[str, Verdict] | None:
+    """The largest matrix of none of torch's modules and no product, and what speaks against a rule on it."""
+    modules = dict(named_modules(subject.model))
+    found = {
+        name: held.numel()
+        for name, held in subject.model.named_parameters()
+        if held.dim() > 1
+        and name not in subject.weights
+        and not type(modules[name.rpartition(".")[0]]).__module__.startswith("torch.")
+    }
+    if not found:
+        return None
+    name = max(found, key=lambda held: found[held])
+    verdict = judge(subject, {name: Setting(Style.COLWISE)})
+    # Without a line that reads it, as of a parameter that the call leaves aside, it is no cause.
+    return (name, verdict) if verdict.ok or (verdict.finding is not None and verdict.finding.notes) else None
 
 
 def _splits(subject: Subject, size: int, model: nn.Module | None = None) -> bool:

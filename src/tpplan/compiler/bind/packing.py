@@ -17,6 +17,7 @@ one on a convolution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,8 @@ from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalance, of_body, uneven_heads
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Pack
-from tpplan.compiler.ir.trace import Frame
+from tpplan.compiler.ir.trace import Frame, Operation, quoted
+from tpplan.compiler.rules.packed import VIEWS
 from tpplan.plan import Diagnostic, Style
 
 
@@ -185,7 +187,7 @@ def _with_parameters(
             continue
         form = _find_use(readers, values[name]) if name in values else None
         if form is None or (isinstance(form, Addend) and not form.is_added and bound.style is Style.ROWWISE):
-            findings.append(_no_product(bound))
+            findings.append(_no_product(bound, readers, values.get(name)))
         modules[name] = replace(bound, form=form)
     return modules
 
@@ -226,7 +228,37 @@ def _is_read(readers: Readers, value: int | None) -> bool:
     return value is not None and next(readers.of(value), None) is not None
 
 
-def _no_product(bound: Bound) -> Diagnostic:
+def _first_reader(readers: Readers, value: int) -> tuple[Frame, Operation, int] | None:
+    """The first operation that reads a value, or a view of it, and makes something else."""
+    for frame, node, held in readers.of(value):
+        if node.name in VIEWS and len(node.outputs) == 1 and node.outputs[0] is not None:
+            found = _first_reader(readers, node.outputs[0])
+            if found is not None:
+                return found
+        else:
+            return frame, node, held
+    return None
+
+
+def _no_product(bound: Bound, readers: Readers | None = None, value: int | None = None) -> Diagnostic:
+    """TP101 for a parameter that is no factor of a product; where a body reads it, with the operation that does."""
+    read = None if readers is None or value is None else _first_reader(readers, value)
+    if readers is not None and read is not None:
+        frame, node, held = read
+        others = [readers.trace.values[other] for other in node.inputs if other != held]
+        given = any(other.identifier in readers.trace.given for other in others)
+        scaled = node.name == "aten.mul.Tensor" and len(others) == 1 and math.prod(others[0].shape) == 1
+        return Diagnostic(
+            code="TP101",
+            message=f"`{bound.style}` splits what a product makes or contracts, but {quoted(frame.module)} reads "
+            f"`{bound.name}` by {node.name}{', with what the call is passed,' if given else ''} and what that makes is "
+            "no factor of a product, and no sum's addend, that could be split with it",
+            span=bound.rule.style_span,
+            help="remove the rule, so that the parameter stays replicated"
+            + ("; or scale the product's result by that number, instead of the parameter" if scaled else ""),
+            notes=(f"in {quoted(frame.module)}, at {node.location}",) if node.location is not None else (),
+            subject=bound.name,
+        )
     return Diagnostic(
         code="TP101",
         message=f"`{bound.style}` splits what a product makes or contracts, but no body of the model multiplies by "

@@ -41,6 +41,10 @@ REARRANGING = frozenset(
 )  # fmt: skip
 _STRIDED = "aten.as_strided.default"
 _PERMUTING = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default", _STRIDED))
+_OF_GENERATORS = (
+    "draw from torch's default generator, by leaving out `generator`; or make the numbers in `__init__` and keep them "
+    "in a buffer"
+)
 _SIZED = tuple(
     f"aten.{name}"
     for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
@@ -287,6 +291,9 @@ def _compare_operation(
         if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant with other values")
     if not _same_scalars(given, ours, theirs):
+        if _generators(ours) and _generators(theirs):
+            reason = f"{ours.name} draws from a generator of the model's own, of which nothing shows that it is alike"
+            return Mismatch(whole, ours, position, None, None, reason, way_out=_OF_GENERATORS)
         mine, its = (tuple(n for n in scalars(held) if type(n) is int) for held in (ours, theirs))
         reason = f"{ours.name} is called with {_shown(theirs)} instead of {_shown(ours)}"
         return Mismatch(whole, ours, position, mine, its, reason)
@@ -417,6 +424,10 @@ def _local_groups(given: CheckInput, operation: Operation) -> int:
     x = operation.inputs[0]
     layout, channels = given.assignment.layouts.get(x, REPLICATED), given.trace.values[x].shape[1]
     return local_groups(operation.arguments[GROUPS], layout, channels, given.size, given.rank)
+
+
+def _generators(operation: Operation) -> bool:
+    return any(isinstance(held, torch.Generator) for held in scalars(operation))
 
 
 def _shown(operation: Operation) -> str:

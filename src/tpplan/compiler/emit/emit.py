@@ -42,7 +42,7 @@ from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Trace
 from tpplan.compiler.place.assign import Assignment, FrameAssignment, PlacedMove, PlacedReshard, record_of
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.trace.choices import called_with_found
-from tpplan.compiler.trace.draws import random_draws
+from tpplan.compiler.trace.draws import drawn_in_parts, random_draws
 from tpplan.compiler.trace.gradient_flow import answered
 from tpplan.cost.program import reshard_traffic
 from tpplan.plan import Diagnostic, Exchange, Plan, Style
@@ -79,6 +79,7 @@ def emit(
         picked=tuple(sorted(called_with_found(trace))),
         left=_left(trace, assignment),
         takes_gradients=trace.takes_gradients,
+        drawn=drawn_in_parts(trace, assignment.layouts),
         diagnostics=diagnostics,
         boundaries=_boundaries(trace, assignment),
         varied=_varied(trace, assignment),

@@ -445,6 +445,21 @@ class LeftTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """How random numbers lie that a body draws.
+
+    Attributes:
+        operation: the operator's name.
+        shape: of the whole, in the example call.
+        layout: of the result.
+    """
+
+    operation: str
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Boundary:
     """How a tensor lies outside of a module that is given it or makes it, where that isn't whole, alike and proved.
 
@@ -486,6 +501,8 @@ class Program:
             some data they aren't.
         left: what calls leave of a rank's own in lists and dicts among their arguments, such as keys and values.
         takes_gradients: whether the forward takes gradients itself: collectives of the backward then run there too.
+        drawn: draws of which ranks hold something else than an even stretch of one dim, and others of the same operator
+            and shape, in order of execution.
         diagnostics: warnings and notes; not part of the digest.
         boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
         varied: modules of which these differ between calls; nor is this.
@@ -506,6 +523,7 @@ class Program:
     left: tuple[LeftTensor, ...] = ()
     buffers: tuple[ParameterPlacement, ...] = ()
     takes_gradients: bool = False
+    drawn: tuple[Drawn, ...] = ()
     diagnostics: tuple[Diagnostic, ...] = field(default=(), compare=False)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(
         default_factory=dict[str, tuple[Boundary, ...]], compare=False
@@ -600,7 +618,7 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics, boundaries and device apart)."""
         plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset()))
         del plain["diagnostics"], plain["boundaries"], plain["varied"], plain["device"]
-        for name in ("picked", "left", "buffers", "takes_gradients"):
+        for name in ("picked", "left", "buffers", "takes_gradients", "drawn"):
             if not plain[name]:
                 del plain[name]
         for module in plain["modules"]:

@@ -1,7 +1,8 @@
 """Draws: the random numbers of each body, and which of them every rank draws alike.
 
 in:  the trace with every operation, the layouts of its values
-out: for each module whose body draws: "split" or "same", or the one or the other for each draw in order of execution
+out: for each module whose body draws: "split" or "same", or the one or the other for each draw in order of execution;
+     the layouts of draws whose parts aren't told by their shapes alone
 
     dropout(down(dropout(up(x))))   with up: S(2)   ->   ("split", "same")
 
@@ -12,14 +13,16 @@ by itself: it is marked "caller", and its draws count among those of the bodies 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tpplan.compat import OpOverload, is_random, schema_defaults
-from tpplan.compiler.ir.layout import Layout
-from tpplan.compiler.ir.program import Draws
+from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.program import Drawn, Draws
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 
+DRAWN_BY_SHAPE = ("aten::rand", "aten::normal_", "aten::uniform_", "aten::exponential_", "aten::bernoulli")
+"""How operators begin that take one number of the stream for each entry, whatever their operands' numbers are."""
 _SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
 
@@ -66,6 +69,28 @@ def random_draws(trace: Trace, layouts: Mapping[int, Layout]) -> dict[str, Draws
             break
         deferred |= clashing
     return {name: "caller" if name in deferred else _merged(held) for name, held in calls.items() if any(held)}
+
+
+def drawn_in_parts(trace: Trace, layouts: Mapping[int, Layout]) -> tuple[Drawn, ...]:
+    """The draws whose parts aren't even stretches of one dim, with all of the same operator and shape, in order."""
+    found: list[Drawn] = []
+    for node in _operations(trace.recorded):
+        value, name = node.outputs[0] if node.outputs else None, node.target.name()
+        if value is None or not name.startswith(DRAWN_BY_SHAPE):
+            continue
+        if is_draw(node.target, node.arguments, node.keywords):
+            found.append(Drawn(name, trace.values[value].shape, layouts.get(value, REPLICATED)))
+    told = {(d.operation, d.shape) for d in found if not d.layout.is_plain or d.layout.interleave != 1}
+    return tuple(d for d in found if (d.operation, d.shape) in told)
+
+
+def _operations(frame: Frame) -> Iterator[Operation]:
+    """All operations, in order of execution."""
+    for node in frame.body:
+        if isinstance(node, Frame):
+            yield from _operations(node)
+        else:
+            yield node
 
 
 class _Reader:
@@ -129,4 +154,4 @@ def _merged(calls: Iterable[tuple[str, ...]]) -> Draws:
     return drawn[0] if len(set(drawn)) == 1 else drawn
 
 
-__all__ = ["is_draw", "random_draws"]
+__all__ = ["DRAWN_BY_SHAPE", "drawn_in_parts", "is_draw", "random_draws"]
