@@ -98,11 +98,22 @@ def splits_parameters(given: CheckInput, frame: Frame) -> bool:
 
 
 def split_size(given: CheckInput, value: int) -> int | None:
-    """The size of a value's sharded dim, if that counts features or heads; None for one along the sequence."""
+    """The size of a value's sharded dim, if that counts features or heads; None for one along the sequence.
+
+    A dim before the last is of heads, if no stream is split that is as long.
+    """
     layout, shape = given.assignment.layouts[value], given.trace.values[value].shape
     assert layout.dim is not None
-    last = layout.dim == len(shape) - 1 and len(shape) > 1
-    return shape[layout.dim] if last and layout.interleave == 1 else None
+    if layout.interleave != 1 or layout.dim == 0:
+        return None
+    counts = layout.dim == len(shape) - 1 or shape[layout.dim] not in _split_lengths(given)
+    return shape[layout.dim] if counts else None
+
+
+def _split_lengths(given: CheckInput) -> set[int]:
+    """The lengths of streams, (batch, sequence, hidden), that are split along the sequence."""
+    shapes = ((given.trace.values[value].shape, layout) for value, layout in given.assignment.layouts.items())
+    return {shape[1] for shape, layout in shapes if layout.dim == 1 and len(shape) == 3}
 
 
 def _values_before(frame: Frame, position: int) -> list[int]:
