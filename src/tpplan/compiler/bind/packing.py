@@ -247,7 +247,8 @@ def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None,
     if isinstance(form, Product):
         if columns:
             return Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers), _parts(form))
-        return Use(features, joined=readers.joined(form.given), beside=readers.made_of_heads(form.given))
+        joined = readers.joined(form.given, form.given_dim)
+        return Use(features, joined=joined, beside=readers.made_of_heads(form.given))
     if frame is None:
         return None
     if columns:
