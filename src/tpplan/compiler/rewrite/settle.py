@@ -100,7 +100,9 @@ class _Settler:
         known = {c.target: self.inputs.get(c.path, REPLICATED) for c in self.root.frame.entries}
         for followed, slices, moves in self._ways():
             self.followed = followed
-            self.rules = self.rules.splitting(self.rules.heads, slices=slices, moves=moves, averages=self.averages)
+            self.rules = self.rules.splitting(
+                self.rules.heads, slices=slices, moves=moves, averages=self.averages, extremes=True
+            )
             self.dead.clear()
             found = self._from(0, Settled(known, {}, {}))
             if found is not None:
