@@ -293,6 +293,9 @@ class _Walk:
         product = self.subject.products.get(name)
         if product is not None and product.times > 1 and not stretches:
             stretches = (Pack(self.subject.trace.values[made].shape[dim] // product.times),) * product.times
+        count, outputs = self.subject.trace.values[made].shape[dim], sum(pack.size for pack in stretches)
+        if stretches and count > outputs and count % outputs == 0:  # of heads that the product has joined to features
+            stretches = tuple(pack.scaled(count // outputs, 1) or pack for pack in stretches)
         self.layouts[made] = packed(dim, stretches) if stretches else sharded(dim)
         self.sources[made] = frozenset((name,))
 

@@ -294,6 +294,8 @@ def _refined(bound: Bound, use: Use, axis: Axis) -> Bound | Diagnostic:
         packs = [axis.shared(whole, use.beside[1])]
     if use.outer in axis.uneven.parts:
         packs = [axis.shared(whole, use.outer)]
+    if taken is not None and taken.heads == tuple(sizes) and whole in axis.uneven.parts:
+        packs = [axis.shared(whole, whole)]  # of a parameter that has heads for a dim of its own
     if taken is not None and taken.stretches == tuple(sizes):
         groups = taken.heads[0]
         if taken.group is not None and groups and groups < size:
