@@ -118,6 +118,8 @@ CASES = [
          aten.view.default, (x, (3, 5, 2, 6, 8)), lambda a: a.view(3, 5, 1, 4, 8), (GROUPS,)),
     Case("join features", ((3, 5, 8), (3, 5, 16)), (sharded(2), sharded(2)), aten.cat.default, ((x, y), -1),
          lambda a, b: torch.cat([a, b], -1), (packed(2, [Pack(8), Pack(16)]),)),
+    Case("join channels", ((3, 8, 5, 5), (3, 16, 5, 5)), (sharded(1), sharded(1)), aten.cat.default, ((x, y), 1),
+         lambda a, b: torch.cat([a, b], 1), (packed(1, [Pack(8), Pack(16)]),)),
     Case("transpose", ((3, 16, 5, 4),), (packed(1, [Pack(8), Pack(8, 2)]),), aten.transpose.int, (x, 1, 2),
          lambda a: a.transpose(1, 2), (packed(2, [Pack(8), Pack(8, 2)]),)),
     Case("transpose of repeats", ((3, 2, 4, 5, 4),), (SPREAD,), aten.transpose.int, (x, 3, 4),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.runtime.simulated import worst
+import tpplan
+from tests.marking import slow_but
+from tests.runtime.simulated import Call, worst
 from tpplan.api import suggest_text
 from tpplan.plan import Style
 from tpplan.suggest import search
@@ -262,3 +265,27 @@ def test_a_low_rank_is_packed_as_the_weight_that_it_stands_beside() -> None:
     assert "qkv.weight" in plan
     assert "qkv.up" in plan
     assert "o.{weight,down}" in plan
+
+
+class Appended(nn.Module):
+    """Torch's attention with a key and a value of its own behind those of the tokens; its weights are used, too."""
+
+    def __init__(self, zeros: bool) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, add_zero_attn=zeros, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, weights = self.inner(x, x, x)
+        return x + made + weights.square().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("zeros", "tp"), slow_but([(False, 2)], [(False, 2), (True, 4)]))
+def test_rows_of_features_that_are_concatenated_are_split_with_these(zeros: bool, tp: int) -> None:
+    torch.manual_seed(0)
+    model = Appended(zeros).double()
+    calls: list[Call] = [((torch.randn(*size, WIDTH, dtype=torch.float64),), {}) for size in ((2, 6), (3, 5))]
+    plan = suggest_text(model, tp, inputs=calls[0][0])
+    assert "inner.bias_{k,v}: colwise" in plan
+    program = tpplan.compile_plan(model, plan, tp, calls[0][0])
+    assert program.count_collectives(backward=False) == {"all-reduce": 2}
+    assert max(worst(model, plan, tp, calls[0], calls)) < 1e-12

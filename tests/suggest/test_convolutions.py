@@ -142,6 +142,56 @@ class Gated(nn.Module):
         return x + self.second(functional.silu(self.norm(made))).transpose(1, 2)
 
 
+def convolved(inputs: int, outputs: int, size: int = 1, **options: Any) -> nn.Sequential:
+    """A convolution that keeps an image's size, with its norm."""
+    made = nn.Conv2d(inputs, outputs, size, padding="same", bias=False, **options)
+    return nn.Sequential(made, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+class Branches(nn.Module):
+    """Branches side by side, and what is done with the channels of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.far, self.pooled = convolved(4, 16), convolved(4, 16, 3, dilation=2), convolved(4, 8)
+        self.norm, self.each = nn.BatchNorm2d(40), nn.Conv2d(40, 40, 3, padding=1, groups=40)
+        self.project = nn.Conv2d(40, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_all = functional.interpolate(self.pooled(x.mean((2, 3), keepdim=True)), size=x.shape[-2:])
+        made = torch.cat([self.one(x), self.far(x), of_all], 1)
+        return self.project(self.each(functional.avg_pool2d(self.norm(made).relu(), 2)))
+
+
+class Cheap(nn.Module):
+    """Half of the channels are made of the other half, channel by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.each, self.last = convolved(4, 16), convolved(16, 16, 3, groups=16), convolved(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x)
+        return x + self.last(torch.cat([made, self.each(made)], 1))
+
+
+class Dense(nn.Module):
+    """Each layer reads what all before it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(32, 4, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (16, 24, 32))
+        self.downs = nn.ModuleList(nn.Conv2d(n, 16, 1) for n in (16, 24))
+        self.makers = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [self.stem(x)]
+        for norm, down, maker in zip(self.norms, self.downs, self.makers, strict=False):
+            made.append(maker(down(norm(torch.cat(made, 1)).relu()).relu()))
+        return self.last(self.norms[2](torch.cat(made, 1)))
+
+
 MODELS = {
     "plain": (Pair, images),
     "padded": (lambda: Pair(padding="same"), images),
@@ -188,6 +238,17 @@ def test_batch_norms_and_pools_between_them_follow(make: type[nn.Module], tp: in
     assert held < whole * (0.75 if tp == 2 else 0.6)
     report = tpplan.verify(model, plan, tp, call)
     assert report.ok, report.problems
+
+
+@pytest.mark.parametrize(("make", "tp"), in_turns([Branches, Cheap, Dense], [2, 4]))
+def test_channels_that_are_concatenated_are_packs(make: type[nn.Module], tp: int) -> None:
+    model, calls = make().double(), [images(3, 8), images(2, 10)]
+    plan = suggest_text(model, tp, inputs=calls[0][0])
+    assert "style: rowwise, packed: " in plan
+    program = tpplan.compile_plan(model, plan, tp, calls[0][0])
+    whole = {p.name for p in program.parameters if len(p.shape) > 1 and p.local_shape == p.shape}
+    assert not whole
+    assert max(worst(model, plan, tp, calls[0], calls)) < 1e-11
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.marking import slow_but
 from tests.runtime.simulated import Call, worst
 from tpplan.suggest import search, write_plan
 from tpplan.suggest.share import model_share
@@ -87,4 +88,30 @@ def test_what_an_einsum_multiplies_by_is_split(kind: Any, arguments: str | None,
     calls = [stream(2, 6), stream(3, 5)]
     found = search(model, tp, calls[0][0], {}, False)
     assert model_share(found.program).percent > 90
+    assert max(worst(model, write_plan(found, "plan"), tp, calls[0], calls)) < 1e-12
+
+
+class Uneven(nn.Module):
+    """Heads that the ranks can't share out evenly, with a bias for each."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (weight(WIDTH, heads, 8) for _ in range(3))
+        self.bias, self.out = weight(heads, 8), weight(heads, 8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("btd,dhk->bthk", x, w) for w in (self.q, self.k, self.v))
+        q, k, v = (held.transpose(1, 2) for held in (q + self.bias, k, v))
+        made = functional.scaled_dot_product_attention(q, k, v)
+        return torch.einsum("bthk,hkd->btd", made.transpose(1, 2), self.out)
+
+
+@pytest.mark.parametrize(("heads", "tp"), slow_but([(6, 4)], [(5, 2), (6, 4)]))
+def test_heads_that_the_ranks_cant_share_out_evenly_stay_heads(heads: int, tp: int) -> None:
+    torch.manual_seed(0)
+    model, calls = nn.Sequential(Uneven(heads)).double(), [stream(2, 6), stream(3, 5)]
+    found = search(model, tp, calls[0][0], {}, False)
+    held = {p.name: p.local_shape for p in found.program.parameters}
+    assert held["0.q"] == (WIDTH, -(-heads // tp), 8) and held["0.out"] == (-(-heads // tp), 8, WIDTH)
+    assert found.program.count_collectives() == {"all-reduce": 2}
     assert max(worst(model, write_plan(found, "plan"), tp, calls[0], calls)) < 1e-12

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import has_dispatch_modes, is_traced, native_apply, without_keeping_modes
-from tpplan.compiler.ir.layout import Collective, Layout, Pack
+from tpplan.compiler.ir.layout import LARGEST, Collective, Layout, Pack
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator, ProcessGroupCommunicator, of_backward
 from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
@@ -212,6 +212,8 @@ def make_reshard(
         shape: of the whole tensor in the example call: what the ranks can't share evenly has that size in every call.
         twice: whether its backward may be differentiated.
     """
+    if source.is_extreme:
+        return ReshardStep(lambda tensor: _compared(tensor, source, axis), _identity)
     if source.tail or target.tail:
         moves = _of_tails(source, target, backward, axis)
         return ReshardStep(*moves, twice=twice)
@@ -359,6 +361,12 @@ def _move(collective: Collective, source: _Sharing | None, target: _Sharing | No
     if collective is Collective.SLICE:
         return shared.part
     return _chain(shared.padded, lambda tensor: _pad(tensor, dim, axis), shared.joined)
+
+
+def _compared(tensor: Tensor, held: Layout, axis: Communicator) -> Tensor:
+    """The largest, or the smallest, of what the ranks have."""
+    every = axis.all_gather(tensor.unsqueeze(0), 0)
+    return every.amax(0) if held == LARGEST else every.amin(0)
 
 
 def _directly(

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
+from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, UNKNOWN, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import Instance, OperationNode
 from tpplan.compiler.ir.trace import Frame, quoted
 from tpplan.compiler.queries import (
@@ -128,7 +128,7 @@ class _Walk:
         self.across_norms = across_norms
         self.exchanges = exchanges
         self.found = Flow()
-        self.layouts: dict[int, Layout] = {}  # of sharded values; all others are replicated
+        self.layouts: dict[int, Layout] = {}  # of sharded and unknown values; all others are replicated
         self.sources: dict[int, Names] = {}
         self.dynamic: set[int] = set(subject.trace.inputs)  # values that depend on the call's data
         self.poisoned: set[int] = set()  # values after a refusal: what follows says nothing
@@ -293,6 +293,9 @@ class _Walk:
         product = self.subject.products.get(name)
         if product is not None and product.times > 1 and not stretches:
             stretches = (Pack(self.subject.trace.values[made].shape[dim] // product.times),) * product.times
+        count, outputs = self.subject.trace.values[made].shape[dim], sum(pack.size for pack in stretches)
+        if stretches and count > outputs and count % outputs == 0:  # of heads that the product has joined to features
+            stretches = tuple(pack.scaled(count // outputs, 1) or pack for pack in stretches)
         self.layouts[made] = packed(dim, stretches) if stretches else sharded(dim)
         self.sources[made] = frozenset((name,))
 
@@ -362,7 +365,7 @@ class _Walk:
             self._poison(outputs, sources)
             return
         for output, held in zip(node.outputs, answer.outputs, strict=True):
-            if output is not None and held.is_sharded:
+            if output is not None and (held.is_sharded or held == UNKNOWN):
                 for value in (outer[output], *(outer[i] for i in node.overwritten)):
                     self.layouts[value] = held
                     self.sources[value] = sources
@@ -406,14 +409,16 @@ class _Walk:
         def layout(i: int) -> Layout:
             return instead.get(i) or self.layouts.get(instance.values[i]) or self._assumed(instance, i)
 
-        rules = self.rules.splitting(frozenset(), slices=True) if slices else self.rules
+        recorded = bool(instance.frame.module)  # the body of the root has no record, in which it could compare
+        rules = self.rules.splitting(frozenset(), slices=slices, extremes=recorded)
         answer = rules.outcomes(node, values, layout)
         return answer if isinstance(answer, Refusal) else answer[0]
 
     def _beside_slices(self, instance: Instance, node: OperationNode) -> Outcome | None:
         """The outcome if values that need no data, or that repeat along the dim, are sliced to fit sharded operands."""
         values = instance.region.values
-        split = [(i, held) for i in node.inputs if (held := self.layouts.get(instance.values[i])) is not None]
+        known = [(i, self.layouts[instance.values[i]]) for i in node.inputs if instance.values[i] in self.layouts]
+        split = [(i, held) for i, held in known if held.is_sharded]
         instead = self._with_channels(instance, node)
         for i in (*node.inputs, *node.overwritten):
             outer = instance.values[i]

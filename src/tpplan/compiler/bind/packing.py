@@ -279,7 +279,8 @@ def _use(bound: Bound, form: LinearForm | Product | Addend, frame: Frame | None,
     if isinstance(form, Product):
         if columns:
             return Use(sum(part.outputs for part in form.parts), taken_apart(form.parts, readers), _parts(form))
-        return Use(features, joined=readers.joined(form.given), beside=readers.made_of_heads(form.given))
+        joined = readers.joined(form.given, form.given_dim)
+        return Use(features, joined=joined, beside=readers.made_of_heads(form.given))
     if frame is None:
         return None
     if columns:
@@ -325,6 +326,8 @@ def _refined(bound: Bound, use: Use, axis: Axis) -> Bound | Diagnostic:
         packs = [axis.shared(whole, use.beside[1])]
     if use.outer in axis.uneven.parts:
         packs = [axis.shared(whole, use.outer)]
+    if taken is not None and taken.heads == tuple(sizes) and whole in axis.uneven.parts:
+        packs = [axis.shared(whole, whole)]  # of a parameter that has heads for a dim of its own
     if taken is not None and taken.stretches == tuple(sizes):
         groups = taken.heads[0]
         if taken.group is not None and groups and groups < size:

@@ -9,6 +9,7 @@ out: `Product`: which of the parameter's dims the product contracts and which it
     convolution(x, weight, groups=channels)  ->  weight (channels, 1, width): goes with the channels by dim 0
     exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
     einsum("btd,dhk->bthk", x, weight)       ->  weight (inputs, heads, width): makes dim 1, contracts dim 0
+    cat((keys, key))                         ->  key (1, 1, features): goes with the features by dim 2
     embedding(table, ids), table[ids]        ->  table (rows, features): goes with the features by dim 1
 """
 
@@ -26,7 +27,7 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
-from tpplan.compiler.rules.packed import PICKS, SPLITS, VIEWS, picked_dim
+from tpplan.compiler.rules.packed import PICKS, REPEAT, SPLITS, VIEWS, picked_dim
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 FACTORS = {
@@ -43,6 +44,7 @@ _KEEPS = frozenset(
 )
 ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
 LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
+_JOIN = "aten.cat.default"
 _MASKS = (torch.bool, torch.uint8)
 _DEEPEST = 12
 
@@ -127,15 +129,27 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
         for _, operation, seen in readers.of(value):
             others = [i for i in operation.inputs if i != seen]
             made = operation.outputs[0]
-            if operation.name not in ENTRYWISE_OF_TWO or len(others) != 1 or seen != value or made is None:
+            if not _stands_beside(operation) or len(others) != 1 or seen != value or made is None:
                 continue
             rank = len(values[made].shape)
+            joined = _joined_dim(operation, rank)
             its = values[others[0]].shape
             for back, dim in enumerate(reversed(dims), 1):
-                if dim is not None and back <= len(its) and shape[dim] == its[-back] != 1:
+                if dim is not None and back <= len(its) and shape[dim] == its[-back] != 1 and rank - back != joined:
                     found.setdefault(dim, Addend(shape[dim], dim, made, rank - back, is_added=False))
     lone = Addend(shape[0], 0, None, 0, is_added=False) if len(shape) == 1 else None
     return found[min(found)] if found else lone
+
+
+def _stands_beside(operation: Operation) -> bool:
+    """Whether an operation puts entries of its operands beside each other, one by one or row by row."""
+    return operation.name in ENTRYWISE_OF_TWO or operation.name == _JOIN
+
+
+def _joined_dim(operation: Operation, rank: int) -> int | None:
+    """The dim along which an operation concatenates; None if it doesn't."""
+    dim: int = operation.arguments[1] if operation.name == _JOIN and len(operation.arguments) > 1 else 0
+    return dim % rank if operation.name == _JOIN else None
 
 
 def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int) -> Iterator[Product | Addend]:
@@ -280,6 +294,9 @@ def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dim
         return _indexed(readers, operation, dims)
     if name in PICKS:
         return _picked(operation, dims, before, after)
+    if name == REPEAT:
+        grown = (None,) * (len(after) - rank) + dims
+        return tuple(held if times == 1 else None for held, times in zip(grown, arguments[1], strict=True))
     if name == "aten.expand.default":
         grown = (None,) * (len(after) - rank) + dims
         return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None

@@ -19,6 +19,7 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import picks_of
 from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.compiler.rules.batch_norm import BATCH_NORM
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
 from tpplan.compiler.rules.packed import (
     EXPAND,
@@ -31,6 +32,7 @@ from tpplan.compiler.rules.packed import (
     picked_dim,
     picked_stretch,
 )
+from tpplan.compiler.rules.pooling import POOLING
 
 _NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
 _ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
@@ -103,23 +105,24 @@ class Readers:
         """Whether an operation writes to `value`, or to what shares its storage."""
         return value in self._flow.written
 
-    def joined(self, value: int) -> tuple[int, ...]:
-        """The sizes of what was concatenated along the last dim to make `value`; empty if it wasn't."""
-        while value in self._flow.source:
-            value = self._flow.source[value]
-        made = self._flow.made.get(value)
+    def joined(self, value: int, dim: int | None = None) -> tuple[int, ...]:
+        """The sizes of what was concatenated along a dim, the last if none is named, to make `value`.
+
+        Empty if it wasn't.
+        """
+        value, made = self.maker(value)
         shape = self.trace.values[value].shape
-        if made is not None and len(made.inputs) == 1:
-            dims = {dim % len(shape) for dim in made.arguments[1:3]} if made.name in _EXCHANGES else None
-            alike = shape == self.trace.values[made.inputs[0]].shape and (_is_entrywise(made) or made.name in VIEWS)
-            if alike or (dims is not None and len(shape) - 1 not in dims):
-                return self.joined(made.inputs[0])
-        if made is None or made.name != "aten.cat.default":
+        along = len(shape) - 1 if dim is None else dim
+        if made is None or not made.inputs:
             return ()
-        shapes = [self.trace.values[i].shape for i in made.inputs]
-        dim = made.arguments[1] if len(made.arguments) > 1 else 0
-        whole = self.trace.values[value].shape
-        return tuple(s[-1] for s in shapes) if dim % len(whole) == len(whole) - 1 else ()
+        if made.name == "aten.cat.default":
+            sizes = tuple(self.trace.values[i].shape[along] for i in made.inputs)
+            return sizes if _argument(made, 1, 0) % len(shape) == along else ()
+        before = self.trace.values[made.inputs[0]].shape
+        if made.name in _EXCHANGES:
+            return self.joined(made.inputs[0], _order_of(made, len(shape)).index(along))
+        alike = shape == before and len(made.inputs) == 1 and (_is_entrywise(made) or made.name in VIEWS)
+        return self.joined(made.inputs[0], along) if alike or _keeps_channels(made, before, shape, along) else ()
 
     def made_of_heads(self, value: int) -> tuple[Frame, int] | None:
         """The body that viewed heads as the last dim of `value`, and of how many heads; None if none did.
@@ -429,6 +432,16 @@ class Readers:
 def _is_entrywise(operation: Operation) -> bool:
     operator = lookup(operation.name)
     return operator is not None and operator.kind == "entrywise"
+
+
+def _keeps_channels(operation: Operation, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> bool:
+    """Whether an operation makes each channel, which `dim` counts, of the same one alone."""
+    if operation.name in POOLING:
+        return dim < len(after) - POOLING[operation.name] and before[dim] == after[dim]
+    if dim != 1 or len(before) < 3:
+        return False
+    each = operation.name == CONVOLUTION and before[1] == after[1] == operation.arguments[GROUPS]
+    return each or operation.name == BATCH_NORM
 
 
 def _order_of(operation: Operation, rank: int) -> list[int]:

@@ -9,7 +9,7 @@ out: a tree of `Instance`s over shared `Region`s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace
+from tpplan.compiler.rules.extremes import EXTREMES
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.unread import final_values, live_values
 from tpplan.plan import Pin, Style
@@ -77,6 +78,8 @@ class _Builder:
         self.final = final_values(trace.root, self.dead)
         self.lasting, self.weights, self.passed = _lasting(trace, binding, self.constants)
         self._kinds = table.values
+        self._answered: set[int] = set()
+        self._left = {*trace.kept, *trace.left.values(), *trace.hidden}
 
     def build(self, frame: Frame, depth: int) -> Instance:
         local = _Numbers()
@@ -104,6 +107,8 @@ class _Builder:
             dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ())))
         )
         backwards = tuple([_backward_key(held, local) for held in frame.backwards])
+        if any(isinstance(node, Operation) and node.name in EXTREMES for node in frame.body):
+            self._answered |= self._answered_in(frame)
         values = [self._local_value(identifier) for identifier in local.numbers]
         entry_pin, exit_pin = _entry_pin(bound), bound.output if bound is not None else None
         style, packs = (bound.style, bound.packs) if bound is not None else (None, ())
@@ -143,6 +148,32 @@ class _Builder:
             )  # fmt: skip
         return Instance(frame, region, tuple(local.numbers), tuple(children))
 
+    def _answered_in(self, frame: Frame) -> set[int]:
+        """The largest entries that a body finds to which a gradient may come back from what it does with them.
+
+        What leaves the body, or is passed on, may get one.
+        """
+        operations = [node for node in frame.body if isinstance(node, Operation)]
+        calls = [node for node in frame.body if isinstance(node, Frame)]
+        apart = self.trace.takes_gradients or any(node.overwritten for node in operations)
+        found = {c.source for crossings in (frame.exits, *(call.entries for call in calls)) for c in crossings}
+        found |= {*self.escapes.get(id(frame), ()), *self._left, *(i for call in calls for i in self._free_in(call))}
+        for node in reversed(operations):
+            if not found.isdisjoint(o for o in node.outputs if o is not None and self._has_gradient(o)):
+                found.update(node.inputs)
+        made = {o for node in operations if node.name in EXTREMES for o in node.outputs if o is not None}
+        return {o for o in made if frame.backwards or (self._has_gradient(o) and (apart or o in found))}
+
+    def _has_gradient(self, identifier: int) -> bool:
+        return self.trace.values[identifier].differentiable
+
+    def _free_in(self, frame: Frame) -> Iterator[int]:
+        """What a call and those inside of it read that they aren't passed."""
+        yield from self.free.get(id(frame), ())
+        for node in frame.body:
+            if isinstance(node, Frame):
+                yield from self._free_in(node)
+
     def _local_value(self, identifier: int) -> LocalValue:
         """The value without its number: one object for all that are equal."""
         value = self.trace.values[identifier]
@@ -155,7 +186,7 @@ class _Builder:
         weight, lengths = identifier in self.weights, self._lengths(identifier)
         key = (
             value.shape, value.stride, value.dtype, value.differentiable, layout, constant, picks, gradless, weight,
-            lengths,
+            lengths, identifier in self._answered,
         )  # fmt: skip
         found = self._kinds.get(key)
         if found is None:

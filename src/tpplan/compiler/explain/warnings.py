@@ -90,7 +90,7 @@ def _sent(move: PlacedMove, trace: Trace, size: int, back: Collection[int]) -> i
     ways, value = reshard_between(move.source, move.target), trace.values[move.value]
     assert ways is not None
     return sum(
-        bytes_sent(way, value.bytes, size)
+        bytes_sent(way, value.bytes * (size if move.source.is_extreme else 1), size)
         for way in (ways.forward, *([ways.backward] if move.value in back else []))
         if way.communicates
     )
@@ -102,7 +102,8 @@ def _exchange(move: PlacedMove) -> str:
     where = f" at {location.short}" if location is not None else ""
     if move.source.is_replicated:
         return f"the gradient of what `{move.operation.name}` reads{where} is summed"
-    return f"what `{move.operation.name}` reads{where} is {'summed' if move.source == PARTIAL else 'gathered'}"
+    how = "compared" if move.source.is_extreme else "summed" if move.source == PARTIAL else "gathered"
+    return f"what `{move.operation.name}` reads{where} is {how}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ out: `Layout`, and `reshard_between(source, target)`: the collectives that the c
 
     REPLICATED -> REPLICATED_PARTIAL   forward: nothing      backward: all-reduce       (Megatron's f)
     PARTIAL    -> REPLICATED           forward: all-reduce   backward: nothing          (f*)
+    LARGEST    -> REPLICATED           forward: all-gather   backward: nothing          of the ranks' largest entries
     S(1)       -> ending(1)            forward: all-reduce   backward: slice            of the last entry alone
     S(1)       -> REPLICATED_PARTIAL   forward: all-gather   backward: reduce-scatter   (g)
     REPLICATED_PARTIAL -> REPLICATED   forward: nothing      backward: first            counted on the first rank alone
@@ -121,8 +122,9 @@ class Layout:
     """The placement of a value on the axis, with the placement of its gradient.
 
     Attributes:
-        forward: "R" (replicated), "S" (sharded), "P" (partial: the ranks' sum is the value), or "T" (the tail: of
-            the size of the whole on each rank, and equal to it in the last entries of the sequence, dim 1).
+        forward: "R" (replicated), "S" (sharded), "P" (partial: the ranks' sum is the value), "T" (the tail: of the size
+            of the whole on each rank, and equal to it in the last entries of the sequence, dim 1), "MAX" or "MIN" (the
+            largest or the smallest of the ranks' is the value), or "?" (each rank has something else).
         gradient: "R", "S" or "P" for the gradient that arrives at the value. A replicated value whose consumers also
             read sharded operands receives a partial gradient; everywhere else it is determined by `forward`.
         dim: the sharded tensor dim, counted from the front; None unless sharded.
@@ -205,6 +207,11 @@ class Layout:
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of the value."""
         return self.forward == "S"
+
+    @property
+    def is_extreme(self) -> bool:
+        """Whether each rank has the largest, or the smallest, of its own entries."""
+        return self.forward in (LARGEST.forward, SMALLEST.forward)
 
     @property
     def is_replicated(self) -> bool:
@@ -301,6 +308,9 @@ class Layout:
 REPLICATED = Layout("R", "R")
 REPLICATED_PARTIAL = Layout("R", "P")
 PARTIAL = Layout("P", "R")
+LARGEST = Layout("MAX", "R")  # of values to which no gradient comes back: it would go to the ranks that have them
+SMALLEST = Layout("MIN", "R")
+UNKNOWN = Layout("?", "R")
 
 
 def ending(count: int) -> Layout:
@@ -379,6 +389,10 @@ _TABLE: dict[tuple[str, str], Collectives] = {
     ("R/P", "S/S"): Collectives(Collective.SLICE, Collective.PAD),
     ("R/P", "R/R"): Collectives(Collective.NONE, Collective.FIRST),
     ("S/S", "S/S"): Collectives(Collective.ALL_TO_ALL, Collective.ALL_TO_ALL),
+    ("MAX/R", "R/R"): Collectives(Collective.ALL_GATHER, Collective.NONE),
+    ("MAX/R", "R/P"): Collectives(Collective.ALL_GATHER, Collective.NONE),
+    ("MIN/R", "R/R"): Collectives(Collective.ALL_GATHER, Collective.NONE),
+    ("MIN/R", "R/P"): Collectives(Collective.ALL_GATHER, Collective.NONE),
     # Of what is left once the rest was cut off.
     ("T/R", "R/R"): Collectives(Collective.NONE, Collective.NONE),
     ("T/R", "R/P"): Collectives(Collective.NONE, Collective.ALL_REDUCE),

@@ -69,6 +69,8 @@ class Reshard:
         if self.target.tail:
             shape[1] = min(self.target.tail, shape[1])
             return self.bytes * math.prod(shape) // math.prod(self.shape)
+        if self.source.is_extreme:
+            return self.bytes * size  # each rank's own, one beside the other
         for held in (self.source, self.target):
             if held.dim is not None:
                 shape[held.dim] = held.longest(self.shape[held.dim], size) * size

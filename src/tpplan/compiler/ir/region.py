@@ -36,6 +36,7 @@ class LocalValue:
         weight: whether it follows from parameters alone, of which one is split.
         lengths: how many of its first dims have the size of the call's batch and sequence, of a value that follows from
             what is passed: these count neither heads nor features, whatever the example's size.
+        answered: of the largest entries along a dim: whether a gradient may come back to them.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +49,7 @@ class LocalValue:
     gradless: bool = False
     weight: bool = False
     lengths: int = 0
+    answered: bool = False
 
     @property
     def bytes(self) -> int:

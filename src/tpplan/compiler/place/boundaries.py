@@ -184,6 +184,7 @@ class Boundaries:
         """Of tails no latency is counted: prompts are read to their ends, and may be longer than the example."""
         size, entries = self.size, min(target.tail, value.shape[1]) if target.tail else 0
         whole = value.bytes // value.shape[1] * entries if entries else value.bytes
+        whole *= size if source.is_extreme else 1
         ways = [collectives.forward] + ([collectives.backward] if value.differentiable else [])
         time = sum(
             self.topology.time(0 if source.tail or entries else ring_steps(way, size), bytes_sent(way, whole, size))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
 from tpplan.compiler.ir.region import Boundary, CallNode, OperationNode, Region
 from tpplan.compiler.place.body import GONE, Body, Codes, Numbering
@@ -68,6 +69,7 @@ class Placer:
         self._inside: dict[int, frozenset[Name]] = {}
         self._kept: Mapping[int, frozenset[int]] = {}
         self._weights: dict[int, Weights] = {}
+        self._of_classes: dict[int, bool] = {}
         self._after: dict[tuple[int, int, int], list[_Step] | Failure] = {}
         self._from: dict[int, dict[Codes, States | Failure]] = {}
         self._taken: dict[tuple[int, int, int], list[_Way]] = {}
@@ -86,8 +88,11 @@ class Placer:
         self.constraints = constraints
         self.propagator = propagator.splitting(constraints.heads, constraints.features)
         self._slicing = propagator.splitting(constraints.heads, constraints.features, constraints.slices)
+        self._comparing = propagator.splitting(
+            constraints.heads, constraints.features, constraints.slices, extremes=True
+        )
         self._moving = propagator.splitting(
-            constraints.heads, constraints.features, constraints.slices, moves=True, averages=True
+            constraints.heads, constraints.features, constraints.slices, moves=True, averages=True, extremes=True
         )
         self.boundaries = Boundaries(self.propagator, self._topology, constraints)
         self._entries = Entries(self.boundaries, self._numbering)
@@ -376,7 +381,8 @@ class Placer:
         weights = self._weights_of(region)
         of_weights = region.of_weights or weights.compute(node)
         moving = of_weights or region.example in self.constraints.moving
-        recorded = self._moving if moving else self._slicing
+        comparing = self._slicing if self._calls_classes(region) else self._comparing
+        recorded = self._moving if moving else comparing
         rules = recorded if sliced else self.propagator
         if of_weights and sliced and node.name == EXPAND:
             rules = rules.repeating(weights.widths)
@@ -403,6 +409,13 @@ class Placer:
             codes = tuple(self._numbering.code(held) for _, held in made)
             found.append((codes, cost, Ran(position, outcome)))
         return found
+
+    def _calls_classes(self, region: Region) -> bool:
+        """Whether a body calls functions over classes, which no record knows."""
+        if id(region) not in self._of_classes:
+            nodes = (node for node in region.nodes if isinstance(node, OperationNode))
+            self._of_classes[id(region)] = any(node.target in CLASS_OPERATIONS for node in nodes)
+        return self._of_classes[id(region)]
 
     def _weights_of(self, region: Region) -> Weights:
         if id(region) not in self._weights:

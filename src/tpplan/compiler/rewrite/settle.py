@@ -101,8 +101,9 @@ class _Settler:
         for followed, slices, moves in self._ways():
             self.followed = followed
             self.rules = self.rules.splitting(
-                self.rules.heads, self.rules.features, slices, moves=moves, averages=self.averages
-            )
+                self.rules.heads, self.rules.features, slices,
+                moves=moves, averages=self.averages, extremes=True,
+            )  # fmt: skip
             self.dead.clear()
             found = self._from(0, Settled(known, {}, {}))
             if found is not None:

@@ -280,8 +280,8 @@ def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int
     if any(h.interleave != 1 or h.within for h in held):
         return "concatenates values that are interleaved"
     if all(h.dim == dim for h in held):
-        # Elsewhere than in the features a split is along the sequence, whose order matters.
-        if dim != rank - 1:
+        # In the features, or before an image's own dims; of (batch, sequence, hidden) the order of dim 1 matters.
+        if dim != rank - 1 and (dim != 1 or rank < 4):
             return "concatenates values along the sharded dim"
         sizes = [values[r.identifier].shape[dim] for r in tensors]
         return (packed(dim, [p for h, n in zip(held, sizes, strict=True) for p in h.packs or (Pack(n),)]),)

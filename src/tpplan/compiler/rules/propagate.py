@@ -27,6 +27,7 @@ from tpplan.compiler.ir.layout import (
     PARTIAL,
     REPLICATED,
     REPLICATED_PARTIAL,
+    UNKNOWN,
     Features,
     Layout,
     Pack,
@@ -40,6 +41,7 @@ from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts, sums_rows
+from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
@@ -116,13 +118,14 @@ class Propagator:
         slices: bool = False,
         moves: bool = False,
         averages: bool = False,
+        extremes: bool = False,
     ) -> None:
         """Answer for an axis of `size` ranks and an example call of batch size `batch`.
 
         A value that is repeated for one of these numbers of `heads`, and a tensor that is made for one of them or for
         one of `features`, may be split. With `slices`, an operation that can't run otherwise may take parts of whole
         operands; with `moves`, its operands may be resharded before it. With `averages`, of a mean over a split dim
-        each rank may make its part.
+        each rank may make its part; with `extremes`, each may find the largest entries of its own part.
         """
         self.size = size
         self.batch = batch
@@ -131,6 +134,7 @@ class Propagator:
         self.slices = slices
         self.moves = moves
         self.averages = averages
+        self.extremes = extremes
         self._rules: dict[object, tuple[Layout | None, ...] | str | None] = {}
 
     def splitting(
@@ -140,16 +144,17 @@ class Propagator:
         slices: bool = False,
         moves: bool = False,
         averages: bool = False,
+        extremes: bool = False,
     ) -> Propagator:
         """The same rules for these numbers of heads and features; what either asks, both remember."""
-        other = Propagator(self.size, self.batch, heads, features, slices, moves, averages)
+        other = Propagator(self.size, self.batch, heads, features, slices, moves, averages, extremes)
         other._rules = self._rules
         return other
 
     def repeating(self, widths: Features) -> Propagator:
         """The same rules, where values may be repeated for these widths as well."""
         heads = self.heads | widths
-        return self.splitting(heads, self.features, self.slices, self.moves, self.averages)
+        return self.splitting(heads, self.features, self.slices, self.moves, self.averages, self.extremes)
 
     def outcomes(
         self,
@@ -164,9 +169,13 @@ class Propagator:
             return found
         if self.averages and averages(node, values, layout):
             return [Outcome((PARTIAL,), averages=True)]  # what is left is less than what would be gathered
-        if not self.moves or not may_move(node):
+        made = extremes(node, values, layout, self.size) if self.extremes else None
+        if made is not None:
+            return [Outcome(made)]
+        ways = [*ways_to_compare(node.inputs, values, layout)] if self.extremes and not node.overwritten else []
+        if not ways and (not self.moves or not may_move(node)):
             return found
-        ways = ways_to_move(_meaningful_inputs(node, values), values, layout, kept)
+        ways = ways or ways_to_move(_meaningful_inputs(node, values), values, layout, kept)
         moved = (self.moved(node, values, layout, way) for way in ways)
         return [outcome for way in moved if not isinstance(way, Refusal) for outcome in way] or found
 
@@ -207,6 +216,8 @@ class Propagator:
             if _keeps_tail(node, values, dict(operands)):
                 return [Outcome((operands[0][1],))]
             return Refusal("communication", "reads more of a split sequence than its last entries", operands)
+        if any(held.is_extreme or held == UNKNOWN for _, held in operands):
+            return Refusal("communication", "needs the largest or smallest entries of all ranks", operands)
         if node.target is GRADIENT:
             made = gradient_layouts(node, values, layout)
             return Refusal("communication", made, operands) if isinstance(made, str) else [Outcome(made)]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, UNKNOWN, Layout
 from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.trace import Location, Path, Trace
 from tpplan.plan import Diagnostic
@@ -134,7 +134,8 @@ def left_findings(trace: Trace, layouts: Mapping[int, Layout], lengths: Collecti
         layout = layouts.get(value, REPLICATED)
         shape = trace.values[value].shape
         length = shape[layout.dim or 0] // layout.interleave if splits_sequence(layout, shape) and shape else None
-        if layout == PARTIAL or layout.tail or (layout.is_sharded and length in lengths):
+        unlike = layout in (PARTIAL, UNKNOWN) or layout.is_extreme or layout.tail
+        if unlike or (layout.is_sharded and length in lengths):
             found.append(
                 Diagnostic(
                     code="TP107",
