@@ -147,3 +147,32 @@ def clamps_what_is_added_once(m: Any, x: Tensor) -> Tensor:
 def test_what_needs_a_whole_parameter_is_refused(how: Callable[[Any, Tensor], Tensor]) -> None:
     with pytest.raises(CompileError, match=r"TP107|TP113"):
         worst(how)
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x.add_(1), (8,), self.weight)
+
+
+def test_a_body_may_write_to_the_part_that_it_gets() -> None:
+    """Autograd allows no writes to a view that a function of its own has made, as a slice is."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = WritesToItsInput()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(self.norm(x * 2)).relu())
+
+    torch.manual_seed(0)
+    plan = {"version": 1, "modules": PLAN["modules"] | {"norm": "sequence"}}  # pyright: ignore
+    x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
+    report = tpplan.verify(Net().double(), plan, 2, (x,))
+    assert report.ok
+    assert report.collectives == report.predicted

@@ -60,6 +60,7 @@ class ReshardStep:
         context: where the moves look for the batch size; None if they need none.
         twice: whether its backward may be differentiated: that of the backward is the forward once more.
         direct: makes the forward for calls that nobody looks at; None if it is the same.
+        slices: whether the forward takes a part of the tensor, which a body may write to like to any other.
     """
 
     forward: Move
@@ -67,6 +68,7 @@ class ReshardStep:
     context: CallContext | None = None
     twice: bool = False
     direct: Callable[[], Move] | None = None
+    slices: bool = False
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout; differentiable."""
@@ -97,7 +99,7 @@ class _Reshard(torch.autograd.Function):
         if step.context is not None:
             ctx.batch = step.context.batch
         moved = step.forward(tensor)
-        return moved.detach() if moved is tensor else moved
+        return moved.detach() if moved is tensor or step.slices else moved  # of views autograd allows no writes
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -225,8 +227,9 @@ def make_reshard(
         direct = None
         if isinstance(axis, ProcessGroupCommunicator) and forward is not Collective.NONE:
             direct = functools.partial(_directly, forward, before, after, axis)
-        return ReshardStep(there, back, twice=twice, direct=direct)
-    return ReshardStep(_flattened(there, context), _flattened(back, context), context, twice)
+        return ReshardStep(there, back, twice=twice, direct=direct, slices=forward is Collective.SLICE)
+    moves = (_flattened(there, context), _flattened(back, context))
+    return ReshardStep(*moves, context, twice, slices=forward is Collective.SLICE)
 
 
 def _flattened(move: Move, context: CallContext) -> Move:
