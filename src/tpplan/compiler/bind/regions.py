@@ -34,6 +34,8 @@ _LOOK_UPS = frozenset(
     )
 )
 
+_FEW = 2  # results of a call, of which all combinations of layouts may be tried
+
 
 @dataclass(slots=True)
 class RegionTable:
@@ -124,7 +126,8 @@ class _Builder:
         unread = tuple([c.target in self.trace.unread for c in frame.exits])
         free = exit_pin is None and style is None
         dead = tuple([free and depth > 0 and c.target in self.dead for c in frame.exits])
-        final = tuple([depth == 0 or (free and not fixed and c.target in self.final) for c in frame.exits])
+        leads_out = free and not fixed and len(frame.exits) > _FEW  # else the last of equal layers would be another
+        final = tuple([depth == 0 or (leads_out and c.target in self.final) for c in frame.exits])
         key = (
             tuple(map(id, values)), inputs, outputs, entries, exits, unread, dead, final, tuple(nodes),
             entry_pin, exit_pin, style, reduced, packs, fixed, backwards, shared, recurrent, stack, of_weights,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules
+from tpplan.compiler.ir.pytree import children, rebuilt
 from tpplan.compiler.ir.trace import Path, Reference
 from tpplan.plan import TpplanError
 
@@ -95,11 +96,8 @@ def play(
     def fill(held: Any) -> Any:
         if isinstance(held, Reference):
             return known[held.identifier]
-        if isinstance(held, tuple):
-            return tuple(map(fill, held))  # pyright: ignore
-        if isinstance(held, list):
-            return list(map(fill, held))  # pyright: ignore
-        return {key: fill(item) for key, item in held.items()} if isinstance(held, dict) else held  # pyright: ignore
+        items = children(held)
+        return held if items is None else rebuilt(held, [fill(item) for _, item in items])
 
     for step in script.steps:
         if isinstance(step, Call):
@@ -140,7 +138,7 @@ def _argument(path: Path, names: Sequence[str], args: tuple[Any, ...], kwargs: M
 
 def _at(held: Any, path: Path) -> Any:
     for key in path:
-        held = held[key]
+        held = dict(children(held) or ())[key]
     return held
 
 

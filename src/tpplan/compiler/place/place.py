@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout
 from tpplan.compiler.ir.region import Boundary, CallNode, OperationNode, Region
 from tpplan.compiler.place.body import GONE, Body, Codes, Numbering
 from tpplan.compiler.place.boundaries import Boundaries
@@ -73,7 +73,7 @@ class Placer:
         self._after: dict[tuple[int, int, int], list[_Step] | Failure] = {}
         self._from: dict[int, dict[Codes, States | Failure]] = {}
         self._taken: dict[tuple[int, int, int], list[_Way]] = {}
-        self._exits: dict[tuple[int, int, int], tuple[Cost, Steps] | None] = {}
+        self._exits: dict[tuple[int, int, int], list[tuple[Cost, Steps]] | None] = {}
 
     def solve(self, region: Region, inputs: State, constraints: Constraints) -> list[Solution] | Failure:
         """Every undominated way to run `region` for these input layouts, or the failure that got furthest."""
@@ -338,21 +338,27 @@ class Placer:
         return self._taken[key]
 
     def _let_go(self, region: Region, states: States, leaving: Sequence[tuple[int, Boundary]]) -> States:
-        """The states once what leaves the model here has left: how it does so concerns nothing that comes later."""
+        """The states once what leaves the model here has left: how it does so concerns nothing that comes later.
+
+        States in which it can't leave end here, unless none is left then: these tell at the exit why.
+        """
         for place, boundary in leaving:
             found: States = {}
             for state, (cost, steps) in states.items():
-                way = self._way_out(region, boundary, state[place])
-                after = state if way is None else (*state[:place], GONE, *state[place + 1 :])
-                total = cost if way is None else (cost[0] + way[0][0], cost[1] + way[0][1])
-                known = found.get(after)
-                if known is None or total < known[0]:
-                    found[after] = (total, steps if way is None else Steps(way[1], steps))
-            states = found
+                ways = self._ways_out(region, boundary, state[place])
+                if ways is None:
+                    found[state] = (cost, steps)
+                for extra, trail in ways or ():
+                    after = (*state[:place], GONE, *state[place + 1 :])
+                    total = (cost[0] + extra[0], cost[1] + extra[1])
+                    known = found.get(after)
+                    if known is None or total < known[0]:
+                        found[after] = (total, Steps(trail, steps))
+            states = found or states
         return states
 
-    def _way_out(self, region: Region, boundary: Boundary, code: int) -> tuple[Cost, Steps] | None:
-        """The cheapest way for what has this layout, or has it open, to leave whole; None if there is none."""
+    def _ways_out(self, region: Region, boundary: Boundary, code: int) -> list[tuple[Cost, Steps]] | None:
+        """The cheapest way for what has this layout, or has it open, to leave whole; None if it may leave otherwise."""
         key = (id(region), id(boundary), code)
         if key not in self._exits:
             ways: list[_Way] = [(code, (0, 0), None)]
@@ -360,18 +366,16 @@ class Placer:
                 held = [(option, self._trail(region, boundary.source, option)) for option in self._open.options(code)]
                 ways = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
             found: list[tuple[Cost, Steps]] = []
+            pinned = False
             for inner, cost, trail in ways:
                 (layout,) = self._numbering.layouts((inner,))
-                options = self.boundaries.exit_options(region, boundary, layout)
-                if boundary.dead:
-                    options = [held for held in options if held[0] == REPLICATED]
-                elif any(target != REPLICATED for target, _ in options):  # it is pinned where it is made
-                    found.clear()
-                    break
-                for target, extra in options:
-                    total = (cost[0] + extra[0], cost[1] + extra[1])
-                    found.append((total, Steps(Decided(boundary.target, target), trail)))
-            self._exits[key] = min(found, key=lambda way: way[0], default=None)
+                for target, extra in self.boundaries.exit_options(region, boundary, layout):
+                    if target == REPLICATED or (boundary.dead and target == REPLICATED_PARTIAL):
+                        total = (cost[0] + extra[0], cost[1] + extra[1])
+                        found.append((total, Steps(Decided(boundary.target, target), trail)))
+                    else:
+                        pinned |= not boundary.dead  # where it is made
+            self._exits[key] = None if pinned else sorted(found, key=lambda way: way[0])[:1]
         return self._exits[key]
 
     def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:

@@ -25,7 +25,7 @@ from tpplan.compiler.bind.bind import Binding
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.ir.layout import REPLICATED, Features, Layout
 from tpplan.compiler.ir.program import MovedOperand, RecordedBody
-from tpplan.compiler.ir.pytree import tensors_in
+from tpplan.compiler.ir.pytree import children, rebuilt, tensors_in
 from tpplan.compiler.ir.script import Call, ReplayError, Run, Script, attribute_at, play
 from tpplan.compiler.ir.trace import Crossing, Frame, Operation, Path, Reference, Trace
 from tpplan.compiler.rewrite.localise import Exchanges, local_steps
@@ -258,12 +258,9 @@ def _referred(held: Any, recorder: Recorder, instead: Mapping[int, int | None] |
         value = recorder.value_of(held)
         source = (instead or {}).get(value, value)
         return None if source is None else Reference(source)
-    if type(held) is tuple:
-        return tuple(_referred(item, recorder, instead) for item in held)  # pyright: ignore
-    if type(held) is list:
-        return [_referred(item, recorder, instead) for item in held]  # pyright: ignore
-    if type(held) is dict:
-        return {key: _referred(item, recorder, instead) for key, item in held.items()}  # pyright: ignore
+    items = children(held)
+    if items is not None:
+        return rebuilt(held, [_referred(item, recorder, instead) for _, item in items])
     if isinstance(held, _PLAIN):
         return held
     raise ReplayError(f"the body passes on an object of class `{type(held).__name__}`")
