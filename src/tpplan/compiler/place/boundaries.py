@@ -87,7 +87,7 @@ class Boundaries:
                 continue
             collectives = self._change(source, target, value)
             if collectives is not None:
-                tie = 0 if source == target else (50 - region.depth if source == PARTIAL else 1000 + region.depth)
+                tie = 0 if source == target else (50 - region.depth if source == PARTIAL else 1000)
                 options.append((target, self._price(source, target, collectives, value, tie)))
         return options
 

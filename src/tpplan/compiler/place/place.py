@@ -365,17 +365,18 @@ class Placer:
             if code < GONE:
                 held = [(option, self._trail(region, boundary.source, option)) for option in self._open.options(code)]
                 ways = [(option.code, option.cost, trail) for option, trail in held if trail is not None]
-            found: list[tuple[Cost, Steps]] = []
+            found: list[tuple[Cost, Cost, Steps]] = []
             pinned = False
             for inner, cost, trail in ways:
                 (layout,) = self._numbering.layouts((inner,))
                 for target, extra in self.boundaries.exit_options(region, boundary, layout):
                     if target == REPLICATED or (boundary.dead and target == REPLICATED_PARTIAL):
                         total = (cost[0] + extra[0], cost[1] + extra[1])
-                        found.append((total, Steps(Decided(boundary.target, target), trail)))
+                        found.append((total, extra, Steps(Decided(boundary.target, target), trail)))
                     else:
                         pinned |= not boundary.dead  # where it is made
-            self._exits[key] = None if pinned else sorted(found, key=lambda way: way[0])[:1]
+            found.sort(key=lambda way: way[:2])  # of equal ways, that which moves it further inside
+            self._exits[key] = None if pinned else [(cost, trail) for cost, _, trail in found[:1]]
         return self._exits[key]
 
     def _ran(self, region: Region, position: int, node: OperationNode, operands: Codes) -> list[_Step] | Failure:
