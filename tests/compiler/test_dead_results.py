@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ class Attention(nn.Module):
 class Decoder(nn.Module):
     """Layers in one flat loop, which keeps what each makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(LAYERS))
-        self.layers = nn.ModuleList(Attention() for _ in range(LAYERS))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
+        self.layers = nn.ModuleList(Attention() for _ in range(layers))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         states, scores = [], []
@@ -46,9 +47,9 @@ class Decoder(nn.Module):
 class Net(nn.Module):
     """Reads the last state alone; of the others, `reads` says what else."""
 
-    def __init__(self, reads: str = "") -> None:
+    def __init__(self, reads: str = "", layers: int = LAYERS) -> None:
         super().__init__()
-        self.decoder, self.reads = Decoder(), reads
+        self.decoder, self.reads = Decoder(layers), reads
 
     def forward(self, x: Tensor) -> Any:
         x, states, scores = self.decoder(x)
@@ -69,3 +70,30 @@ def test_a_decoder_that_keeps_everything(reads: str, sequence: bool) -> None:
     rules = RULES | ({"**.norms.*": "sequence"} if sequence else {})
     report = tpplan.verify(model, {"version": 1, "modules": rules}, 2, (torch.randn(2, 8, WIDTH).double(),))
     assert report.ok and report.collectives == report.predicted
+
+
+def followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let states hold the layouts of all that leaves, up to the end of each body."""
+    regions = importlib.import_module("tpplan.compiler.bind.regions")
+    monkeypatch.setattr(regions, "live_values", lambda root: set(range(10_000)))  # pyright: ignore
+    monkeypatch.setattr(regions, "final_values", lambda root, dead: set())  # pyright: ignore
+    monkeypatch.setattr(importlib.import_module("tpplan.compiler.place.body"), "_leaving", lambda *_: [()] * 1_000)
+
+
+@pytest.mark.parametrize("reads", ["", "all states"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_isnt_followed_costs_as_little(reads: str, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers are few enough to try all combinations of what leaves."""
+    rules = RULES | ({"**.norms.*": "sequence"} if sequence else {})
+    sent: list[tuple[Any, int]] = []
+    for change in (None, followed):
+        if change is not None:
+            change(monkeypatch)
+        torch.manual_seed(0)
+        model, x = Net(reads, 2).double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+        program = tpplan.compile_plan(model, {"version": 1, "modules": rules}, 2, (x,))
+        counts = [program.count_collectives(backward=backward) for backward in (False, True)]
+        sent.append(
+            (counts, sum(move.bytes for module in program.modules for move in (*module.entries, *module.exits)))
+        )
+    assert sent[0] == sent[1]

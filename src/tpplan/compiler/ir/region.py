@@ -90,8 +90,8 @@ class Boundary:
 
     `pin` is what the plan demands of the layout on the inside (of an entry) or on the outside (of an exit); `packs` are
     those of a value that is pinned to be sharded; `unread` are results of layers that compute for nobody; `dead` are
-    results that nobody reads, through whatever modules they leave, and that no plan pins; those that are `final`, of
-    many, leave the model, and nobody else reads them.
+    results that nobody reads, through whatever modules they leave, and that no plan pins; `final` are those of the
+    root, and results of a module with many that leave the model and that nobody reads before.
     """
 
     path: Path

@@ -96,6 +96,8 @@ def play(
     def fill(held: Any) -> Any:
         if isinstance(held, Reference):
             return known[held.identifier]
+        if type(held) is tuple or type(held) is list:  # as nearly always; the general way takes longer
+            return type(held)(map(fill, held))  # pyright: ignore
         items = children(held)
         return held if items is None else rebuilt(held, [fill(item) for _, item in items])
 

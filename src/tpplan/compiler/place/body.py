@@ -66,8 +66,8 @@ class Body:
 
     def __init__(self, region: Region, numbering: Numbering, kept: Collection[int] = ()) -> None:
         """Work out the positions. Of exits that are dead, those of `kept` count as read."""
-        self.dead = frozenset(i for i, b in enumerate(region.exits) if b.dead and i not in kept)
-        read = [boundary for i, boundary in enumerate(region.exits) if i not in self.dead]
+        dead = frozenset(i for i, b in enumerate(region.exits) if b.dead and i not in kept)
+        read = [boundary for i, boundary in enumerate(region.exits) if i not in dead]
         live = _liveness(region, read)
         self.constants: Codes = ()
         self._places: dict[int | None, int] = {}
@@ -91,10 +91,10 @@ class Body:
             )
             self.following.append(self._picker((*before, *made), after))
         self.alone.append(None)
-        ends = [None if i in self.dead else b.source for i, b in enumerate(region.exits)]
+        ends = [None if i in dead else b.source for i, b in enumerate(region.exits)]
         self.operands.append(self._picker(live[-1], ends))
         self.read.append(_places(live[-1], (*(b.source for b in read), *region.outputs)))
-        leaving = [b for i, b in enumerate(region.exits) if b.final or (b.dead and i in kept)]
+        leaving = [boundary for boundary in read if boundary.final or boundary.dead]
         self.leaving = _leaving(region, leaving, live)
         self.following.append(self._picker((*live[-1], *(b.target for b in region.exits)), region.outputs))
 
