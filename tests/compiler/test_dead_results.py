@@ -49,12 +49,14 @@ class Net(nn.Module):
 
     def __init__(self, reads: str = "", layers: int = LAYERS) -> None:
         super().__init__()
-        self.decoder, self.reads = Decoder(layers), reads
+        self.decoder, self.reads, self.norm = Decoder(layers), reads, nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Any:
         x, states, scores = self.decoder(x)
         if self.reads == "sizes":
             return x * sum(held.shape[1] for held in scores)
+        if self.reads == "a state again":
+            return self.norm(states[0]) + x, states
         return (x, *states) if self.reads == "all states" else x
 
 
@@ -80,11 +82,11 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("tpplan.compiler.place.body"), "_leaving", lambda *_: [()] * 1_000)
 
 
-@pytest.mark.parametrize("reads", ["", "all states"])
+@pytest.mark.parametrize("reads", ["", "all states", "a state again"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_isnt_followed_costs_as_little(reads: str, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers are few enough to try all combinations of what leaves."""
-    rules = RULES | ({"**.norms.*": "sequence"} if sequence else {})
+    rules = RULES | ({"**.norms.*": "sequence", "norm": "sequence"} if sequence else {})
     sent: list[tuple[Any, int]] = []
     for change in (None, followed):
         if change is not None:

@@ -217,8 +217,6 @@ BUGS = (
         "total = (cost[0] + extra[0], cost[1] + extra[1])\n                        found",
         "total = (0, 0)\n                        found",
         ("compiler/test_dead_results.py", "compiler/test_open_results.py")),
-    Bug("results that a module reads again are taken for final", "compiler/trace/unread.py",
-        "    return final - read\n", "    return final\n", ("compiler/test_dead_results.py", "golden/test_golden.py")),
     Bug("a body may not write to the slice that it gets", "runtime/reshard.py",
         "moved is tensor or step.slices else", "moved is tensor else", ("parity/test_unusual_bodies.py",)),
     Bug("a gradient that counts once counts on each rank", "runtime/reshard.py",
