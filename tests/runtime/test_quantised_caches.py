@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +24,20 @@ RANKS = 2
 HEAD = 6  # features of a head of the tiny Llama
 
 
+@functools.cache
+def _nothing_is_built() -> None:
+    """This process unpacks what quanto packs in Python: the C++ extension that does the same takes a minute to build."""
+    extension: Any = importlib.import_module("optimum.quanto.library.extensions.cpp").ext
+    extension._lib = SimpleNamespace(unpack=_unpacked)
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    return torch.cat([packed >> bits * place & 2**bits - 1 for place in range(8 // bits)])
+
+
 def generated(model: Any, batch: int, length: int, **options: Any) -> Any:
     """A prompt, and as many tokens as the cache is quantised anew twice."""
+    _nothing_is_built()
     config = {"nbits": 4, "q_group_size": HEAD, "residual_length": 3, **options}
     settings = {**SETTINGS, "max_new_tokens": 8, "return_dict_in_generate": True}
     settings["num_beams"] = config.pop("num_beams", 1)
@@ -151,6 +165,7 @@ def test_a_cache_that_rounds_by_the_numbers_of_all_heads_is_refused_at_once() ->
 
 def test_what_a_packed_tensor_shows_has_no_part_in_its_bytes() -> None:
     """Why packing is followed bit by bit: a rank's bytes are no stretch of the whole's."""
+    _nothing_is_built()
     PackedTensor: Any = importlib.import_module("optimum.quanto.tensor.packed").PackedTensor
     whole = torch.arange(16, dtype=torch.uint8).reshape(8, 2) % 16
     parts = [PackedTensor.pack(half, 4) for half in whole.chunk(2)]
