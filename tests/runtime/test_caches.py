@@ -135,9 +135,10 @@ def differing(member: Member, plan: str, ways: list[str]) -> list[str]:
 
 QUICK = ["static"]
 WINDOWS = ["static", "static turns", "ragged static"]
-SLOW = [("llama-sequence", [*WAYS]), ("gemma3_text", WINDOWS)]
+TELLING = ["made whole", "turns", "static turns", "alone, odd", "ragged static", "chunks", "static beams"]
+SLOW = [("llama-sequence", TELLING), ("gemma3_text", WINDOWS)]
 SLOW += [("gpt_bigcode", ["turns"])]  # whose attention goes another way for one token than for several
-SWEPT = [("llama", [*WAYS]), ("bloom", [*WAYS]), ("gpt_oss-sequence", WINDOWS), ("mistral", WINDOWS)]
+SWEPT = [("llama-sequence", [*WAYS]), ("llama", [*WAYS]), ("bloom", [*WAYS]), ("gpt_oss-sequence", WINDOWS), ("mistral", WINDOWS)]
 CASES = [("llama", QUICK), *SLOW, *SWEPT]
 
 

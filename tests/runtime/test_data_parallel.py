@@ -25,14 +25,7 @@ from tpplan.compat import fake_process_group
 
 QUICK = ["ddp accumulated", "replicate", "replicate by fsdp"]
 HSDP = ["hsdp"]
-SLOW = [
-    "of everything",
-    "checkpointed",
-    "accumulated",
-    "two forwards",
-    "half, packs",
-    "ddp shared",
-]
+SLOW = ["of everything", "checkpointed", "half, packs"]
 SWEPT = [name for name in CASES if name not in (*SLOW, *HSDP)]
 
 
