@@ -18,8 +18,8 @@ from tpplan.compiler.ir.layout import PARTIAL, REPLICATED_PARTIAL, Layout, Pack,
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed as rules
-from tpplan.compiler.rules.packed import viewed
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
+from tpplan.compiler.rules.views import viewed
 from tpplan.runtime.segments import in_packs, in_ranks, taken
 
 RANKS, BATCH = 4, 3

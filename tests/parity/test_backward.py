@@ -219,6 +219,43 @@ BENT = ("straight-through-clipped", "reversed", "hook-that-doubles", "none-diffe
 CLAMPS = ("clipped", "sign", "hook-that-clips")
 
 
+class Softmax(torch.autograd.Function):
+    """Masked scores, as DeBERTa computes them: the backward is torch's own formula for a softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, hidden: Tensor) -> Tensor:
+        lowest = torch.tensor(torch.finfo(scores.dtype).min)
+        output = torch.softmax(scores.masked_fill(hidden, lowest), -1).masked_fill_(hidden, 0)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (output,) = ctx.saved_tensors
+        return torch._softmax_backward_data(gradients[0], output, -1, output.dtype), None  # pyright: ignore
+
+
+class Attention(nn.Module):
+    """Heads whose scores go through a function with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (f(x).view(batch, length, -1, WIDTH // 4).transpose(1, 2) for f in (self.query, self.key, self.value))
+        hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores: Any = Softmax.apply(q @ k.transpose(-1, -2), hidden)  # pyright: ignore
+        return self.out((scores @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_heads_whose_softmax_has_a_backward_of_its_own(size: int) -> None:
+    prove(nn.Sequential(Attention()), {"*.{query,key,value}": "colwise", "*.out": "rowwise"}, size)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_what_is_right_for_a_part_stays_split(name: str, size: int) -> None:

@@ -7,7 +7,7 @@ on both, and each operator that is dispatched on meta is given the numbers that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,16 @@ OPERATORS = {
     if not f"{op.name}.".startswith(_OUTSIDE) or op.name in ("special.log_ndtr", "special.entr", "special.i1")
 }
 FOURIER = tuple(f"aten._fft_{kind}.default" for kind in ("c2c", "r2c", "c2r"))
+SHAPED: Mapping[str, tuple[tuple[tuple[int, ...], ...], tuple[Any, ...]]] = {
+    "aten.pixel_shuffle.default": (((4, 8, 2, 3),), (2,)),
+    "aten.pixel_unshuffle.default": (((4, 8, 4, 2),), (2,)),
+    "aten.im2col.default": (((4, 8, 3, 3),), ([2, 2], [1, 1], [1, 0], [1, 1])),
+    "aten.col2im.default": (((4, 32, 4),), ([3, 3], [2, 2], [1, 1], [0, 0], [1, 1])),
+    "aten.grid_sampler_2d.default": (((8, 8, 3, 3), (8, 2, 3, 2)), (0, 0, False)),
+    "aten.grid_sampler_3d.default": (((8, 8, 2, 2, 2), (8, 1, 2, 2, 3)), (0, 0, False)),
+    "aten._softmax_backward_data.default": (((4, 8, 6), (4, 8, 6)), (-1, torch.float64)),
+    "aten._log_softmax_backward_data.default": (((4, 8, 6), (4, 8, 6)), (1, torch.float64)),
+}  # shapes of the tensors, and what comes after them
 _LARGEST = 2048
 
 
@@ -113,7 +123,7 @@ def _tensors(held: Any) -> list[Tensor]:
 def calls_of(name: str, samples: int) -> Iterator[Call]:
     """The calls that an entry comes down to, each once: one of the database, or an operator of the table itself."""
     if name in TABLE:
-        yield from transforms(name) if name in FOURIER else made_up(name)
+        yield from transforms(name) if name in FOURIER else shaped(name) if name in SHAPED else made_up(name)
         return
     entry, seen = OPERATORS[name], set[str]()
     dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if entry.supports_dtype(d, "cpu")), None)
@@ -162,6 +172,14 @@ def transforms(name: str) -> Iterator[Call]:
         yield Call(operator, (given, dims, 0, last[kind]), {})
 
 
+def shaped(name: str) -> Iterator[Call]:
+    """A call with tensors of these shapes of an operator that the database has no such samples of."""
+    shapes, rest = SHAPED[name]
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.rand(shape, dtype=torch.float64, generator=generator) * 1.8 - 0.9 for shape in shapes]
+    yield Call(resolve(name), (*tensors, *rest), {})
+
+
 def resolve(name: str) -> Any:
     """The operator of a name such as `aten.mul.Tensor`."""
     _, base, overload = name.split(".")
@@ -180,8 +198,10 @@ def _with_arguments(operator: Any, shapes: tuple[tuple[int, ...], ...], dtype: t
         kind = str(argument.type)
         if kind in ("Tensor", "Optional[Tensor]"):
             numbers = torch.rand(remaining.pop(0), dtype=torch.float64, generator=generator) * 0.9 + 0.05
-            if argument.name == "condition":
+            if argument.name in ("condition", "mask"):
                 return numbers > 0.5
+            if argument.name == "value":
+                return numbers.flatten()[0].to(dtype)
             if dtype is torch.complex128:
                 return torch.complex(numbers, numbers.flip(0))
             return numbers if dtype is torch.float64 else (numbers * (9 if dtype is torch.int64 else 1.5)).to(dtype)

@@ -13,7 +13,7 @@ import torch
 
 from tests.compiler.test_propagate import CASES
 from tests.marking import slow_but
-from tests.rules.calls import FOURIER, OPERATORS, Call, resolve
+from tests.rules.calls import FOURIER, OPERATORS, SHAPED, Call, resolve
 from tests.rules.numbers import Subject, Wrong
 from tests.rules.sweep import ENTRYWISE, sweep
 from tpplan.compiler.ir import operators
@@ -47,7 +47,8 @@ _NUMBERS = frozenset(
      "diagonal", "decimals", "ignore_index", "reduction", "normalized_shape", "stride", "padding", "dilation",
      "output_padding", "groups", "padding_idx", "mode", "normalization", "last_dim_size", "shape", "low", "high",
      "out_dtype", "dtype", "layout", "memory_format", "N", "C", "HxW", "group", "kernel_size", "divisor_override",
-     "output_size")
+     "output_size", "upscale_factor", "downscale_factor", "interpolation_mode", "padding_mode",
+     "input_dtype")
 )  # fmt: skip
 
 
@@ -62,6 +63,13 @@ def test_what_a_rule_says_holds_in_numbers(name: str) -> None:
 def test_a_fourier_transform_keeps_what_is_split_along_another_dim(name: str, ranks: int) -> None:
     (tally,) = sweep([name], samples=5, ranks=ranks, limit=40, most=5).values()
     assert tally.counts.total() > 10 and not tally.wrong, tally
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SHAPED)
+def test_what_the_database_has_no_samples_of_holds_in_numbers(name: str, ranks: int) -> None:
+    (tally,) = sweep([name], samples=1, ranks=ranks, limit=60, packs=True, most=16).values()
+    assert tally.counts["right"] > 2 and not tally.wrong, tally
 
 
 GROUPS = [ENTRYWISE[i::12] for i in range(12)]
@@ -87,7 +95,7 @@ def test_what_a_rule_says_holds_for_every_choice_of_layouts(name: str, ranks: in
 @pytest.mark.sweep
 def test_no_operator_of_the_table_goes_without() -> None:
     """All are met with operands that aren't replicated; some by the calls of tests/compiler/test_propagate.py."""
-    tallies = sweep((*OPERATORS, *ENTRYWISE), samples=8, ranks=2, limit=40, most=10)
+    tallies = sweep((*OPERATORS, *ENTRYWISE, *SHAPED), samples=8, ranks=2, limit=40, most=10)
     tried = {name for name, tally in tallies.items() if tally.counts["accepted"] + tally.counts["refused"]}
     elsewhere = {str(case.operator) for case in CASES}
     assert set(TABLE) - tried - elsewhere == set()

@@ -138,7 +138,13 @@ WINDOWS = ["static", "static turns", "ragged static"]
 TELLING = ["made whole", "turns", "static turns", "alone, odd", "ragged static", "chunks", "static beams"]
 SLOW = [("llama-sequence", TELLING), ("gemma3_text", WINDOWS)]
 SLOW += [("gpt_bigcode", ["turns"])]  # whose attention goes another way for one token than for several
-SWEPT = [("llama-sequence", [*WAYS]), ("llama", [*WAYS]), ("bloom", [*WAYS]), ("gpt_oss-sequence", WINDOWS), ("mistral", WINDOWS)]
+SWEPT = [
+    ("llama-sequence", [*WAYS]),
+    ("llama", [*WAYS]),
+    ("bloom", [*WAYS]),
+    ("gpt_oss-sequence", WINDOWS),
+    ("mistral", WINDOWS),
+]
 CASES = [("llama", QUICK), *SLOW, *SWEPT]
 
 

@@ -26,7 +26,7 @@ HEAD = 6  # features of a head of the tiny Llama
 
 @functools.cache
 def _nothing_is_built() -> None:
-    """This process unpacks what quanto packs in Python: the C++ extension that does the same takes a minute to build."""
+    """This process unpacks what quanto packs in Python: its extension in C++ takes a minute to build."""
     extension: Any = importlib.import_module("optimum.quanto.library.extensions.cpp").ext
     extension._lib = SimpleNamespace(unpack=_unpacked)
 

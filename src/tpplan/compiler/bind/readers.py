@@ -21,6 +21,7 @@ from tpplan.compiler.ir.region import picks_of
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.compiler.rules.batch_norm import BATCH_NORM
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
+from tpplan.compiler.rules.folding import FOLDING, SAMPLING, folded_into, keeps_dim
 from tpplan.compiler.rules.packed import (
     EXPAND,
     GATED,
@@ -225,6 +226,9 @@ class Readers:
         return replace(taken, stretches=tuple(stretches), heads=tuple(heads)) if len(stretches) > len(parts) else None
 
     def _step(self, at: _Dim, frame: Frame, operation: Operation, whole: int, depth: int) -> Taken | None:
+        channels = folded_into(operation, self.trace.values, at.dim)
+        if channels is not None and at.unit == 1 and operation.inputs[0] == at.value:
+            return Taken(frame, operation, (whole,), (channels,))
         after = self._after(at, operation)
         if len(after) > 1 and self._picked(after[-1], 0):
             # Pairs of features, as rotary embeddings turn them: no dim of heads tells them apart.
@@ -352,6 +356,8 @@ class Readers:
                 return [_Dim(outputs[0], len(after) - 1, at.unit)]
             dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
             return dims[1:] if len(dims) > 2 and after[dims[0].dim] == 1 and not self._picked(dims[-1], 0) else dims
+        if name in FOLDING or name in SAMPLING:
+            return [_Dim(outputs[0], at.dim, at.unit)] if keeps_dim(name, len(before), at.dim) else []
         if name == "aten.unsqueeze.default":
             place = operation.arguments[1] % len(after)
             return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]

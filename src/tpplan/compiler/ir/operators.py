@@ -84,15 +84,18 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "leaky_relu.default* le.Scalar* le.Tensor* lgamma.default* log.default* log10.default* log1p.default* "
      "log2.default* log_sigmoid_forward.default logaddexp.default logaddexp2.default logical_and.default* "
      "logical_not.default* logical_or.default* logical_xor.default* logit.default* lt.Scalar* lt.Tensor* "
-     "maximum.default minimum.default mish.default* nan_to_num.default* ne.Scalar* ne.Tensor* nextafter.default* "
+     "masked_fill.Tensor* maximum.default minimum.default mish.default* nan_to_num.default* ne.Scalar* ne.Tensor* "
+     "nextafter.default* "
      "pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow_.Scalar pow_.Tensor rad2deg.default* reciprocal.default* "
      "relu.default* relu6.default* remainder.Scalar* remainder.Tensor* round.default* round.decimals* rsqrt.default* "
      "rsub.Scalar selu.default* sgn.default* sigmoid.default* sign.default* signbit.default silu.default* "
      "sin.default* sinc.default* sinh.default* softplus.default softshrink.default sqrt.default* square.default* "
      "sub.Scalar* tan.default* tanh.default* threshold.default* trunc.default* xlogy.Tensor* xlogy.Scalar_Other* "
      "xlogy.Scalar_Self special_entr.default special_erfcx.default special_i0e.default special_i1.default "
-     "special_i1e.default special_log_ndtr.default special_xlog1py.default special_zeta.default ones_like.default "
-     "full_like.default empty_like.default zeros_like.default fill_.Scalar zero_.default"),
+     "special_i1e.default special_log_ndtr.default special_xlog1py.default special_zeta.default "
+     "gelu_backward.default sigmoid_backward.default silu_backward.default tanh_backward.default "
+     "threshold_backward.default ones_like.default full_like.default empty_like.default zeros_like.default "
+     "fill_.Scalar zero_.default"),
     (Operator("along"),
      "_softmax.default _log_softmax.default _safe_softmax.default cummax.default cummin.default cumprod.default* "
      "logcumsumexp.default sort.default sort.stable topk.default kthvalue.default mode.default "
@@ -105,8 +108,10 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "upsample_linear1d.default upsample_bilinear2d.default upsample_bicubic2d.default upsample_trilinear3d.default "
      "_upsample_bilinear2d_aa.default _upsample_bicubic2d_aa.default reflection_pad1d.default "
      "reflection_pad2d.default reflection_pad3d.default replication_pad1d.default replication_pad2d.default "
-     "replication_pad3d.default"),
-    (Operator("along", "first"), "cumsum.default* _fft_c2c.default _fft_r2c.default _fft_c2r.default"),
+     "replication_pad3d.default grid_sampler_2d.default grid_sampler_3d.default"),
+    (Operator("along", "first"),
+     "cumsum.default* _softmax_backward_data.default _log_softmax_backward_data.default "
+     "_fft_c2c.default _fft_r2c.default _fft_c2r.default"),
     (Operator("reduction", "first"), "sum.default sum.dim_IntList mean.default mean.dim"),
     (Operator("reduction"),
      "all.default all.dim all.dims amax.default amin.default any.default any.dim any.dims argmax.default "
@@ -123,6 +128,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "unsafe_split.Tensor diagonal.default"),
     (Operator("view", "first", new_dim=True), "unsqueeze.default"),
     (Operator("arrangement", "first"), "flip.default roll.default repeat.default constant_pad_nd.default"),
+    (Operator("arrangement"), "pixel_shuffle.default pixel_unshuffle.default im2col.default col2im.default"),
     (Operator("arrangement", "all"), "cat.default"),
     (Operator("arrangement", "all", new_dim=True), "stack.default"),
     (Operator("picking", "first"), "gather.default index.Tensor index_select.default"),
