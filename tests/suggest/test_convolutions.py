@@ -78,6 +78,35 @@ class Bottleneck(nn.Module):
         return self.head(self.pool(x.relu()).flatten(1))
 
 
+class Framed(nn.Module):
+    """A convolution that pads by what it computes of its sizes, which are kept as tensors."""
+
+    def __init__(self, channels: int, made: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, made, 3, stride)
+        self.register_buffer("stride", torch.tensor(stride), persistent=False)
+        self.register_buffer("padding", torch.tensor(3) - stride, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = torch.ceil((x.shape[-1] - 3 + self.padding) / self.stride + 1).to(torch.int64) - 1
+        more = frames * self.stride + 3 - self.padding - x.shape[-1]
+        return self.conv(functional.pad(x, (self.padding, more)))
+
+
+class Codec(nn.Module):
+    """Convolutions of sounds, each in fewer frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Framed(4, 16), Framed(16, 32, 2), Framed(32, 4, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        for layer in self.layers:
+            x = functional.elu(layer(x))
+        return x
+
+
 class Stacked(nn.Module):
     """Convolutions one after the other, then layers of all that is left of the image."""
 
@@ -285,3 +314,10 @@ def test_a_convolution_and_a_linear_layer_are_a_pair() -> None:
 def test_a_group_that_a_rank_would_cut_stays_whole_with_its_cause() -> None:
     with pytest.raises(CompileError, match="normalizes groups of channels that several ranks hold"):
         suggest_text(Residual(groups=1).double(), 2, inputs=images(3, 8)[0])
+
+
+def test_sizes_that_a_module_keeps_as_tensors_are_read() -> None:
+    model, calls = Codec().double(), [sequences(3, 12), sequences(2, 17)]
+    plan = suggest_text(model, 2, inputs=calls[0][0])
+    assert "layers.1.conv" in plan and "layers.2.conv" in plan
+    assert max(worst(model, plan, 2, calls[0], calls)) < 1e-12

@@ -95,6 +95,13 @@ class ShapeCommunicator:
         self.sent[name] += bytes_sent(name, tensor.numel() * tensor.itemsize * parts, self.size)
 
 
+class _ShapeDistributor(MeshDistributor):
+    """Leaves buffers as the skeleton has them: on `meta`, but for single numbers, which bodies may read."""
+
+    def place_buffer(self, buffer: Tensor) -> Tensor:
+        return buffer
+
+
 class Rehearsed(NamedTuple):
     """The collectives of one rank: those that ran, and those that the program predicts for the calls that ran."""
 
@@ -156,7 +163,7 @@ def lowered_on_shapes(model: nn.Module, program: Program, rank: int) -> tuple[nn
     """A skeleton of the stock model, in the program's mode, sharded as a rank would have it; and its communicator."""
     skeleton = make_skeleton(model).model.train(program.training)
     axis = ShapeCommunicator(program.size, rank)
-    distributor = MeshDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
+    distributor = _ShapeDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
     distributor.device = torch.device("meta")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that aren't there
