@@ -17,6 +17,7 @@ import tpplan
 from tests.marking import slow_but
 from tests.runtime.simulated import worst
 from tests.runtime.world import Member, world
+from tpplan.api import suggest_text
 from tpplan.compat import WEIGHTS_LISTED
 from tpplan.parity import verify_program
 from tpplan.plan import CompileError, load_plan
@@ -419,3 +420,22 @@ def test_weights_in_other_places_are_refused() -> None:
 def test_the_size_of_a_result_that_is_split_is_a_parts() -> None:
     with pytest.raises(CompileError, match="called with 4 instead of 8"):
         tpplan.compile_plan(Kept("gru"), plan_for(head="replicate"), 2, (example(),))
+
+
+class Mostly(nn.Module):
+    """Less than half can be split: what is exchanged inside of bodies is tried as well, but for a recurrent layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.recurrent = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).relu())
+        return x + self.last(self.recurrent(self.first(x).relu())[0].relu())
+
+
+def test_a_layer_that_stays_whole_is_not_searched_step_by_step() -> None:
+    text = suggest_text(Mostly(), 2, inputs=(torch.randn(2, 40, 8),))
+    assert "  up: colwise" in text and "recurrent" not in text.partition("modules:")[2]

@@ -150,3 +150,74 @@ def test_convolutions_of_which_nobody_reads_the_last(tp: int) -> None:
     assert report.ok, report.problems
     found = search(model, tp, call, {}, False)
     assert {name for name, held in found.settings.items() if held.style.value == "rowwise"} >= {"stream.1.weight"}
+
+
+class Feed(nn.Module):
+    """A normed pair of layers; a number for each token is passed along, which the layer may not read."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.pick, self.reads = nn.Linear(WIDTH, 8), reads
+
+    def forward(self, x: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        key = self.pick(x)
+        chosen = (key @ key.transpose(1, 2)).topk(4, -1).indices
+        if self.reads and before is not None:
+            chosen = chosen + before * 0
+        return x + self.down(self.up(self.norm(x)).relu()) * (chosen.sum(-1, keepdim=True) > 0), chosen
+
+
+class Chosen(nn.Module):
+    """A tensor is handed from layer to layer, and nobody reads it."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Feed(reads), Feed(reads)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = None
+        for layer in self.layers:
+            x, chosen = layer(x, chosen)
+        return x
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_is_passed_on_may_be_read_or_not(reads: bool) -> None:
+    torch.manual_seed(0)
+    stock, call = Chosen(reads).double(), ((torch.randn(2, 6, WIDTH, dtype=torch.float64),), {})
+    found = search(stock, 2, *call, False)
+    assert {f"layers.{i}.{leaf}" for i in range(2) for leaf in ("up", "down")} <= found.settings.keys()
+    parity = verify_program(stock, found.program, call)
+    assert not parity.problems and parity.max_error < 1e-13
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Pooled(nn.Module):
+    """A head computes for nobody before a stream that is normed at last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.Sequential(Branch(), Branch()), nn.LayerNorm(WIDTH)
+        self.head = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head(x)
+        return self.norm(self.layers(x))
+
+
+def test_a_head_for_nobody_leaves_the_models_result_its_gradient() -> None:
+    torch.manual_seed(0)
+    stock, call = Pooled().double(), ((torch.randn(2, 6, WIDTH, dtype=torch.float64),), {})
+    found = search(stock, 2, *call, True)
+    assert found.settings["norm"].style.value == "sequence"
+    parity = verify_program(stock, found.program, call)
+    assert not parity.problems and parity.max_error < 1e-13

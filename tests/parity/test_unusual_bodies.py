@@ -14,9 +14,11 @@ from torch.func import functional_call
 import tpplan
 from tpplan.compat import local_of
 from tpplan.parity.rank import SimulatedDistributor
+from tpplan.parity.run import verify_program
 from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.plan import CompileError
 from tpplan.runtime.lower import lower
+from tpplan.suggest import search
 
 PLAN = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
 
@@ -175,3 +177,59 @@ def test_a_body_may_write_to_the_part_that_it_gets() -> None:
     report = tpplan.verify(Net().double(), plan, 2, (torch.randint(20, (2, 6)),))
     assert report.ok
     assert report.collectives == report.predicted
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"pooled": self.down(self.up(x).relu())}
+
+
+class Counts:
+    """An object that bodies write to: they can't run from their records."""
+
+    calls = 0
+
+
+class TakenApart(nn.Module):
+    """Attention that is cut by sizes which the module keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.qkv, self.out = 16, nn.Linear(16, 64, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor, counts: Counts) -> Tensor:
+        counts.calls += 1
+        query, key, value = self.qkv(x).split([self.width, self.width, 2 * self.width], -1)
+        query, key = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (query, key))
+        value = value.unflatten(-1, (-1, 8)).transpose(1, 2)
+        return x + self.out((query @ key.transpose(2, 3) @ value).transpose(1, 2).flatten(2))
+
+
+class Rewriting(nn.Module):
+    """A model writes to the container that its tower returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.layers = Tower(), nn.ModuleList([TakenApart(), TakenApart()])
+
+    def forward(self, x: Tensor, pictures: Tensor) -> Tensor:
+        seen = self.tower(pictures)
+        seen["pooled"] = seen["pooled"].split([4, 4])
+        x, counts = x + torch.stack(seen["pooled"]).mean(1, keepdim=True), Counts()
+        for layer in self.layers:
+            x = layer(x, counts)
+        return x
+
+
+def test_a_caller_may_write_to_the_container_that_it_gets() -> None:
+    torch.manual_seed(0)
+    stock = Rewriting().double()
+    call = ((torch.randn(2, 6, 16, dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64)), {})
+    found = search(stock, 2, *call, False)
+    assert {"layers.0.qkv", "layers.1.out", "tower.up"} <= found.settings.keys()
+    parity = verify_program(stock, found.program, call)
+    assert not parity.problems and parity.max_error < 1e-12

@@ -309,3 +309,20 @@ def test_filters_of_split_features_are_split_through_their_transform(tp: int) ->
     plan = tpplan.suggest_plan(model, tp, False, (x,))
     assert styles(plan) == {"{up,filter,skip}": "colwise", "down": "rowwise"}
     assert tpplan.verify(model, plan, tp, (x,)).ok
+
+
+class Joined(nn.Module):
+    """A cache's first update: the features are put behind a vector of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.up(x).relu()
+        return self.down(torch.cat([made.new_empty(0), made], -2))
+
+
+def test_a_vector_of_nothing_is_joined_to_features() -> None:
+    text = suggest_text(nn.Sequential(Joined()), 2, inputs={"input": torch.randn(2, 5, 16)})
+    assert '"*.up": colwise' in text and '"*.down": rowwise' in text

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tpplan.compat import named_modules
+from tpplan.compiler.bind.recurrent import is_recurrent
 from tpplan.compiler.bind.regions import RegionTable, build_regions
 from tpplan.compiler.bind.wrappers import Members
 from tpplan.compiler.check import local_run
@@ -214,15 +216,21 @@ def _reached(instance: Instance, modules: Collection[str]) -> Iterator[Instance]
 def _moving(problem: Problem, learned: Learned, instances: Iterable[Instance]) -> Learned | None:
     """Let operations of these bodies move their operands.
 
-    A layer that is split has a body of the runtime's own, and a record knows no functions over classes.
+    A layer that is split has a body of the runtime's own, and a record knows no functions over classes. What torch runs
+    as one kernel would run step by step from a record: a recurrent layer is split by its rule, or not at all.
     """
     constraints = learned.constraints
     if not problem.moves:
         return None
+    modules = dict(named_modules(problem.request.model))
     found = {
         i.region.example
         for i in instances
-        if i.frame.module and i.region.style is None and not i.region.shared and not _reduces_classes(i)
+        if i.frame.module
+        and i.region.style is None
+        and not i.region.shared
+        and not _reduces_classes(i)
+        and not is_recurrent(modules[i.frame.module])
     }
     if found <= constraints.moving | constraints.unsliced:
         return None

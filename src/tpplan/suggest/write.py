@@ -83,20 +83,20 @@ def reason_for(suggestion: Suggestion, whole: Whole) -> str:
         return "each rank takes its part of the result"
     if layer_of(f"{whole.example}.") in suggestion.settings:
         return "of what a weight is computed of, these count nothing that is split"
-    found = reasons.get(whole.example)
-    alike = (reason for name, reason in reasons.items() if shape_of(name) == whole.pattern)
-    own = (reason for name, reason in reasons.items() if name.rpartition(".")[0] == whole.example)  # a parameter's
-    return found or next(alike, None) or next(own, None) or _kind(suggestion, whole)
+    layer = layer_of(f"{whole.example}.") or whole.example
+    alike = (reason for name, reason in reasons.items() if shape_of(name) == shape_of(layer))
+    own = (reason for name, reason in reasons.items() if name.rpartition(".")[0] == layer)  # a parameter's
+    return reasons.get(layer) or next(alike, None) or next(own, None) or _kind(suggestion, layer)
 
 
-def _kind(suggestion: Suggestion, whole: Whole) -> str:
+def _kind(suggestion: Suggestion, layer: str) -> str:
     """Why modules stay whole that nothing was asked of."""
-    module = dict(named_modules(suggestion.subject.model)).get(whole.example)
+    module = dict(named_modules(suggestion.subject.model)).get(layer)
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return "its channels stay whole"
     if isinstance(module, nn.Embedding):
         return "the model doesn't call this table, or not with inputs of its own"
-    return _NO_LINEAR if module is None or _is_reached(suggestion, whole.example) else "the call doesn't reach it"
+    return _NO_LINEAR if module is None or _is_reached(suggestion, layer) else "the call doesn't reach it"
 
 
 def _is_reached(suggestion: Suggestion, name: str) -> bool:

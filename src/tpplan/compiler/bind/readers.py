@@ -117,7 +117,8 @@ class Readers:
         if made is None or not made.inputs:
             return ()
         if made.name == "aten.cat.default":
-            sizes = tuple(self.trace.values[i].shape[along] for i in made.inputs)
+            joined = [self.trace.values[i].shape for i in made.inputs]
+            sizes = tuple(each[along] for each in joined if len(each) == len(shape))  # torch skips a vector of nothing
             return sizes if _argument(made, 1, 0) % len(shape) == along else ()
         before = self.trace.values[made.inputs[0]].shape
         if made.name in _EXCHANGES:

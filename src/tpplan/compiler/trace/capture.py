@@ -27,7 +27,7 @@ from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
 from tpplan.compiler.ir.objects import fresh_object, is_object, note_alike
-from tpplan.compiler.ir.pytree import Walk, leaves, tensors_in, tensors_of, with_tensors
+from tpplan.compiler.ir.pytree import Walk, leaves, tensors_in, tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard
 from tpplan.compiler.ir.trace import (
     Asked,
@@ -540,7 +540,8 @@ def _record_call(
     if recorder.frames[-1].differentiates and not torch.is_grad_enabled():
         recorder.gradless.update(crossing.target for crossing in outward.crossings)
         recorder.passed.update(crossing.target for crossing in inward.crossings)
-    state.results[name, call] = result
+    # The caller may write to what it is handed.
+    state.results[name, call] = result if isinstance(result, Tensor) else with_items(result, lambda item: item)
     recorder.frames[-1].body.append(
         Frame(name, call, tuple(inward.crossings), tuple(outward.crossings), tuple(frame.body), cuts=tuple(frame.cuts))
     )

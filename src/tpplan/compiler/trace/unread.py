@@ -71,7 +71,7 @@ def live_values(root: Frame) -> set[int]:
     """The values that anybody reads in a trace, and what is made in it for its own sake, such as what is written."""
     held = [n for frame in root.walk() for n in frame.body if isinstance(n, Operation)]
     live = {value for n in held for value in (*n.inputs, *n.overwritten)}
-    live.update(crossing.source for crossing in root.exits)
+    live.update(value for crossing in root.exits for value in (crossing.source, crossing.target))
     for crossing in reversed([*_crossings(root)]):
         if crossing.target in live:
             live.add(crossing.source)
