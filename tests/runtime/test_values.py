@@ -254,3 +254,44 @@ def test_many_proofs_for_the_numbers_that_are_read_are_told_of() -> None:
 
     with pytest.warns(UserWarning, match="TP186"):
         on_ranks(model(along), {}, 1, call(24, 30, 7), work)
+
+
+class Reading(nn.Module):
+    """A tower is called if any token stands for a picture, and a count says how much of it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, HIDDEN)
+        self.tower, self.layers = (
+            nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.ReLU(), nn.Linear(WIDTH, HIDDEN)) for _ in "12"
+        )
+
+    def forward(self, ids: Tensor, pictures: Tensor, counted: Tensor) -> Tensor:
+        x = self.table(ids)
+        if (ids == 63).any():
+            seen = self.tower(pictures)[:, : int(counted[0].sum().item())]
+            x = x.index_put(torch.nonzero(ids == 63, as_tuple=True), seen.flatten(0, 1))
+        return x + self.layers(x)
+
+
+def pictured(counted: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    ids = torch.arange(24).reshape(2, 12)
+    ids[:, 4:7] = 63
+    return (ids, torch.randn(2, 5, HIDDEN, dtype=torch.float64), torch.ones(2, 3, dtype=counted)), {}
+
+
+READING = {
+    f"{part}.{place}": style for part in ("tower", "layers") for place, style in ((0, "colwise"), (2, "rowwise"))
+}
+
+
+def test_of_a_branch_that_the_call_takes_numbers_are_read() -> None:
+    torch.manual_seed(0)
+    stock, example = Reading().double(), pictured(torch.int64)
+    text = ((example[0][0].clamp(max=62), *example[0][1:]), {})
+    assert max(worst(stock, READING, 2, example, [example, text, example])) < TOLERANCE
+
+
+def test_numbers_that_nobody_knows_are_missed_on_the_side_that_the_call_takes() -> None:
+    with pytest.raises(CompileError, match="TP110"):
+        worst(Reading().double(), READING, 2, pictured(torch.float64), [])

@@ -121,3 +121,24 @@ def test_what_needs_whole_rows_is_refused_and_suggested_whole(options: dict[str,
     with pytest.raises(CompileError, match="TP112"):
         tpplan.compile_plan(model, {"version": 1, "modules": {"table": "colwise"}}, 2, inputs)
     assert "table:" not in suggest_text(model, 2, inputs=inputs)
+
+
+class Padded(nn.Module):
+    """A row of the table stands in for tokens that have none, and is read without a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(64, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.where((ids == 7)[..., None], self.table.weight[0], self.table(ids))
+        return self.down(self.up(x).relu())
+
+
+def test_a_row_that_is_read_without_a_call_is_told() -> None:
+    ids = torch.arange(12).reshape(2, 6)
+    rules = {"table": "vocab", "up": "colwise", "down": "rowwise"}
+    with pytest.raises(CompileError, match="reads entries of the weight of `table` itself"):
+        tpplan.compile_plan(Padded(), {"version": 1, "modules": rules}, 2, (ids,))
+    del rules["table"]  # as the help says
+    tpplan.compile_plan(Padded(), {"version": 1, "modules": rules}, 2, (ids,))

@@ -265,6 +265,8 @@ def _unmet(pin: Pin | None, shape: tuple[int, ...], held: Layout, size: int) -> 
 
 def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int, Layout]) -> Diagnostic:
     number, held = split
+    if here.region.values[number].parameter is not None and bound.style is Style.VOCAB:
+        return _read_itself(here, node, bound)
     whole = here.region.values[number].shape[held.dim or 0]
     parts = [here.region.values[o].shape for o in node.outputs if o is not None]
     sizes = [shape[held.dim] for shape in parts if held.dim is not None and len(shape) > held.dim]
@@ -279,6 +281,19 @@ def _packed(here: Instance, node: OperationNode, bound: Bound, split: tuple[int,
         if len(sizes) > 1 and sum(sizes) == whole
         else f"name what it packs by `packed: {{q: …, k: …}}` with sizes, or remove the rule, so that `{bound.name}` "
         "stays whole",
+        notes=(f"in {quoted(here.frame.module)}, at {node.location}",) if node.location is not None else (),
+        subject=bound.name,
+    )
+
+
+def _read_itself(here: Instance, node: OperationNode, bound: Bound) -> Diagnostic:
+    return Diagnostic(
+        code="TP112",
+        message=f"{quoted(here.frame.module)} reads entries of the weight of `{bound.name}` itself ({node.name}), "
+        "of which each rank has its part alone",
+        span=bound.rule.style_span,
+        label=f"`{bound.style}` splits it",
+        help=f"remove the rule, so that `{bound.name}` stays whole; or read the entries by a call of `{bound.name}`",
         notes=(f"in {quoted(here.frame.module)}, at {node.location}",) if node.location is not None else (),
         subject=bound.name,
     )

@@ -148,8 +148,15 @@ def _recorded(
         other = make_skeleton(model)
         try:
             found, reached = run(other, recorder_with(taken, trace.facts is not None, trace.picking))
-        except Exception:  # that side can't be captured: the first stands
-            break
+        except Exception:
+            if trace.facts is not None:
+                break  # that side can't be captured: the first stands
+            try:
+                found, reached, other = attempt(frozenset(), True)
+            except Exception as error:
+                if isinstance(error, BodyError) and isinstance(error.__cause__, DataDependentError):
+                    raise  # on the way that the call really takes
+                break
         still = set(_unused(model, found))
         if len(still) >= len(unused):
             break
