@@ -313,7 +313,8 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-_RANDOM = threading.Lock()
+GENERATOR = threading.RLock()
+"""Held by whoever draws from torch's generator on the CPU, or changes its state, where other threads do so as well."""
 
 
 READ_VERSION: Any = cast("Any", Tensor)._version.__get__
@@ -326,13 +327,13 @@ def random_state() -> Tensor:
     torch takes it under a lock of its own, in which garbage may be collected and another thread run: one that asked as
     well would wait for ever. So threads ask one after the other.
     """
-    with _RANDOM:
+    with GENERATOR:
         return torch.get_rng_state()
 
 
 def set_random_state(state: Tensor) -> None:
     """Put torch's generator on the CPU back to a state."""
-    with _RANDOM:
+    with GENERATOR:
         torch.set_rng_state(state)
 
 

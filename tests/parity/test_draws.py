@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import tpplan
 from tpplan.compiler.ir.layout import Layout, Pack, packed
 from tpplan.parity.draws import OwnDraws, part_of
+from tpplan.parity.threads import ThreadCommunicator, run_ranks
 from tpplan.plan import CompileError
+from tpplan.runtime.randomness import SplitRandomness
 
 PLAN = {"version": 1, "modules": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
 
@@ -197,3 +199,18 @@ def test_a_stream_of_its_own_draws_as_a_generator_does_and_leaves_torch_s_alone(
     assert torch.equal(first, torch.rand(3, generator=expected))
     assert torch.equal(second, torch.rand(4, generator=expected))
     assert torch.equal(named, torch.rand(2, generator=torch.Generator().manual_seed(1)))
+
+
+def test_ranks_that_seed_do_not_disturb_what_others_draw() -> None:
+    def work(axis: ThreadCommunicator) -> list[Tensor]:
+        found: list[Tensor] = []
+        with OwnDraws(7):
+            for _ in range(300):
+                with SplitRandomness(axis, torch.device("cpu")):
+                    found.append(torch.rand(2000))
+        return found
+
+    generator = torch.Generator().manual_seed(7)
+    expected = [torch.rand(2000, generator=generator) for _ in range(300)]
+    for found in run_ranks(4, work):
+        assert all(map(torch.equal, found, expected))

@@ -204,9 +204,9 @@ class Branch(nn.Module):
 class Pooled(nn.Module):
     """A head computes for nobody before a stream that is normed at last."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] = Branch) -> None:
         super().__init__()
-        self.layers, self.norm = nn.Sequential(Branch(), Branch()), nn.LayerNorm(WIDTH)
+        self.layers, self.norm = nn.Sequential(kind(), kind()), nn.LayerNorm(WIDTH)
         self.head = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -221,3 +221,25 @@ def test_a_head_for_nobody_leaves_the_models_result_its_gradient() -> None:
     assert found.settings["norm"].style.value == "sequence"
     parity = verify_program(stock, found.program, call)
     assert not parity.problems and parity.max_error < 1e-13
+
+
+class Dropping(nn.Module):
+    """Attention with dropout, whose mask torch makes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        made = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+def test_a_head_for_nobody_stands_beside_attention_with_dropout() -> None:
+    torch.manual_seed(0)
+    stock, call = Pooled(Dropping).double(), ((torch.randn(2, 6, WIDTH, dtype=torch.float64),), {})
+    found = search(stock, 2, *call, False)
+    assert {
+        f"layers.{i}.{leaf}" for i in range(2) for leaf in ("query", "key", "value", "out")
+    } <= found.settings.keys()

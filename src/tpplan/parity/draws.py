@@ -11,7 +11,6 @@ ones are threads, which share torch's: without a stream of its own each would dr
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, TorchDispatchMode, random_state, set_random_state
+from tpplan.compat import GENERATOR, OpOverload, TorchDispatchMode, random_state, set_random_state
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.trace.draws import DRAWN_BY_SHAPE, is_draw
 from tpplan.runtime.pieces import part
 from tpplan.runtime.segments import taken
 
-_LOCK = threading.Lock()
 Drawn = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
@@ -59,7 +57,7 @@ class OwnDraws(TorchDispatchMode):
         keywords = kwargs or {}
         if not is_draw(func, tuple(args), keywords) or keywords.get("generator") is not None:
             return func(*args, **keywords)
-        with _LOCK:
+        with GENERATOR:
             before = random_state()
             set_random_state(self._state)
             try:

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 import torch
 from torch.utils import checkpoint
 
-from tpplan.compat import random_state, set_random_state
+from tpplan.compat import GENERATOR, random_state, set_random_state
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import Communicator
 
@@ -46,14 +46,16 @@ class SplitRandomness:
             return
         # The generator is named, so that who follows what a model draws can tell this draw from the model's own.
         shared = torch.default_generator
-        drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu", generator=shared).item())
+        with GENERATOR:
+            drawn = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu", generator=shared).item())
         seed = (drawn + _RANK_STRIDE * (self._axis.rank + 1)) % (1 << 63)
         self._shared.append(_state_of(self._device))
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 torch.cuda.manual_seed(seed)
         else:
-            torch.default_generator.manual_seed(seed)
+            with GENERATOR:
+                shared.manual_seed(seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -309,6 +309,7 @@ class Trace:
         known: values whose numbers follow from the example's.
         wraps: whether the run is passed, or leaves, tensors of classes of their own.
         looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
+        effects: values that the run makes for more than its results, such as what it writes and leaves.
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
     """
 
@@ -345,6 +346,7 @@ class Trace:
     unanswered: frozenset[int] = frozenset()
     looking: frozenset[str] = frozenset()
     unread: frozenset[int] = frozenset()
+    effects: frozenset[int] = frozenset()
     picking: frozenset[tuple[int, int]] = frozenset()
     given: frozenset[int] = frozenset()
 

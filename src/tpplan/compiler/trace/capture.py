@@ -376,6 +376,7 @@ def _record(
         unanswered(root, values, recorder.passed),
         recorder.looking,
         picking=frozenset(recorder.picking.items()),
+        effects=frozenset(kept_values),
         given=frozenset(recorder.given),
     )
 

@@ -110,8 +110,8 @@ def hidden_findings(hidden: Mapping[int, str], layouts: Mapping[int, Layout]) ->
             code="TP107",
             message=f"the model returns a `{kind}` with a tensor of layout {layout}: it can't be gathered there, as "
             "tpplan doesn't know how to rebuild such an object",
-            help="return a tuple, a dict or a dataclass instead, or leave the object out, as `use_cache=False` does with "
-            "a cache; or pin `output: replicate` for the module that the tensor comes from",
+            help="return a tuple, a dict or a dataclass instead, or leave the object out, as `use_cache=False` does "
+            "with a cache; or pin `output: replicate` for the module that the tensor comes from",
         )
         for kind, layout in parts.items()
     ]

@@ -29,7 +29,7 @@ def with_unread(trace: Trace) -> Trace:
     }
     if not made:
         return trace
-    root = without_dead_operations(trace.recorded, live | made)
+    root = without_dead_operations(trace.recorded, {*trace.effects, *made})
     unanswered = {value for value in _values(root) if value not in live}
     read = {value for frame in root.walk() for n in frame.body if isinstance(n, Operation) for value in n.inputs}
     read.update(crossing.source for crossing in _crossings(root))
