@@ -242,5 +242,3 @@ def test_a_head_for_nobody_stands_beside_attention_with_dropout() -> None:
     found = search(stock, 2, *call, False)
     layers = {f"layers.{i}.{leaf}" for i in range(2) for leaf in ("query", "key", "value", "out")}
     assert layers <= found.settings.keys()
-        f"layers.{i}.{leaf}" for i in range(2) for leaf in ("query", "key", "value", "out")
-    } <= found.settings.keys()
