@@ -14,7 +14,10 @@ import tpplan
 from tests.marking import in_turns
 from tests.runtime.simulated import Call, worst
 from tpplan.api import suggest_text
+from tpplan.compiler.queries import Rules
 from tpplan.plan import CompileError
+from tpplan.suggest.roles import Roles, find_roles
+from tpplan.suggest.subject import make_subject
 
 
 def images(batch: int, size: int) -> Call:
@@ -81,6 +84,9 @@ class Bottleneck(nn.Module):
 class Framed(nn.Module):
     """A convolution that pads by what it computes of its sizes, which are kept as tensors."""
 
+    stride: Tensor
+    padding: Tensor
+
     def __init__(self, channels: int, made: int, stride: int = 1) -> None:
         super().__init__()
         self.conv = nn.Conv1d(channels, made, 3, stride)
@@ -90,7 +96,7 @@ class Framed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         frames = torch.ceil((x.shape[-1] - 3 + self.padding) / self.stride + 1).to(torch.int64) - 1
         more = frames * self.stride + 3 - self.padding - x.shape[-1]
-        return self.conv(functional.pad(x, (self.padding, more)))
+        return self.conv(functional.pad(x, (int(self.padding), int(more))))
 
 
 class Codec(nn.Module):
@@ -278,6 +284,20 @@ def test_channels_that_are_concatenated_are_packs(make: type[nn.Module], tp: int
     whole = {p.name for p in program.parameters if len(p.shape) > 1 and p.local_shape == p.shape}
     assert not whole
     assert max(worst(model, plan, tp, calls[0], calls)) < 1e-11
+
+
+@pytest.mark.parametrize("make", [Branches, Dense])
+def test_a_walk_may_leave_what_is_concatenated_whole(make: type[nn.Module]) -> None:
+    subject = make_subject(make().double(), 2, images(3, 8)[0], {})
+    rules = Rules(2, subject.trace.batch)
+    joined, apart = (find_roles(subject, rules, lenient=True, apart=held) for held in (False, True))
+    assert joined.joins and apart.joins
+    assert len(_names(apart)) < len(_names(joined))
+    assert any("concatenates values along the sharded dim" in reason for reason in apart.reasons.values())
+
+
+def _names(roles: Roles) -> set[str]:
+    return {name for group in roles.groups for name in group.settings}
 
 
 @pytest.mark.parametrize("tp", [2, 4])

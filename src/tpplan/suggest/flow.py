@@ -64,6 +64,7 @@ class Flow:
         across: linear layers that a norm over the features of refused columns keeps from being rows, with these.
         joining: refused columns whose result is combined with a whole value that depends on data, as a stream is.
         before_groups: rows whose sums reach a convolution in groups, channel by channel.
+        joined: columns whose features are concatenated to others along the dim that is split.
     """
 
     columns: set[str] = field(default_factory=set[str])
@@ -80,6 +81,7 @@ class Flow:
     across: dict[str, Names] = field(default_factory=dict[str, Names])
     joining: set[str] = field(default_factory=set[str])
     before_groups: set[str] = field(default_factory=set[str])
+    joined: set[str] = field(default_factory=set[str])
 
 
 def flow(
@@ -89,6 +91,7 @@ def flow(
     lenient: bool,
     across_norms: Names = _NONE,
     exchanges: bool = False,
+    apart: bool = False,
 ) -> Flow:
     """Walk the trace once.
 
@@ -100,8 +103,9 @@ def flow(
             be sliced to stand beside a sharded one; the compiler then has the last word.
         across_norms: the linear layers that may be rows although a norm over split features stands before them.
         exchanges: whether a module's body may make split operands whole before an operation that needs them so.
+        apart: whether features stay whole that are concatenated to others along the dim that would be split.
     """
-    walk = _Walk(subject, rules, columns, lenient, across_norms, exchanges)
+    walk = _Walk(subject, rules, columns, lenient, across_norms, exchanges, apart)
     walk.frame(subject.root)
     for crossing in subject.root.frame.exits:
         walk.found.leaving |= walk.sources.get(crossing.target, _NONE)
@@ -120,6 +124,7 @@ class _Walk:
         lenient: bool,
         across_norms: Names,
         exchanges: bool,
+        apart: bool,
     ) -> None:
         self.subject = subject
         self.rules = rules
@@ -127,6 +132,7 @@ class _Walk:
         self.lenient = lenient
         self.across_norms = across_norms
         self.exchanges = exchanges
+        self.apart = apart
         self.found = Flow()
         self.layouts: dict[int, Layout] = {}  # of sharded and unknown values; all others are replicated
         self.sources: dict[int, Names] = {}
@@ -356,6 +362,7 @@ class _Walk:
             tries = self.lenient and slid is None and not unsure
             branch = self._beside_branch(instance, node, sources) if tries else None
             answer = slid or branch or self._beside_parts(instance, node) or answer
+        answer = self._joined(instance, node, answer, sources)
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
             if self.exchanges and instance.frame.module:
                 return
@@ -373,6 +380,18 @@ class _Walk:
                         self.normed.add(value)  # as where what it is conditioned on shifts and scales
             elif output is not None and held == REPLICATED_PARTIAL:
                 self.shared[outer[output]] = sources
+
+    def _joined(
+        self, instance: Instance, node: OperationNode, answer: Outcome | Refusal, sources: Names
+    ) -> Outcome | Refusal:
+        """Note what is concatenated along the split dim, or keep it apart."""
+        if node.name != _JOIN or isinstance(answer, Refusal):
+            return answer
+        along: int = node.arguments[1] if len(node.arguments) > 1 else 0
+        if along % len(instance.region.values[node.inputs[0]].shape) != answer.outputs[0].dim:
+            return answer
+        self.found.joined |= sources
+        return Refusal("communication", "concatenates values along the sharded dim", ()) if self.apart else answer
 
     def _of_shared(self, instance: Instance, node: OperationNode) -> None:
         """What becomes of a head that all ranks hold: where it is repeated for many heads, each rank needs its own."""

@@ -57,6 +57,7 @@ class Roles:
         reasons: why the other linear layers stay whole.
         sources: the columns whose features each row contracts.
         before_groups: the rows whose sums reach a convolution in groups, channel by channel.
+        joins: whether split features are concatenated along their dim.
     """
 
     groups: tuple[Group, ...]
@@ -64,6 +65,7 @@ class Roles:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     sources: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
     before_groups: frozenset[str] = frozenset()
+    joins: bool = False
 
 
 def find_roles(
@@ -73,6 +75,7 @@ def find_roles(
     left: Mapping[str, str] | None = None,
     across_norms: frozenset[str] = frozenset(),
     exchanges: bool = False,
+    apart: bool = False,
 ) -> Roles:
     """Give every linear layer its role, none of `left` (with a reason) as a column; see `flow` for the others."""
     reasons = dict(subject.unsplittable)
@@ -82,11 +85,13 @@ def find_roles(
         columns.pop(name, None)
         reasons[name] = reason
     read: set[str] = set()
+    joined: set[str] = set()
     starved: dict[str, frozenset[str]] = {}
     across: dict[str, frozenset[str]] = {}
     stopped: set[str] = set()  # columns that meet something else than the stream which they are to make
     while True:
-        found = flow(subject, rules, columns, lenient, across_norms, exchanges)
+        found = flow(subject, rules, columns, lenient, across_norms, exchanges, apart)
+        joined |= found.joined
         read |= found.read
         across |= found.across
         for name, sources in found.starved.items():
@@ -111,7 +116,7 @@ def find_roles(
                 reasons[name] = reason
     whole = {name for name in across if name not in found.rows and name not in found.columns}
     if whole - across_norms:  # they would be whole in any case, as would the columns before them
-        return find_roles(subject, rules, lenient, left, across_norms | whole, exchanges)
+        return find_roles(subject, rules, lenient, left, across_norms | whole, exchanges, apart)
     for name in found.rows:
         reasons.pop(name, None)
     for name in (reasons.keys() & starved.keys()) - stopped:
@@ -119,7 +124,9 @@ def find_roles(
         reasons[name] = _starved(whole) if whole else reasons[name]
     heads = {name: held for name, held in _heads(subject).items() if name not in read and name in reasons}
     reasons = {name: reason for name, reason in reasons.items() if name not in heads}
-    return Roles(_groups(subject, found, columns), heads, reasons, found.rows, frozenset(found.before_groups))
+    return Roles(
+        _groups(subject, found, columns), heads, reasons, found.rows, frozenset(found.before_groups), bool(joined)
+    )
 
 
 def _unread(name: str, found: Flow) -> str:

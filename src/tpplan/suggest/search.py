@@ -84,6 +84,7 @@ class _Search:
     sources: Mapping[str, set[str]] = field(default_factory=dict[str, set[str]])
     before_groups: Collection[str] = ()
     exchanges: bool = False
+    joins: bool = False
 
     def together(self, groups: Sequence[Group]) -> bool:
         """Whether the accepted groups and these are proved together; they're accepted then."""
@@ -175,6 +176,8 @@ def _lightest(subject: Subject) -> _Search:
             break
         whole |= more
         walks.append(_walked(subject, rules, whole))
+    if walks[0].joins and walks[0].failed:
+        walks.append(_walked(subject, rules, {}, apart=True))
     least = min(walk.memory for walk in walks)
     if not any(walk.accepted and walk.splits_most for walk in walks):
         exchanging = _walked(subject, rules, {}, exchanges=True)
@@ -222,13 +225,15 @@ def _crossing(subject: Subject) -> frozenset[int]:
     return frozenset(math.prod(values[value].shape) for value in crossed)
 
 
-def _walked(subject: Subject, rules: Rules, whole: Mapping[str, str], exchanges: bool = False) -> _Search:
+def _walked(
+    subject: Subject, rules: Rules, whole: Mapping[str, str], exchanges: bool = False, apart: bool = False
+) -> _Search:
     """What is proved of what one walk proposes, in which these layers are no columns; then what is gathered."""
-    roles = find_roles(subject, rules, lenient=True, left=whole, exchanges=exchanges)
+    roles = find_roles(subject, rules, lenient=True, left=whole, exchanges=exchanges, apart=apart)
     tables, left = find_tables(subject, roles.heads, {name for group in roles.groups for name in group.settings})
     found = _Search(
         subject, reasons=roles.reasons | left, sources=roles.sources, before_groups=roles.before_groups,
-        exchanges=exchanges,
+        exchanges=exchanges, joins=roles.joins,
     )  # fmt: skip
     everything = (*roles.groups, *tables)
     if not everything or not found.together(everything):
