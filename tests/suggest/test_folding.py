@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import tpplan
 from tests.marking import in_turns
 from tests.runtime.simulated import Call, worst
 from tpplan.api import suggest_text
@@ -131,4 +132,8 @@ def test_layers_around_them_are_split(kind: type[nn.Module], tp: int) -> None:
     whole = re.findall(r"^#   - (\S+) \(", text, re.MULTILINE)
     assert whole == (["*.flow"] if kind is Warped else [])
     calls = [example, images(3, 6), images(1, 8)]
-    assert max(worst(stock, text, tp, example, calls)) < 1e-12
+    assert max(worst(stock, text, tp, example, calls)) < 1e-12  # float64: some 100 sums of numbers near 1, with room
+    report = tpplan.verify(stock, text, tp, example[0])
+    assert report.ok and report.collectives == report.predicted, report.problems
+    # Beside those of the pair, one for the gradients of what is whole between its layers, or chooses the grid.
+    assert report.collectives == {"all-reduce": 3 if kind in (Warped, Upscaling) else 2}

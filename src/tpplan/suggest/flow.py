@@ -64,7 +64,7 @@ class Flow:
         across: linear layers that a norm over the features of refused columns keeps from being rows, with these.
         joining: refused columns whose result is combined with a whole value that depends on data, as a stream is.
         before_groups: rows whose sums reach a convolution in groups, channel by channel.
-        joined: columns whose features are concatenated to others along the dim that is split.
+        joins: whether split features are concatenated to others along their dim.
     """
 
     columns: set[str] = field(default_factory=set[str])
@@ -81,7 +81,7 @@ class Flow:
     across: dict[str, Names] = field(default_factory=dict[str, Names])
     joining: set[str] = field(default_factory=set[str])
     before_groups: set[str] = field(default_factory=set[str])
-    joined: set[str] = field(default_factory=set[str])
+    joins: bool = False
 
 
 def flow(
@@ -362,7 +362,7 @@ class _Walk:
             tries = self.lenient and slid is None and not unsure
             branch = self._beside_branch(instance, node, sources) if tries else None
             answer = slid or branch or self._beside_parts(instance, node) or answer
-        answer = self._joined(instance, node, answer, sources)
+        answer = self._kept_apart(instance, node, answer)
         if isinstance(answer, Refusal) or any(held.forward == "P" for held in answer.outputs):
             if self.exchanges and instance.frame.module:
                 return
@@ -381,16 +381,14 @@ class _Walk:
             elif output is not None and held == REPLICATED_PARTIAL:
                 self.shared[outer[output]] = sources
 
-    def _joined(
-        self, instance: Instance, node: OperationNode, answer: Outcome | Refusal, sources: Names
-    ) -> Outcome | Refusal:
+    def _kept_apart(self, instance: Instance, node: OperationNode, answer: Outcome | Refusal) -> Outcome | Refusal:
         """Note what is concatenated along the split dim, or keep it apart."""
         if node.name != _JOIN or isinstance(answer, Refusal):
             return answer
         along: int = node.arguments[1] if len(node.arguments) > 1 else 0
         if along % len(instance.region.values[node.inputs[0]].shape) != answer.outputs[0].dim:
             return answer
-        self.found.joined |= sources
+        self.found.joins = True
         return Refusal("communication", "concatenates values along the sharded dim", ()) if self.apart else answer
 
     def _of_shared(self, instance: Instance, node: OperationNode) -> None:

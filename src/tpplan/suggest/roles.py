@@ -85,13 +85,13 @@ def find_roles(
         columns.pop(name, None)
         reasons[name] = reason
     read: set[str] = set()
-    joined: set[str] = set()
+    joins = False
     starved: dict[str, frozenset[str]] = {}
     across: dict[str, frozenset[str]] = {}
     stopped: set[str] = set()  # columns that meet something else than the stream which they are to make
     while True:
         found = flow(subject, rules, columns, lenient, across_norms, exchanges, apart)
-        joined |= found.joined
+        joins |= found.joins
         read |= found.read
         across |= found.across
         for name, sources in found.starved.items():
@@ -124,9 +124,7 @@ def find_roles(
         reasons[name] = _starved(whole) if whole else reasons[name]
     heads = {name: held for name, held in _heads(subject).items() if name not in read and name in reasons}
     reasons = {name: reason for name, reason in reasons.items() if name not in heads}
-    return Roles(
-        _groups(subject, found, columns), heads, reasons, found.rows, frozenset(found.before_groups), bool(joined)
-    )
+    return Roles(_groups(subject, found, columns), heads, reasons, found.rows, frozenset(found.before_groups), joins)
 
 
 def _unread(name: str, found: Flow) -> str:

@@ -6,9 +6,10 @@ out: `Suggestion`: settings, the program that they compile to, and a reason for 
 All proposals are tried together first; that is nearly always the end of it. Otherwise each is judged by itself, what
 fails is replaced by a more careful proposal, and what passes is put together again.
 
-Three changes are weighed against that (`weigh`): where rows make more features than they contract, the layers before
+Four changes are weighed against that (`weigh`): where rows make more features than they contract, the layers before
 them stay whole; so do columns that weren't proved, as others may be split then; and layers that stay whole are split,
-and their results gathered, where these are small beside the weights, as those that modulate norms. Memory comes first:
+and their results gathered, where these are small beside the weights, as those that modulate norms; and where not all
+was proved, what is concatenated along the split dim stays whole. Memory comes first:
 of the plans whose parameters take at most a twentieth more than the least, the one that weighs least is taken.
 
 Where nothing can be split so, it is looked for once more with exchanges between the operations of a body, such as a

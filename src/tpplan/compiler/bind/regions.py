@@ -75,9 +75,8 @@ class _Builder:
         self.fixed = fixed
         self.interned = table.regions
         self.free, self.escapes, self.constants = _uncrossed(trace, parts)
-        live = live_values(trace.root) | trace.unread
         passed = {c.source for frame in trace.root.walk() for c in frame.entries}  # also where nobody reads it there
-        live = live | passed
+        live = live_values(trace.root) | trace.unread | passed
         self.dead = {c.target for frame in trace.root.walk() for c in frame.exits if c.target not in live}
         self.final = final_values(trace.root, self.dead)
         self.lasting, self.weights, self.passed = _lasting(trace, binding, self.constants)
