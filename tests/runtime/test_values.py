@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.compiler.toys import HIDDEN, MLP
 from tests.runtime.simulated import on_ranks, worst
+from tpplan.api import suggest_text
 from tpplan.calls.guard import CallGuard
 from tpplan.plan import CompileError
 
@@ -288,6 +289,7 @@ READING = {
 def test_of_a_branch_that_the_call_takes_numbers_are_read() -> None:
     torch.manual_seed(0)
     stock, example = Reading().double(), pictured(torch.int64)
+    assert "tower.0: colwise" in suggest_text(stock, 2, inputs=example[0])  # it is seen to be called
     text = ((example[0][0].clamp(max=62), *example[0][1:]), {})
     assert max(worst(stock, READING, 2, example, [example, text, example])) < TOLERANCE
 
