@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import SLoc
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,11 +37,13 @@ from torch.distributed.tensor.experimental import implicit_replication as _impli
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import CheckpointFunction
 
 # torch renamed them after 2.12, and warns of the old names.
@@ -53,6 +58,7 @@ __all__ = [
     "OFF",
     "PARAMETRIZATIONS",
     "READ_VERSION",
+    "SYMBOLIC",
     "FunctionNode",
     "ModuleHooks",
     "OpOverload",
@@ -64,13 +70,16 @@ __all__ = [
     "PendingShards",
     "PythonNode",
     "RecordingMode",
+    "SizeSymbols",
     "StateTensor",
     "TorchDispatchMode",
     "Unwatched",
     "active_compiler",
     "after_backward",
     "all_gather_single",
+    "as_python",
     "backward_hooks",
+    "balanced",
     "buffer_versions",
     "compiled_inside",
     "computed_weights",
@@ -79,11 +88,14 @@ __all__ = [
     "copy_without_gradients",
     "count_as_compiled",
     "derive_class",
+    "enable_python_dispatcher",
+    "expression_of",
     "fake_call",
     "fake_mesh",
     "fake_process_group",
     "foreach_norm",
     "function_node",
+    "given_expression",
     "global_hooks",
     "graph_break",
     "group_all_gather",
@@ -91,6 +103,7 @@ __all__ = [
     "handle_operator",
     "handler_of",
     "has_gradient_hooks",
+    "hint_of",
     "hook_tables",
     "hooks_of",
     "implicit_replication",
@@ -1554,3 +1567,75 @@ def run_as_written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     implicit = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     keys = torch._C.DispatchKey
     return func._op_dk(keys.CompositeImplicitAutograd if implicit else keys.CompositeExplicitAutograd, *args, **kwargs)
+
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class SizeSymbols(ShapeEnv):
+    """Sizes that stand for any number from 2 on, and the conditions that Python's and torch's code puts on them.
+
+    Two sizes of an example that are equal by chance are two symbols, as else that would be a condition which nobody
+    sees. 0 and 1 steer broadcasting, and stay numbers.
+
+    Attributes:
+        where: the line to name for conditions, in place of the one that is running.
+    """
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        """Have none; `line` tells the line of the user's code that is running."""
+        super().__init__(duck_shape=False, specialize_zero_one=True)
+        self._line = line
+        self.where = ""
+
+    def symbol(self, name: str, example: int) -> Any:
+        """A size, of this value in the example."""
+        from torch._dynamo.source import ConstantSource  # half a second, for those who have sizes as symbols
+
+        source = ConstantSource(name)
+        made = self.create_symbol(example, source, DimDynamic.DYNAMIC)
+        return self.create_symintnode(made, hint=example, source=source)
+
+    def conditions(self) -> list[tuple[Any, str]]:
+        """What was compared, as expressions, and the line that did it."""
+        return [(guard.expr, guard.sloc.maybe_user_loc or "") for guard in self.guards]
+
+    def create_unbacked_symint(self, *args: Any, **options: Any) -> Any:
+        """Refuse: nothing is known of a size that is found in a tensor."""
+        raise NotImplementedError("a size is found in a tensor")
+
+    create_unbacked_symfloat = create_unbacked_symbool = create_unbacked_symint
+
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: Any = None) -> tuple[SLoc, str]:
+        return SLoc(None, self.where or self._line()), ""
+
+
+def expression_of(number: Any) -> Any:
+    """What a size, or a number made of sizes, is in terms of symbols; a plain number of what is one."""
+    return cast("Any", number).node.expr if isinstance(number, SYMBOLIC) else number
+
+
+def given_expression(number: Any) -> Any:
+    """As `expression_of`, before conditions have made numbers of symbols."""
+    return cast("Any", number).node._expr if isinstance(number, SYMBOLIC) else number
+
+
+def hint_of(number: Any) -> Any:
+    """The value of a size in the example; no condition is made of it."""
+    return cast("Any", number).node.hint if isinstance(number, SYMBOLIC) else number
+
+
+def balanced(condition: Any) -> Any:
+    """A comparison of sizes without terms that count negatively: they go to the other side."""
+    if not isinstance(condition, sympy.core.relational.Relational):
+        return condition
+    left, right = cast("tuple[Any, Any]", condition.args)
+    terms: Any = sympy.Add.make_args(left - right)
+    lacking = [term for term in terms if term.could_extract_minus_sign()]
+    sides = (sympy.Add(*(term for term in terms if term not in lacking)), sympy.Add(*(-term for term in lacking)))
+    return cast("Any", condition).func(*sides, evaluate=False)
+
+
+def as_python(expression: Any) -> str:
+    """An expression over symbols as Python, of their names."""
+    return PythonPrinter().doprint(expression) if isinstance(expression, sympy.Basic) else repr(expression)

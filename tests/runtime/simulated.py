@@ -17,7 +17,7 @@ from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.rank import SimulatedDistributor
 from tpplan.parity.threads import Rendezvous, ThreadCommunicator, run_ranks
-from tpplan.plan import Plan, load_plan
+from tpplan.plan import Plan, TpplanError, load_plan
 from tpplan.runtime.lower import lower
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -97,9 +97,40 @@ def worst(
         return found
 
     ranks = on_ranks(stock, rules, tp, example, work)
-    distributors = [SimulatedDistributor(ThreadCommunicator(Rendezvous(tp), rank)) for rank in range(tp)]
+    return _worst(program, ranks, walked(copy.deepcopy(stock), calls), tp)
+
+
+def verdicts(
+    stock: nn.Module, rules: dict[str, Any] | str, tp: int, example: Call, calls: Sequence[Call]
+) -> list[float | str]:
+    """As `worst`, of calls that may be refused: what a refusal says is in the place of the error of that call."""
+    program = compile_call(Request(stock, plan_of(rules), tp, *example)).program
+
+    def work(own: nn.Module, _: CallGuard) -> list[Any]:
+        found: list[Any] = []
+        for call in calls:
+            try:
+                found.append(stepped(own, call))
+            except TpplanError as error:
+                found.append(str(error))
+        return found
+
+    ranks = on_ranks(stock, rules, tp, example, work)
+    refused = [isinstance(seen, str) for seen in ranks[0]]
+    assert all([isinstance(seen, str) for seen in found] == refused for found in ranks), "all ranks refuse the same"
     model = copy.deepcopy(stock)
-    expected = walked(model, calls)
+    return [
+        ranks[0][number]
+        if refused[number]
+        else _worst(program, [[found[number]] for found in ranks], [stepped(model, call)], tp)[0]
+        for number, call in enumerate(calls)
+    ]
+
+
+def _worst(
+    program: Program, ranks: Sequence[Sequence[Any]], expected: Sequence[tuple[Tensor, dict[str, Tensor]]], tp: int
+) -> list[float]:
+    distributors = [SimulatedDistributor(ThreadCommunicator(Rendezvous(tp), rank)) for rank in range(tp)]
     return [
         max(_errors(program, distributors[rank], ranks[rank][number], *whole) for rank in range(tp))
         for number, whole in enumerate(expected)
@@ -129,4 +160,4 @@ def watched(own: nn.Module, guard: CallGuard, call: Callable[[], Tensor], times:
     return found
 
 
-__all__ = ["on_ranks", "watched", "worst"]
+__all__ = ["on_ranks", "verdicts", "watched", "worst"]

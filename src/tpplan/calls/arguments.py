@@ -60,14 +60,6 @@ def without_opaque(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tup
     return positional, {name: with_items(held, _unless_opaque) for name, held in kept.items()}
 
 
-def sequence_dims(program: Program) -> dict[Path, tuple[int, ...]]:
-    """For each tensor of the example, the dims that are sequences; empty if the program splits none."""
-    lengths = program.sequence_lengths
-    if not lengths:
-        return {}
-    return {i.path: tuple(d for d, n in enumerate(i.shape) if d and n in lengths) for i in program.inputs}
-
-
 def shows_odd_sequence(
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
@@ -303,4 +295,4 @@ def _unless_opaque(held: object) -> object:
     return None if is_opaque(held) else held
 
 
-__all__ = ["Left", "Parts", "on_meta", "sequence_dims", "shows_odd_sequence", "without_opaque"]
+__all__ = ["Left", "Parts", "on_meta", "shows_odd_sequence", "without_opaque"]

@@ -16,6 +16,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from tpplan.calls.arguments import (
     Parts,
     kept_example,
     on_meta,
-    sequence_dims,
     shows_odd_sequence,
     with_numbers,
     without_opaque,
@@ -53,6 +53,7 @@ from tpplan.compat import (
     random_state,
     without_dispatch_modes,
 )
+from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
 from tpplan.compiler.ir.program import Program
@@ -86,6 +87,7 @@ _TP186 = (
     "proved once"
 )
 _NEW = "the ranks' comparison of a call of a new kind"
+_SIZES = "the ranks' comparison of the sizes that a proof covers"
 _PROMPT = "the ranks' comparison of a prompt for `generate`"
 _OF_CALLS = "pass `inputs=` like this call to `parallelize`, so that the program is compiled for it"
 _OF_CACHES = (
@@ -131,10 +133,10 @@ class CallGuard:
         self._described = described(arguments, keywords, self._names)
         self._axis = axis
         self._device = torch.device(program.device)
-        self._proofs = Proofs(Proof(plan, program))
+        self._proofs = Proofs(Proof(plan, program), self._cover)
         self._whole: Proof | None = None
         self._alone: Proof | None = None
-        self._sequence_dims = sequence_dims(program)
+        self._sequence_dims = program.sequence_dims
         self._flattens = _splits_rows(program)
         self._frozen: list[tuple[nn.Module, str, str]] = []
         self._thawed = ""
@@ -147,15 +149,16 @@ class CallGuard:
         self._wrote = compiled.writes
         self._asked = compiled.asked
         self._members = compiled.members
-        self._left = Left(program, rank if axis is None else axis.rank)
+        self._rank = rank if axis is None else axis.rank
+        self._left = Left(program, self._rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
-        self._paths = Paths(rank if axis is None else axis.rank, always)
+        self._paths = Paths(self._rank, always)
         self._steering = Steering()
         key = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts()))
-        kind = self._steering.note(key, compiled.facts).kind
-        self._proofs.cover(kind, self.main)
-        self._paths.note(kind, self.main, compiled)
+        key = self._steering.note(key, compiled.facts)
+        self._proofs.cover(key, self.main, compiled.subject)
+        self._paths.note(key.kind, self.main, compiled)
 
     @property
     def main(self) -> Proof:
@@ -193,11 +196,13 @@ class CallGuard:
         call, decision = self._decide(training, arguments, keywords)
         proof, key = decision.proof, decision.key
         path = self._paths.of(key.kind)
-        if path.sides and not path.both and proof.has_met(key):
+        if path.sides and not path.both and key.kind in proof.met:
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
             if repeats and self._asked == _NOTHING and not self._steering.is_known(decision.plain):
-                self._repeats.note((training, self._modes), arguments, keywords, proof.program)
+                # Whether a sequence is odd is part of a key, but of calls that continue a cache.
+                holds = self._proofs.conditions(key) if call.parts or not self._sequence_dims else None
+                self._repeats.note((training, self._modes), arguments, keywords, proof.program, holds)
             return proof.program, None
         self._require_alike(call, key.kind)
         passed = Passed(arguments, keywords)
@@ -224,7 +229,7 @@ class CallGuard:
             self._begin_watched(call, self._lockstep)
         plain = self._key(call)
         key = self._steering(plain, lambda: self._tensors(call))
-        proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
+        proof = self._proofs.of(key)
         if proof is None or has_left():
             self._require_alike(call, key.kind)
         if proof is None:
@@ -239,9 +244,9 @@ class CallGuard:
             key = self._steering.note(plain, compiled.facts)
             if self._steering.count(plain) == _MANY:
                 warnings.warn(_TP186, stacklevel=3)
-            self._proofs.cover(key.kind, proof)
             self._paths.note(key.kind, proof, compiled)
             key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now
+            self._proofs.cover(key, proof, compiled.subject)
         return call, Decision(proof, key, plain)
 
     def _tensors(self, call: Call) -> dict[Path, Tensor]:
@@ -301,7 +306,7 @@ class CallGuard:
 
     def accept(self, decision: Decision) -> None:
         """Take a call as proved: it kept to a proved path on every rank."""
-        decision.proof.meet(decision.key)
+        decision.proof.met.add(decision.key.kind)
         if self._changes is not None:
             self._changes.settle(self._writes)
 
@@ -322,13 +327,12 @@ class CallGuard:
         self._paths.note(kind, proof, compiled)
         self._steering.join(decision.plain, decision.key, compiled.facts)
         if proof is decision.proof:
+            self._proofs.join(decision.key, compiled.subject)
             self._paths.free(
                 kind, [at for at, sides in taken.exact.items() if {before.get(at), *sides} >= {True, False}]
             )
-        elif branches:
-            self._proofs.cover(kind, proof)
         else:
-            self._paths.give_own(decision.key, proof)
+            self._proofs.cover(decision.key, proof, compiled.subject if branches else None)
         return proof, compiled.writes
 
     def buffer_versions(self) -> list[int]:
@@ -362,6 +366,7 @@ class CallGuard:
                 continue
             self._steering.join(decision.plain, decision.key, compiled.facts)
             if proof is decision.proof:
+                self._proofs.join(decision.key, compiled.subject)
                 self._paths.note(decision.key.kind, proof, compiled)
                 path.free.add(location)
             path.watched |= proof is not decision.proof
@@ -427,6 +432,17 @@ class CallGuard:
         return shows_odd_sequence(call.arguments, call.keywords, self._names, self._sequence_dims, size)
 
     # -- proofs ---------------------------------------------------------------------------------------------------
+    def _cover(self, subject: Subject) -> Cover | None:
+        """The sizes for which a proof holds, on all ranks; None if it is proved of those of its call alone."""
+        found: Cover | None = None
+        with suppress(NotCoveredError), torch.inference_mode(False), without_dispatch_modes(), without_hooks_of_torch():
+            found = cover(subject, self._read.sizes, self._rank)
+        if self._axis is not None:
+            shown = None if found is None else found.conditions
+            every = exchange(self._axis.group, _SIZES, shown)
+            found = None if any(other != shown for other in every) else found
+        return found
+
     def _cuts(self, call: Call) -> bool:
         """Whether the call can be proved with a guess of how what its objects hold lies; later calls go by that."""
         for guess in self._left.guesses(call.arguments, call.keywords, self._names):
@@ -527,7 +543,9 @@ class CallGuard:
         shown = call_difference(self._described, described(call.arguments, call.keywords, self._names), modes)
         differs = f"this call differs from the example ({shown})" if shown else ""
         changed = "the model or its hooks changed after `parallelize`" if self._changed else ""
-        reasons = ", and ".join(filter(None, (changed, differs))) or "this call isn't covered by a proof"
+        broken = self._proofs.broken(self._key(call))
+        size = f"calls like it are proved where {' and '.join(broken)}" if broken else ""
+        reasons = ", and ".join(filter(None, (changed, differs, size))) or "this call isn't covered by a proof"
         return f"TP117 unproved-call: {reasons}"
 
     def _compiled(self, compile_it: Callable[[], Compiled]) -> Compiled:

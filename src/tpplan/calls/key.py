@@ -26,13 +26,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from tpplan.compiler.cover import LEAST_LENGTH
 from tpplan.compiler.ir.objects import PLAIN, is_opaque
 from tpplan.compiler.ir.pytree import children, is_record, shows_its_state
 from tpplan.compiler.trace.capture import argument_names
 
 Part = tuple[object, ...]
 _DEPTH = 7
-_DIMS = 6  # as many as a tensor of a model may have: a smaller number may name a dim, which decides on a layout
 _READ_OTHERWISE = frozenset((float, complex, slice))
 
 
@@ -107,10 +107,21 @@ class KeyReader:
             arguments, keywords: the call.
             more: what else of it a capture sees, beyond its arguments.
         """
-        recorded = torch.is_grad_enabled()
-        seen = _Seen(recorded)
-        read, left_out, names = seen.read, self._left_out, self.names
+        seen = _Seen(torch.is_grad_enabled())
         found: list[object] = [training, *more, torch.get_default_dtype(), *map(_autocast, self.devices)]
+        found += self._read(arguments, keywords, seen)
+        found.append(seen.aliases())
+        return CallKey(Kind((*_ambient(), *seen.devices), tuple(found)), seen.all_sizes())
+
+    def sizes(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+        """All sizes of a call, in the order of its key: numbers, or symbols."""
+        seen = _Seen(False)
+        self._read(arguments, keywords, seen)
+        return seen.every_size()
+
+    def _read(self, arguments: Sequence[Any], keywords: Mapping[str, Any], seen: _Seen) -> list[object]:
+        read, left_out, names = seen.read, self._left_out, self.names
+        found: list[object] = []
         for position, held in enumerate(arguments):
             name = names[position] if position < len(names) else f"*{position}"
             if held is not None or name not in left_out:
@@ -118,8 +129,7 @@ class KeyReader:
         for name, held in keywords.items():
             if held is not None or name not in left_out:
                 found.append((name, read(held)))
-        found.append(seen.aliases())
-        return CallKey(Kind((*_ambient(), *seen.devices), tuple(found)), seen.all_sizes())
+        return found
 
 
 class _Seen:
@@ -137,6 +147,10 @@ class _Seen:
     def all_sizes(self) -> tuple[object, ...]:
         """The sizes of all tensors, then the lengths that objects note, each with how often it comes in a row."""
         return tuple((size, len([*alike])) for size, alike in groupby((*self.sizes, *self._lengths)))
+
+    def every_size(self) -> list[Any]:
+        """As `all_sizes`, dim by dim."""
+        return [*(size for shape in self.sizes for size in shape), *self._lengths]
 
     def aliases(self) -> Part:
         """Which tensors are one, if any sits in several places."""
@@ -186,10 +200,12 @@ class _Seen:
         tensors = len(self.tensors)
         for name, item in state.items():
             kind = cast("type[Any]", type(item))
-            if kind is int and item >= _DIMS:
+            if kind is int and item >= LEAST_LENGTH:
                 lengths.append((name, item))
             elif kind in PLAIN and kind not in _READ_OTHERWISE:
                 found.append((name, kind, item))
+            elif kind is torch.SymInt:
+                lengths.append((name, item))
             else:
                 found.append((name, self.read(item, depth)))
         if len(self.tensors) == tensors:

@@ -1,7 +1,7 @@
 """Paths: the ways through the model's code that are proved for each kind of call, and which calls are watched.
 
-The first real call of a kind is watched, as its device, backends and settings aren't the capture's, and so is the first
-of each new combination of sizes. So is every call, if a branch on a tensor's value has a side that isn't proved.
+The first real call of a kind is watched, as its device, backends and settings aren't the capture's. So is every call,
+if a branch on a tensor's value has a side that isn't proved.
 """
 
 from __future__ import annotations
@@ -60,12 +60,10 @@ class Paths:
         self._rank = rank
         self._always = always
         self._paths: dict[Part, Path] = {}
-        self._own: dict[CallKey, Proof] = {}
 
     def forget(self) -> None:
         """Know nothing of any call, as the model was changed."""
         self._paths.clear()
-        self._own.clear()
 
     def note(self, kind: Kind, proof: Proof, compiled: Compiled) -> None:
         """Take the steps of calls of a kind that run by the program of `proof`."""
@@ -97,7 +95,7 @@ class Paths:
         path = self._paths.get(key.kind.traced)
         if path is None or not path.streams:
             return False
-        return self._always or path.watched or not proof.has_met(key)
+        return self._always or path.watched or key.kind not in proof.met
 
     def departure(
         self, key: CallKey, proof: Proof, steps: Sequence[Step], replaced: frozenset[str]
@@ -123,15 +121,6 @@ class Paths:
         if any(signature(each, drawn) == taken for each in proved):
             return None
         return next((each for each in departures if each is not None and each.is_branch), departures[0])
-
-    # -- programs for single combinations of sizes ----------------------------------------------------------------
-    def own_proof(self, key: CallKey) -> Proof | None:
-        """The proof of a call whose sizes need another program than others of its kind."""
-        return self._own.get(key) if self._own else None
-
-    def give_own(self, key: CallKey, proof: Proof) -> None:
-        """Let calls of one kind and these sizes run by a program of their own."""
-        self._own[key] = proof
 
 
 __all__ = ["Path", "Paths"]

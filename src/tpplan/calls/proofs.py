@@ -6,69 +6,91 @@ out: for a kind of call its proof; what keeps two programs from serving one mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tpplan.calls.coverage import Coverage, FindCover, Sizes
 from tpplan.calls.key import CallKey, Kind, Part
+from tpplan.compiler.cover import Subject
 from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.program import KernelUse, ModuleProgram, Program, RecordedBody, Reshard
 from tpplan.parity.tree import Path
 from tpplan.plan import Plan
 
 _ANY_BATCH = -1
+_MOST = 4096  # sizes of one kind of call that are remembered to be covered
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Proof:
-    """A program, the plan that it follows, and the calls that it covers.
+    """A program, and the plan that it follows.
 
     Attributes:
         plan, program: what was compiled.
-        kinds: of the calls that are proved.
-        sizes: the keys of the calls that were met, with all their sizes.
+        met: the kinds of calls that have run by it.
     """
 
     plan: Plan
     program: Program
-    kinds: set[Kind] = field(default_factory=set[Kind])
-    sizes: set[CallKey] = field(default_factory=set[CallKey])
-
-    def has_met(self, key: CallKey) -> bool:
-        """Whether a call of this kind and these sizes ran before, as `meet` was told."""
-        return key in self.sizes
-
-    def meet(self, key: CallKey) -> None:
-        """Note that a call of this kind and these sizes has run."""
-        self.sizes.add(key)
+    met: set[Kind] = field(default_factory=set[Kind])
 
 
 class Proofs:
-    """All proofs of one model; the first is the example's."""
+    """All proofs of one model, the first of which is the example's, and which calls each covers."""
 
-    def __init__(self, main: Proof) -> None:
-        """Start with the example's."""
+    def __init__(self, main: Proof, find: FindCover) -> None:
+        """Start with the example's; `find` finds the sizes for which what was checked holds."""
         self.main = main
         self._all = [main]
-        self._by_kind: dict[Kind, Proof] = {}
-        self._by_traced: dict[Part, Proof] = {}
+        self._find = find
+        self._known: dict[Part, dict[Sizes, Proof]] = {}
+        self._covered: dict[Part, list[tuple[Proof, Coverage]]] = {}
 
     def __iter__(self) -> Iterator[Proof]:
         return iter(self._all)
 
-    def of(self, kind: Kind) -> Proof | None:
+    def of(self, key: CallKey) -> Proof | None:
         """The proof of such a call; None if there is none."""
-        proof = self._by_kind.get(kind)
+        known = self._known.setdefault(key.kind.traced, {})
+        proof = known.get(key.sizes)
         if proof is None:
-            proof = self._by_traced.get(kind.traced)
-            if proof is not None:  # a capture would show the same
-                self.cover(kind, proof)
+            found = self._coverage(key)
+            if found is None:
+                return None
+            if len(known) >= _MOST:
+                known.clear()
+            proof = known[key.sizes] = found[0]
         return proof
 
-    def cover(self, kind: Kind, proof: Proof) -> None:
-        """Note that `proof` covers calls of `kind`."""
-        self._by_kind[kind] = self._by_traced[kind.traced] = proof
-        proof.kinds.add(kind)
+    def cover(self, key: CallKey, proof: Proof, subject: Subject | None) -> None:
+        """Note that a call is covered by `proof`, of which `subject` was checked; the latest comes first."""
+        self._covered.setdefault(key.kind.traced, []).insert(0, (proof, Coverage({key.sizes}, [subject])))
+        self._known.pop(key.kind.traced, None)
+
+    def join(self, key: CallKey, subject: Subject | None) -> None:
+        """Let a covered call lean on another side of a branch, too, which the same program was proved for."""
+        found = self._coverage(key)
+        assert found is not None
+        found[1].join(key.sizes, subject)
+        self._known.pop(key.kind.traced, None)
+
+    def conditions(self, key: CallKey) -> Callable[[Sequence[int]], bool] | None:
+        """Whether other calls of its kind run by the proof of a covered one, by all their sizes."""
+        every = self._covered.get(key.kind.traced, ())
+        return every[0][1].covers if len(every) == 1 else None
+
+    def broken(self, key: CallKey) -> list[str]:
+        """The conditions on sizes that keep a call from running by a proof of its kind."""
+        for _, coverage in self._covered.get(key.kind.traced, ()):
+            broken = [*coverage.broken(key.sizes)]
+            if broken:
+                return broken
+        return []
+
+    def _coverage(self, key: CallKey) -> tuple[Proof, Coverage] | None:
+        every = self._covered.get(key.kind.traced, ())
+        return next((held for held in every if held[1].holds(key.sizes, self._find)), None)
 
     def add(self, proof: Proof) -> None:
         """Let calls run by another program."""
@@ -76,11 +98,10 @@ class Proofs:
 
     def forget(self) -> None:
         """Have every call proved, and met, anew; the programs stay."""
-        self._by_kind.clear()
-        self._by_traced.clear()
+        self._known.clear()
+        self._covered.clear()
         for proof in self._all:
-            proof.kinds.clear()
-            proof.sizes.clear()
+            proof.met.clear()
 
 
 def covers(program: Program, other: Program) -> bool:

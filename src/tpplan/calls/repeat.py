@@ -6,8 +6,8 @@ out: the program that a call of this form and these sizes was found to run by; N
 A call's key says all that could steer Python, and is worked out anew from nested objects each time. What is remembered
 here of a call is its *form*: a function that looks in the same places for the same things, and collects the sizes of
 tensors and the lengths that objects note. A call of the same form and sizes has the same key, so it runs by what was
-decided for that. Forms are there for calls without gradients, such as each token of a generation; all else takes the
-longer way.
+decided for that; one of other sizes does if these are covered. Forms are there for calls without gradients, such as
+each token of a generation; all else takes the longer way.
 
 As a token takes little longer than such a look at a cache, the function is written for the form: without a loop over
 objects, and with what C does at once.
@@ -27,6 +27,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from tpplan.calls.key import ambient_state
+from tpplan.compiler.cover import LEAST_LENGTH
 from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import has_own_state, tensors_in
@@ -35,8 +36,12 @@ Sizes = tuple[object, ...]
 Reader = Callable[[Sequence[Any]], Sizes | None]
 """The sizes of things that are of a form; None for others."""
 
+Holds = Callable[[Sequence[int]], bool]
+"""Whether a call is covered, by all its sizes."""
+
 _DEPTH = 6  # less than a key's, so that nothing is read further than there
 _MOST = 16
+_SIZES = 4096
 _FACTS = attrgetter("dtype", "device", "requires_grad", "__dict__")
 _SHAPE = attrgetter("shape")
 _COMPARED = PLAIN - {float, complex, slice, range}
@@ -65,11 +70,24 @@ class Repeats:
         for form in self._forms:
             sizes = form.read(state, arguments, keywords)
             if sizes is not None:
-                return form.met.get(sizes)
+                return form.program(sizes)
         return None
 
-    def note(self, more: object, arguments: tuple[Any, ...], keywords: dict[str, Any], program: Program) -> None:
-        """Remember by which program a call runs, as it is now: whole caches were cut to this rank's part."""
+    def note(
+        self,
+        more: object,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        program: Program,
+        holds: Holds | None = None,
+    ) -> None:
+        """Remember by which program a call runs, as it is now: whole caches were cut to this rank's part.
+
+        Args:
+            more, arguments, keywords: see `find`.
+            program: it runs by that.
+            holds: whether calls of the form run by it, by all their sizes; None if sizes are for the key to tell.
+        """
         state = (more, *ambient_state(self._devices))
         known = next((form for form in self._forms if form.read(state, arguments, keywords) is not None), None)
         form = _form(state, arguments, keywords) if known is None else known
@@ -78,16 +96,55 @@ class Repeats:
             return
         if known is None:
             self._forms = [form, *self._forms[: _MOST - 1]]
-        form.met[sizes] = program
+        form.note(sizes, program, holds)
 
 
 class _Form:
     """One form of a call."""
 
-    def __init__(self, state: tuple[object, ...], names: tuple[str, ...], count: int, read: Reader) -> None:
+    def __init__(
+        self, state: tuple[object, ...], names: tuple[str, ...], count: int, read: Reader, dims: Sequence[int]
+    ) -> None:
         self.state = state
-        self.met: dict[Sizes, Program] = {}
+        self._met: dict[Sizes, Program] = {}
+        self._covers: list[tuple[Sizes, Holds, Program]] = []
         self._names, self._count, self._read = names, count, read
+        self._dims = [*dims]  # of each tensor; lengths come after these
+
+    def program(self, sizes: Sizes) -> Program | None:
+        """The program of a call of this form, if it was told by which it runs."""
+        program = self._met.get(sizes)
+        if program is None:
+            for like, holds, other in self._covers:
+                numbers = self._flat(sizes, like)
+                if numbers is not None and holds(numbers):
+                    program = other
+                    self.note(sizes, program, None)
+                    break
+        return program
+
+    def note(self, sizes: Sizes, program: Program, holds: Holds | None) -> None:
+        """Remember by which program calls of these sizes run, and maybe others."""
+        if len(self._met) >= _SIZES:
+            self._met.clear()
+        self._met[sizes] = program
+        if holds is not None:
+            self._covers = [(sizes, holds, program), *[held for held in self._covers if held[1] != holds]][:_MOST]
+
+    def _flat(self, sizes: Sizes, like: Sizes) -> list[int] | None:
+        """All sizes, dim by dim, as a key has them; None if the call is of another kind than that with sizes `like`."""
+        count = len(self._dims)
+        shapes: Any = sizes[:count]
+        if [*map(len, shapes)] != self._dims:
+            return None
+        found = [size for shape in shapes for size in shape]
+        lengths: Any = zip(sizes[count:], like[count:], strict=True)
+        for length, before in lengths:
+            if before >= LEAST_LENGTH <= length:
+                found.append(length)
+            elif length != before:
+                return None
+        return found
 
     def read(self, state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Sizes | None:
         """The sizes of a call of this form; None for another one."""
@@ -101,7 +158,7 @@ def _form(state: tuple[object, ...], arguments: tuple[Any, ...], keywords: dict[
     written = _Written()
     if not written.unpack("held", [*arguments, *keywords.values()], _DEPTH):
         return None
-    return _Form(state, (*keywords,), len(arguments), written.reader())
+    return _Form(state, (*keywords,), len(arguments), written.reader(), written.dims())
 
 
 class _Written:
@@ -114,6 +171,10 @@ class _Written:
         self._tensors: list[tuple[str, Tensor]] = []
         self._plain: list[tuple[str, object]] = []
         self._numbers: list[str] = []
+
+    def dims(self) -> list[int]:
+        """How many dims each tensor has, in the order of the sizes."""
+        return [tensor.dim() for _, tensor in self._tensors]
 
     def reader(self) -> Reader:
         """The function."""
@@ -141,15 +202,18 @@ class _Written:
         inside = [self._variable() for _ in held]
         if inside:
             self._lines.append(f"{', '.join(inside)}, = {name}")
-        return all([self._look(variable, item, depth, lengths) for variable, item in zip(inside, held, strict=True)])
+        own: list[str] | None = [] if lengths else None
+        known = all([self._look(variable, item, depth, own) for variable, item in zip(inside, held, strict=True)])
+        self._numbers += own or ()  # after those of what is inside, as in a key
+        return known
 
-    def _look(self, name: str, held: Any, depth: int, lengths: bool) -> bool:
+    def _look(self, name: str, held: Any, depth: int, lengths: list[str] | None) -> bool:
         kind = cast("type[Any]", type(held))
         if kind is Tensor:
             self._tensors.append((name, held))
             return not (held.requires_grad or vars(held))
-        if kind is int and lengths:
-            self._numbers.append(name)
+        if kind is int and lengths is not None:
+            lengths.append(name)
             return True
         if kind in _COMPARED or isinstance(held, type):
             self._plain.append((name, held))

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compiler.ir.steps import Step, Stream, form_of, side_of, step_of
+from tpplan.compiler.ir.steps import Step, Stream, side_of, step_of
 from tpplan.compiler.ir.trace import Location, Sides
 
 
@@ -40,8 +40,6 @@ class Departure:
         if self.is_branch and self.real is not None:
             sides = f"{self.real.taken}, and the proof took the side for {not self.real.taken}"
             return f"at {at.location.short} the condition on a tensor's value is {sides}"
-        if self.proved is not None and self.real is not None and self.proved[:3] == self.real[:3]:
-            return f"at {at.location.short} it is given other dims, or groups, than in the proof"
         real = f"calls `{self.real.name}`" if self.real is not None else "ends"
         proved = f"calls `{self.proved.name}`" if self.proved is not None else "ends"
         where = f" at {self.proved.location.short}" if self.proved is not None else ""
@@ -114,7 +112,7 @@ class Watch(TorchFunctionMode):
         """Call `func`, and note the step."""
         result = func(*args, **(kwargs or {}))
         if func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result), form=form_of(func, args, kwargs or {}, result))
+            step = step_of(func, side_of(func, result))
             if step is not None:
                 self.steps.append(step)
         return result

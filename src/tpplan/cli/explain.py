@@ -24,6 +24,7 @@ _EXAMPLES = """\
   tpplan explain llama --model hf:llama --tp 8 'model.layers.*.mlp'         equal layers once
   tpplan explain llama --model hf:llama --tp 8 --format json > program.json
   tpplan explain llama --model Llama-3.2-1B --tp 8 --inference --batch 4 --sequence 8192
+  tpplan explain llama --model hf:llama --tp 8 --premises                   what later calls must have
 """
 
 
@@ -46,6 +47,11 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="show a rank's parameters, its cache for --batch prompts of --sequence tokens (default: 1 of 4096), and a "
         "forward without gradients",
+    )
+    parser.add_argument(
+        "--premises",
+        action="store_true",
+        help="show what the proof stands on: the arguments, sizes, modes and numbers of a call that runs by it",
     )
     add_model_arguments(parser, required=True)
     _take_module_behind_options(parser)
@@ -74,11 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--format json is the whole program; leave out MODULE")
     if arguments.module is not None and arguments.inference:
         raise UsageError("--inference is about the whole model; leave out MODULE")
+    if arguments.premises and (arguments.module is not None or arguments.inference):
+        raise UsageError("--premises are of the whole call; leave out MODULE and --inference")
     plan = load_plan(arguments.plan)
     if arguments.inference:
         from tpplan.cli.explain_inference import show_inference
 
         return show_inference(arguments, plan)
+    if arguments.premises:
+        from tpplan.cli.explain_premises import show_premises
+
+        return show_premises(arguments, plan)
     wanted = _pattern(arguments.module) if arguments.module is not None else None
     model, inputs = model_and_inputs(arguments)
     if wanted is not None:

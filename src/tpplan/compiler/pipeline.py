@@ -21,6 +21,7 @@ from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
 from tpplan.compiler.check.experts import prove_experts
 from tpplan.compiler.check.recurrent import prove_recurrent
+from tpplan.compiler.cover import Subject
 from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
@@ -67,6 +68,8 @@ class Compiled:
         facts: what the call's bodies read of numbers; None if they were kept from them.
         wraps: whether the call is passed, or leaves, tensors of classes of their own.
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
+        subject: what was checked, of which `cover` tells for which sizes it holds; None where that is for the example's
+            alone, as numbers are read, or as calls after the first take another way.
     """
 
     program: Program
@@ -81,6 +84,7 @@ class Compiled:
     facts: Facts | None = None
     wraps: bool = False
     picking: frozenset[tuple[int, int]] = frozenset()
+    subject: Subject | None = None
 
     @property
     def digest(self) -> str:
@@ -109,7 +113,7 @@ def compile_call(request: Request) -> Compiled:
                 refuse_difference(compiled.program, first.program)
             except CompileError:  # it couldn't have been empty
                 return compiled
-        return replace(compiled, later=first.streams)
+        return replace(compiled, later=first.streams, subject=None)
 
 
 def _compile_with_later(request: Request) -> Compiled:
@@ -125,7 +129,7 @@ def _compile_with_later(request: Request) -> Compiled:
         again = replace(again, captures=request.captures.where(("after", again.capture_settings(trace.training))))
         other, *_ = _compile(again)
     refuse_difference(compiled.program, other.program)
-    return replace(compiled, later=other.streams)
+    return replace(compiled, later=other.streams, subject=None)
 
 
 def _compile_leniently(request: Request) -> tuple[Request, tuple[Compiled, Trace, Capture]]:
@@ -209,9 +213,16 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
-        wraps=trace.wraps, picking=trace.picking,
+        wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
     )  # fmt: skip
     return compiled, trace, state
+
+
+def _subject(problem: Problem, placed: Placed, program: Program) -> Subject | None:
+    if problem.trace.facts is not None:
+        return None
+    learned = placed.learned
+    return Subject(placed.to_check(problem), learned.attributes, learned.recorded, program.sequence_dims)
 
 
 def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], asked: Binding) -> Program:

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, scalars
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, sharded
+from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import LocalValue, OperationNode, picks_of
 from tpplan.compiler.ir.trace import BackwardGraph, ForeignBackward, Operation, Value
 from tpplan.compiler.rules.packed import EXPAND, SELECT, SPLITS
 from tpplan.compiler.rules.propagate import FILLS, Propagator, Refusal
 from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.symbolic import fix
 
 _SAME = frozenset(f"aten.{name}.default" for name in ("clone", "detach", "alias", "lift_fresh"))
 _SLICES = frozenset(("aten.slice.Tensor", SELECT))
@@ -62,11 +64,19 @@ def backward_fault(
     differs = _compared(graph, run)
     if differs is not None:
         return differs
+    if given.symbolic:  # the rules were asked for the example's sizes
+        fix([(*node.arguments, *node.keywords.values()) for node in graph.body if not _is_entrywise(node)])
+        return None
     layouts = dict(zip(graph.arriving, (_gradient_of(given, value) for value in whole.outputs), strict=True))
     layouts |= dict(zip(graph.saved, (_forward_of(given, value) for value in whole.saved), strict=True))
     promised = zip(graph.results, whole.inputs, strict=True)
     demands = [(r, held) for r, v in promised if r is not None and v is not None for held in _demanded(given, v)]
     return _Typing(given, propagator, graph, run, demands).fault(layouts)
+
+
+def _is_entrywise(node: Operation) -> bool:
+    operator = lookup(node.name)
+    return operator is not None and operator.kind == "entrywise"
 
 
 def _forward_of(given: CheckInput, value: int) -> Layout:

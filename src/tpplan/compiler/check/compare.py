@@ -11,7 +11,7 @@ paths; all others must come in the same order, with the same scalars, and make r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
 from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
 from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
+from tpplan.compiler.trace.recorder import Recorder
 
 REARRANGING = frozenset(
     f"aten.{name}"
@@ -45,7 +46,7 @@ _OF_GENERATORS = (
     "draw from torch's default generator, by leaving out `generator`; or make the numbers in `__init__` and keep them "
     "in a buffer"
 )
-_SIZED = tuple(
+SIZED = tuple(
     f"aten.{name}"
     for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
 )
@@ -100,7 +101,8 @@ class CheckInput:
     """What a check needs to know.
 
     `rank` is whose shapes it runs on, `parts` the inputs that don't come whole; `surprising` whether functions with a
-    backward of their own hide which values have a gradient.
+    backward of their own hide which values have a gradient; `recorder` makes that of the run; `symbolic` whether its
+    sizes are symbols, at whose values in the example all was shown.
     """
 
     model: nn.Module
@@ -114,6 +116,8 @@ class CheckInput:
     parts: Mapping[Path, Layout] = field(default_factory=dict[Path, Layout])
     rank: int = 0
     surprising: bool = False
+    recorder: Callable[[Trace], Recorder] = Recorder.like
+    symbolic: bool = False
 
     @property
     def batch(self) -> int:
@@ -440,7 +444,7 @@ def scalars(operation: Operation) -> list[object]:
     Of a row of tensors it is the places that have none, as in `x[:, picks]`.
     """
     held = (*operation.arguments, *operation.keywords.values())
-    sized = operation.name.startswith(_SIZED)
+    sized = operation.name.startswith(SIZED)
     kept: list[Any] = [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and sized))]
     return [_places_without(a) if isinstance(a, tuple) and _has_tensors(a) else a for a in kept]
 
@@ -455,6 +459,7 @@ def _has_tensors(items: Any) -> bool:
 
 __all__ = [
     "REARRANGING",
+    "SIZED",
     "CheckInput",
     "Mismatch",
     "Shown",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import SYMBOLIC, expression_of, named_modules
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import leaves
 
@@ -78,6 +78,8 @@ class Fingerprints:
     def _content(self, value: Any, inside: Mapping[int, str]) -> object:
         if type(value) in _PLAIN:
             return (_class(value), value)
+        if isinstance(value, SYMBOLIC):
+            return (_class(value), str(expression_of(value)))
         if isinstance(value, nn.Module):
             return ("module", inside.get(id(value), id(value)))
         if isinstance(value, Tensor):

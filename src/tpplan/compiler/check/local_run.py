@@ -51,7 +51,6 @@ from tpplan.compiler.rewrite.replay import Replay
 from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
-from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.state import is_same
 from tpplan.plan import Style
@@ -90,7 +89,7 @@ def check(
         return hidden
     streams: dict[int, Stream] = {}
     for rank in different_ranks(given):
-        mismatch, stream = _check_rank(replace(given, rank=rank), attributes, excused, recorded, shown=shown)
+        mismatch, stream = run_rank(replace(given, rank=rank), attributes, excused, recorded, shown=shown)
         if mismatch is not None:
             return replace(mismatch, rank=rank)
         if stream is not None:
@@ -118,7 +117,7 @@ def ranks_alike(given: CheckInput) -> list[int]:
     ]
 
 
-def _check_rank(
+def run_rank(
     given: CheckInput,
     attributes: Mapping[str, tuple[LocalAttribute, ...]],
     excused: frozenset[str],
@@ -126,6 +125,10 @@ def _check_rank(
     every_call: bool = False,
     shown: Shown = frozenset(),
 ) -> tuple[Mismatch | None, Stream | None]:
+    """As `check`, on the shapes of one rank, that of `given`; the steps of its bodies are told as well.
+
+    `every_call` runs calls, too, that equal ones have shown right.
+    """
     shapes = _local_parameter_shapes(given)
     skeleton = make_skeleton(given.model, shapes)
     modules = dict(named_modules(skeleton.model))
@@ -134,7 +137,7 @@ def _check_rank(
             setattr(modules[name], *replaced_attribute(modules[name], attribute.name, attribute.on(given.rank)))
     _replay(given, modules, recorded)
     boundary = _LocalBoundary(given, excused, attributes, modules, every_call, shown)
-    state = Capture(Recorder.like(given.trace), boundary)
+    state = Capture(given.recorder(given.trace), boundary)
     state.recorder.listening = True
     state.recorder.whole = False
     state.recorder.unused = dict(_unused_gradients(given.trace))
@@ -142,7 +145,7 @@ def _check_rank(
     failed: Frame | None = None
     reason = ""
     try:
-        run = record(skeleton, *_local_call(given), given.trace.training, state)
+        run = record(skeleton, *local_call(given), given.trace.training, state)
         local, values = run.recorded, run.values
     except BodyError as error:
         local, values, failed = error.root, tuple(state.recorder.values), error.frame
@@ -186,7 +189,7 @@ def _check_rank(
         # What is reported already may write.
         left = [*_compare_written(given, run), *_compare_kept(given, run, operands, boundary)] if not excused else []
         if left and boundary.skipped and not every_call:
-            return _check_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
+            return run_rank(given, attributes, excused, recorded, every_call=True)  # calls left out write as well
         found += left
     stream = (
         None if state.heard is None else Stream(boundary.filled(state.heard), given.trace.chosen, given.trace.cached)
@@ -321,7 +324,7 @@ def _compare_written(given: CheckInput, run: Trace) -> list[Mismatch]:
 
 def _is_new_each_time(given: CheckInput, name: str) -> bool:
     """Whether two runs of the unsharded model leave different numbers under a name."""
-    skeleton, state = make_skeleton(given.model), Capture(Recorder.like(given.trace))
+    skeleton, state = make_skeleton(given.model), Capture(given.recorder(given.trace))
     again = record(skeleton, given.arguments, given.keywords, given.trace.training, state)
     return not is_same(again.state.get(name), given.trace.state.get(name))
 
@@ -456,7 +459,7 @@ def _local_parameter_shapes(given: CheckInput) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _local_call(given: CheckInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def local_call(given: CheckInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The example call as a rank gets it."""
 
     def local(path: Path, tensor: Tensor) -> Tensor:
@@ -642,4 +645,4 @@ def _like(
     return made.new_empty(reached).requires_grad_().clone().as_strided(shape, stride)
 
 
-__all__ = ["check", "different_ranks"]
+__all__ = ["check", "different_ranks", "local_call", "ranks_alike", "run_rank"]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from tpplan.compat import SYMBOLIC
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.pytree import is_record, is_record_class, leaves, shows_its_state
 
@@ -30,7 +31,7 @@ PLAIN = frozenset(
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _CONTAINERS = (tuple, list, dict, set, frozenset)
-SHARED = (type, ModuleType, BuiltinFunctionType, Enum)
+SHARED = (type, ModuleType, BuiltinFunctionType, Enum, *SYMBOLIC)
 _DEPTH = 6
 
 

@@ -598,6 +598,14 @@ class Program:
         )
 
     @property
+    def sequence_dims(self) -> dict[tuple[str | int, ...], tuple[int, ...]]:
+        """For each tensor of the example, the dims that are sequences which ranks share; empty if there are none."""
+        lengths = self.sequence_lengths
+        if not lengths:
+            return {}
+        return {i.path: tuple(d for d, n in enumerate(i.shape) if d and n in lengths) for i in self.inputs}
+
+    @property
     def feature_reshards(self) -> frozenset[object]:
         """Where values begin or cease to be split along features or heads: what other reshards leave as it is."""
         found: set[object] = set()

@@ -26,12 +26,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import is_registered_container, rebuild_container
+from tpplan.compat import SYMBOLIC, is_registered_container, rebuild_container
 from tpplan.compiler.ir.trace import Path
 
 Change = Callable[[Path, Tensor], Tensor]
 Visit = Callable[[Path, Any], Any]
-_LEAVES = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
+_LEAVES = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None), *SYMBOLIC))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
 
 

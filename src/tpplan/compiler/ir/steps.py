@@ -6,18 +6,16 @@ taken where Python calls torch, not where a kernel runs.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, OpOverloadPacket
 from tpplan.compiler.ir.trace import Location
 
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -40,14 +38,12 @@ class Step(NamedTuple):
         code, offset: where the call stands: a code object, and the instruction in it.
         function: what is called.
         taken: for a branch on a tensor's value, its side.
-        form: of what it is given, what decides on layouts: dims by number; of a view, how its groups divide others.
     """
 
     code: CodeType
     offset: int
     function: object
     taken: bool | None = None
-    form: tuple[object, ...] = ()
 
     @property
     def location(self) -> Location:
@@ -134,7 +130,7 @@ def renamed(module: str, of: str, name: str) -> str:
     return f"{name}{module[len(of) :]}"
 
 
-def step_of(function: object, taken: bool | None = None, depth: int = 0, form: tuple[object, ...] = ()) -> Step | None:
+def step_of(function: object, taken: bool | None = None, depth: int = 0) -> Step | None:
     """The step that a function mode sees; None if no body makes it: torch itself, a hook or the runtime does.
 
     To be called from the mode's `__torch_function__`, or from `depth` calls below.
@@ -146,7 +142,7 @@ def step_of(function: object, taken: bool | None = None, depth: int = 0, form: t
         if kind is None:
             kind = _kinds[code] = _kind_of(code)
         if kind == "body":
-            return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken, form)
+            return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken)
         if kind == "other":
             return None
         frame = frame.f_back
@@ -186,55 +182,22 @@ def _walk(heard: Heard) -> Iterator[Heard]:
             yield from _walk(step)
 
 
-_BRANCHES = frozenset((Tensor.__bool__, Tensor.__contains__, Tensor.item))
+_BRANCHES = frozenset(
+    (
+        Tensor.__bool__, Tensor.__complex__, Tensor.__contains__, Tensor.__float__, Tensor.__index__, Tensor.__int__,
+        Tensor.allclose, Tensor.equal, Tensor.is_nonzero, Tensor.item, torch.allclose, torch.equal, torch.is_nonzero,
+    )
+)  # fmt: skip
 
 
 def side_of(function: object, result: object) -> bool | None:
-    """The side of a branch on a tensor's value, of a call of torch that says it; None of any other."""
-    return result if function in _BRANCHES and type(result) is bool else None
+    """The side of a branch on a tensor's value, of a call of torch that says it; None of any other.
 
-
-_VIEWS = frozenset((Tensor.reshape, Tensor.reshape_as, Tensor.view, Tensor.view_as, torch.reshape))
-_ALONG = frozenset(("all", "amax", "amin", "any", "max", "mean", "min", "prod", "softmax", "std", "sum", "var"))
-
-
-def form_of(function: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: object) -> tuple[object, ...]:
-    """What of a call's arguments decides on layouts, and may follow from a size in the body's Python.
-
-    Dims that are named. Of a view, or another's operator, whether its groups divide the entries of the last dims: those
-    of (heads, length, 6) as (-1, 4) lie inside of heads at even lengths alone. Where dims are but joined, or one is
-    split, there is nothing to tell.
+    A number that Python makes of a flag, as `int(x.max() > 1)` does, says it as well.
     """
-    if function in _VIEWS:
-        if not isinstance(result, Tensor) or result.numel() != args[0].numel():
-            return ()
-        source, target = _without_ends([*args[0].shape], [*result.shape])
-        return tuple(n % group == 0 for n in _runs(source) for group in _runs(target) if group)
-    if isinstance(function, (OpOverload, OpOverloadPacket)) and not str(function).startswith("aten."):  # pyright: ignore
-        passed = (*args, *keywords.values())
-        numbers = [held for held in passed if type(held) is int and held > 1]
-        tensors = [held for held in passed if isinstance(held, Tensor)]
-        return tuple(n % group == 0 for held in tensors for n in _runs([*held.shape]) for group in numbers)
-    dim = keywords.get("dim", keywords.get("axis")) if keywords else None
-    if dim is None and len(args) > 1 and function.__name__ in _ALONG:
-        dim = args[1]
-    if type(dim) is int:
-        return (dim,)
-    return (*dim,) if isinstance(dim, (tuple, list)) and all(type(d) is int for d in dim) else ()  # pyright: ignore
+    if function not in _BRANCHES or type(result) not in (bool, int, float, complex) or result not in (0, 1):
+        return None
+    return bool(result)
 
 
-def _without_ends(source: list[int], target: list[int]) -> tuple[list[int], list[int]]:
-    """Two shapes without the dims that both begin with, and both end with."""
-    while source and target and source[-1] == target[-1]:
-        source, target = source[:-1], target[:-1]
-    while source and target and source[0] == target[0]:
-        source, target = source[1:], target[1:]
-    return source, target
-
-
-def _runs(shape: list[int]) -> list[int]:
-    """How many entries the last dims have together, for any number of them but all."""
-    return [math.prod(shape[dim:]) for dim in range(len(shape) - 1, 0, -1)]
-
-
-__all__ = ["Heard", "Step", "Stream", "form_of", "renamed", "side_of", "step_of"]
+__all__ = ["Heard", "Step", "Stream", "renamed", "side_of", "step_of"]

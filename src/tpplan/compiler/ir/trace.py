@@ -43,6 +43,11 @@ class Value:
     numbers: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
+    def geometry(self) -> Geometry:
+        """Shape, stride and dtype."""
+        return self.shape, self.stride, self.dtype
+
+    @property
     def bytes(self) -> int:
         """Of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize

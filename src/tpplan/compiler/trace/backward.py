@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import FunctionNode, Unwatched, function_node, is_reentrant_checkpoint
+from tpplan.compat import FunctionNode, Unwatched, expression_of, function_node, is_reentrant_checkpoint
 from tpplan.compiler.ir.trace import (
     BackwardGraph,
     ForeignBackward,
@@ -290,7 +290,8 @@ def _value_key(value: Value) -> object:
     shown: object = None
     if numbers is not None:
         shown = str(numbers.tolist()) if numbers.numel() <= _SMALL else id(numbers)  # pyright: ignore
-    return (value.shape, value.stride, value.dtype, shown)
+    sizes = tuple(map(expression_of, value.shape)), tuple(map(expression_of, value.stride))
+    return (*sizes, value.dtype, shown)
 
 
 def _operation_key(node: Operation) -> object:
@@ -298,7 +299,7 @@ def _operation_key(node: Operation) -> object:
         # Python holds 1 == 1.0 == True; operators don't.
         if isinstance(argument, tuple):
             return tuple([typed(item) for item in argument])  # pyright: ignore
-        return (type(argument), argument)  # pyright: ignore[reportUnknownVariableType]
+        return (type(argument), expression_of(argument))  # pyright: ignore[reportUnknownVariableType]
 
     named = tuple((name, typed(argument)) for name, argument in node.keywords.items())
     return (id(node.target), typed(node.arguments), named, node.inputs, node.outputs, node.overwritten)

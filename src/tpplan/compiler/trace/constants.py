@@ -20,7 +20,7 @@ from tpplan.compat import READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.look_ups import LOOK_UPS
-from tpplan.compiler.ir.steps import form_of, side_of, step_of
+from tpplan.compiler.ir.steps import side_of, step_of
 from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.counts import SPLITS, with_counted
 from tpplan.compiler.trace.decomposed import decomposed
@@ -141,7 +141,7 @@ class ConstantWatcher(TorchFunctionMode):
             return counts
         if func is Tensor.__format__ and args[0].is_meta and args[0].is_floating_point() and args[1]:
             text = format(math.nan, args[1])  # for people to read: it is the name of nothing
-            self._note_step(func, text, args, keywords)
+            self._note_step(func, text)
             return text
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
             self._recorder.note_found()
@@ -153,7 +153,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
-                self._note_step(func, found, args, keywords)
+                self._note_step(func, found)
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
@@ -181,28 +181,28 @@ class ConstantWatcher(TorchFunctionMode):
         if _holds_meta(data):
             result, data = _assembled(func, args, keywords, data), None
         elif classes is None:
-            self._recorder.indexing = func in _INDEXING
+            self._recorder.indexing = type(args[1]) if func in _INDEXING else None
             try:
                 result = decomposed(func)(*args, **keywords)
+                if func is Tensor.__getitem__:
+                    result = self._recorder.indexed(args[0], result)
             finally:
-                self._recorder.indexing = False
+                self._recorder.indexing = None
         else:
             result = self._over_classes(classes, lambda: func(*args, **keywords))
         if func == _GRADIENT_FUNCTION and result is not None and step_of(func):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part", "ask for `requires_grad` instead"
             )
-        self._note_step(func, result, args, keywords)
+        self._note_step(func, result)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
             numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
             self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
 
-    def _note_step(
-        self, func: Callable[..., Any], result: Any, args: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
+    def _note_step(self, func: Callable[..., Any], result: Any) -> None:
         if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result), depth=1, form=form_of(func, args, keywords, result))
+            step = step_of(func, side_of(func, result), depth=1)
             if step is not None and self._recorder.frames:
                 self._recorder.frames[-1].steps.append(step)
 

@@ -119,7 +119,7 @@ class Recorder(RecordingMode):
         self.picking = dict(picking)
         self.changing: set[int] = set()  # ids of real tensors that each call changes, and of what is made of them
         self.picked: set[int] = set()  # ids of real tensors that may only pick, and of what is made of them
-        self.indexing = False  # whether torch is indexing a tensor
+        self.indexing: type | None = None  # of which class the index is, while torch indexes a tensor
         self.blurred: set[int] = set()  # values whose numbers each call changes
         self.steering: list[Location | None] = []  # where their values are read
         self.unreadable: list[tuple[DataDependentError, OpenFrame]] = []  # values that bodies wanted to read
@@ -283,6 +283,10 @@ class Recorder(RecordingMode):
         return self._storage[value] == self._storage[other]
 
     # -- operations -----------------------------------------------------------------------------------------------
+    def indexed(self, tensor: Tensor, result: Any) -> Any:
+        """What a body is handed of an indexed tensor."""
+        return result
+
     def meet(self) -> None:
         """Hear of a function of torch that a body calls, before it runs."""
 

@@ -1,0 +1,175 @@
+"""Calls of other sizes: each computes what the stock model does at that size, or is refused with the condition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.runtime.simulated import on_ranks, verdicts
+from tpplan.calls import guard
+from tpplan.calls.guard import CallGuard
+
+HIDDEN, WIDTH = 16, 32
+TOLERANCE = 1e-12
+MLP = {"up": "colwise", "down": "rowwise"}
+SEQUENCE = {"norm": "sequence", **MLP}
+Between = Callable[[Tensor], Tensor]
+
+
+class Features(nn.Module):
+    """A column, what `between` makes of the split features, and a row."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+class Normed(nn.Module):
+    """What `between` makes of a split sequence, and of the numbers behind."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.inner = Inner(between)
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.inner(self.norm(x)))))
+
+
+class Inner(nn.Module):
+    """A body of its own, so that what it is given may stay split."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.between = between
+
+    def forward(self, n: Tensor) -> Tensor:
+        return self.between(n)
+
+
+def _by_dict(h: Tensor) -> Tensor:
+    return h * {8: 2.0}.get(h.shape[1], 3.0 + h.shape[-1])
+
+
+def _strided(n: Tensor) -> Tensor:
+    k = max(1, n.shape[1] // 8)
+    return n[:, ::k].repeat_interleave(k, 1)
+
+
+def _padded(n: Tensor) -> Tensor:
+    k = int(n.shape[1] > 8)
+    return functional.pad(n, (0, 0, k, -k))
+
+
+def _padded_by_eights(n: Tensor) -> Tensor:
+    k = n.shape[1] // 8 - 1
+    return functional.pad(n, (0, 0, k, -k))
+
+
+def _by_text(h: Tensor) -> Tensor:
+    return h / (h.shape[-1] if len(f"{h.shape[1]}") > 1 else 32)
+
+
+def _by_class(h: Tensor) -> Tensor:
+    n = h.shape[1]
+    return h / (h.shape[-1] if isinstance(n, int) and n > 8 else 32)
+
+
+FEATURES: dict[str, Between] = {
+    "a divisor": lambda h: h / (32 if h.shape[1] <= 8 else h.shape[-1]),
+    "a dim": lambda h: h.cumsum(1 if h.shape[1] <= 8 else 2),
+    "an equation": lambda h: torch.einsum("bsf,bsf->bsf" if h.shape[1] <= 8 else "bsf,bsg->bsf", h, h),
+    "a stride": _strided,
+    "a pad of features": lambda h: functional.pad(h, (k := h.shape[1] // 8 - 1, -k)),
+    "a shift of features": lambda h: h.roll(h.shape[1] // 8 - 1, -1),
+    "a number in a dict": _by_dict,
+    "text": _by_text,
+    "a test of a class": _by_class,
+    "a logarithm": lambda h: h * (1.0 if math.log2(h.shape[1]) <= 3 else h.shape[-1]),
+    "a slice of features": lambda h: h[..., : 32 if h.shape[1] <= 8 else 16].sum(-1, keepdim=True) * h,
+    "groups": lambda h: h.reshape(h.shape[0], -1, h.shape[1] * 4).softmax(-1).reshape(h.shape),
+    "a tensor of a number": lambda h: h * torch.tensor(1 if h.shape[1] <= 8 else h.shape[-1]),
+    "min": lambda h: h / min(h.shape[1] * 4, h.shape[-1] * 2),
+}
+LENGTHS: dict[str, Between] = {
+    "a divisor": lambda n: n / (8 if n.shape[1] <= 8 else n.shape[1]),
+    "a branch": lambda n: n * 2 if n.shape[1] > 8 else n,
+    "a stride": _strided,
+    "a pad": _padded,
+    "a pad by eights": _padded_by_eights,
+    "a shift": lambda n: n.roll(n.shape[1] // 8 - 1, 1),
+    "a slice": lambda n: functional.pad(n[:, :8], (0, 0, 0, n.shape[1] - n[:, :8].shape[1])),
+    "a slice from the end": lambda n: torch.cat([n[:, -8:] * 2, n[:, :-8]], 1),
+    "a flip": lambda n: n.flip(1 if n.shape[1] > 8 else 2),
+    "a mean": lambda n: n - n.mean(1 if n.shape[1] > 8 else 2, keepdim=True),
+    "a sum by a length": lambda n: n + n.sum(1, keepdim=True) / n.shape[1],
+}
+
+
+def call(length: int, batch: int = 2) -> Any:
+    generator = torch.Generator().manual_seed(length)
+    return (torch.randn(batch, length, HIDDEN, dtype=torch.float64, generator=generator).requires_grad_(),), {}
+
+
+def of(stock: Callable[[Between], nn.Module], between: Between) -> nn.Module:
+    torch.manual_seed(0)
+    return stock(between).double()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("stock", "rules", "between"),
+    [
+        *(pytest.param(Features, MLP, between, id=f"features, {name}") for name, between in FEATURES.items()),
+        *(pytest.param(Normed, SEQUENCE, between, id=f"sequence, {name}") for name, between in LENGTHS.items()),
+    ],
+)
+def test_a_call_of_another_length_is_equal_or_refused(stock: Any, rules: Any, between: Between, tp: int) -> None:
+    lengths = (8, 16, 4, 24, 8)
+    found = verdicts(of(stock, between), rules, tp, call(8), [call(length) for length in lengths])
+    assert found[0] == found[-1]
+    for verdict in found:
+        assert verdict.startswith(("TP117", "TP131", "TP118")) if isinstance(verdict, str) else verdict < TOLERANCE
+
+
+@pytest.mark.parametrize(("stock", "rules"), [(Features, MLP), (Normed, SEQUENCE)])
+def test_a_covered_length_is_neither_compiled_nor_watched(
+    stock: Any, rules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[object] = []
+    compile_again = guard.compile_call
+    monkeypatch.setattr(guard, "compile_call", lambda request: compiled.append(request) or compile_again(request))
+
+    def work(own: nn.Module, held: CallGuard) -> list[bool]:
+        own(*call(8)[0])
+        return [held(True, call(length, batch)[0], {})[1] is not None for length, batch in ((16, 2), (24, 3), (6, 5))]
+
+    assert on_ranks(of(stock, torch.relu), rules, 2, call(8), work) == [[False] * 3] * 2
+    assert not compiled
+
+
+NUMBERS: dict[str, Between] = {
+    "int": lambda h: functional.pad(h, (k := int(h.detach().amax() // 20 > 0), -k)),
+    "float": lambda h: h * (float(h.detach().amax() > 20) + 1),
+    "an index": lambda h: h * [1, h.shape[-1]][h.detach().amax() > 20],
+    "is_nonzero": lambda h: h.roll(int((h.detach().amax() > 20).is_nonzero()), -1),
+}
+
+
+@pytest.mark.parametrize("between", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_that_python_makes_of_a_flag_is_followed(between: Between) -> None:
+    (small,), _ = call(8)
+    calls = [((small.detach() * scale,), {}) for scale in (1.0, 1000.0, 1.0, 1000.0, 1.0)]
+    for verdict in verdicts(of(Features, between), MLP, 2, calls[0], calls):
+        assert verdict.startswith(("TP117", "TP131")) if isinstance(verdict, str) else verdict < TOLERANCE
