@@ -22,6 +22,7 @@ from tpplan.compiler.check.attribute_reads import attributes_read
 from tpplan.compiler.check.experts import prove_experts
 from tpplan.compiler.check.recurrent import prove_recurrent
 from tpplan.compiler.dump import Dump
+from tpplan.compiler.emit.digest import Digest, digest_of
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.explain.captures import of_capture
@@ -34,7 +35,7 @@ from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
+from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -58,8 +59,8 @@ class Compiled:
         program: the program.
         streams: for each rank, the steps that its bodies take in the example call.
         assumptions: the sides on which branches on data were taken.
-        traced: a digest of the operations of the example call.
         later: the steps of calls after the first, if what that one left behind lets them take others.
+        traced: what ranks that do the same have alike of the run that the program was made from.
         writes: whether the call changes attributes or globals.
         keeps_writing: whether each call after it does so, too.
         asked: what the call's bodies ask for beside sizes, dtypes and numbers.
@@ -73,7 +74,7 @@ class Compiled:
     streams: Mapping[int, Stream]
     assumptions: tuple[Assumption, ...]
     later: Mapping[int, Stream] = field(default_factory=dict[int, Stream])
-    traced: str = ""
+    traced: Digest = field(default_factory=Digest)
     writes: bool = False
     keeps_writing: bool = False
     asked: Asked = field(default_factory=Asked)
@@ -83,9 +84,9 @@ class Compiled:
     picking: frozenset[tuple[int, int]] = frozenset()
 
     @property
-    def digest(self) -> str:
+    def digest(self) -> Digest:
         """Of the program, and of the run that it was made from: equal on ranks that will do the same."""
-        return f"{self.program.digest} {self.traced}"
+        return replace(self.traced, work=f"{self.program.digest} {self.traced.work}")
 
 
 def compile_call(request: Request) -> Compiled:
@@ -207,7 +208,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     program = _program(problem, solved.placed, unpacked.notes, asked)
     dump.program(program)
     compiled = Compiled(
-        program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
+        program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
         wraps=trace.wraps, picking=trace.picking,
     )  # fmt: skip
