@@ -39,6 +39,7 @@ CASES: dict[str, Case] = {
     "TP120": (toys.Block, toys.activations(), 2),
     "TP127": (toys.CallsBessel, toys.activations(), 2),
     "TP135": (toys.Attention, toys.activations(), 2),
+    "TP149": (toys.Gated, toys.activations(), 2),
 }
 
 

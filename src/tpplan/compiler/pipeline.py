@@ -26,6 +26,7 @@ from tpplan.compiler.emit.digest import Digest, digest_of
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
 from tpplan.compiler.explain.captures import of_capture
+from tpplan.compiler.explain.ineffective import ineffective_rules
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import exchanges, warnings_for
@@ -161,6 +162,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump = Dump.from_environment()
     binding, findings = bind_rules(request.model, request.plan)
     dump.binding(binding)
+    ruled = binding.modules
     if any(d.severity is Severity.ERROR for d in findings):
         findings = once([*findings, *unlike_layers(request.model, binding)])
     _refuse(findings)
@@ -205,6 +207,8 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         bases = bases_among(request.model, wrappers, members)
         error.bases = bases if len(bases) < len(members) else {}
         raise
+    if request.size > 1 and not request.partly:
+        _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))
     program = _program(problem, solved.placed, unpacked.notes, asked)
     dump.program(program)
     compiled = Compiled(

@@ -217,6 +217,30 @@ its experts whole. The rules inside are for axes with more ranks than that; noth
 """,
     ),
     Entry(
+        code="TP149",
+        name="rule-without-effect",
+        severity=Severity.ERROR,
+        summary="A rule of the plan has no effect.",
+        explanation="""
+Every rule with a style that splits must show in the program: in a parameter of which each rank has a part, or in a
+sequence that is split at the module. This one shows nowhere, so that less would be split than the plan says. Usual
+causes: pins that leave nothing of the style, `sequence` on a module that is passed no sequence, and weights that a
+layer computes in its forward, of which no parameter's dim can be followed to the features that are split. A layer that
+the example call leaves out may stay whole if others of its pattern are split, and `sequence` on a module that it leaves
+out waits for a call that has it.
+""",
+        bad="""
+version: 1
+modules:
+  model.norm: {style: sequence, input: replicate}
+""",
+        good="""
+version: 1
+modules:
+  model.norm: sequence
+""",
+    ),
+    Entry(
         code="TP114",
         name="pin-not-satisfiable",
         severity=Severity.ERROR,
