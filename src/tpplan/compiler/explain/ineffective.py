@@ -96,9 +96,8 @@ def _finding(bound: Bound, stored: Sequence[str], trace: Trace) -> Diagnostic:
     elif not whole:
         reason = "it has no parameters to split"
     else:
-        more = [f"{len(whole) - _LISTED} more"] if len(whole) > _LISTED else []
-        listed = all_of([*(f"`{name}`" for name in whole[:_LISTED]), *more])
-        reason = f"{listed} {'stay' if whole[1:] else 'stays'} whole on every rank"
+        more = f", and {len(whole) - _LISTED} more," if len(whole) > _LISTED else ""
+        reason = f"{all_of(whole[:_LISTED])}{more} {'stay' if whole[1:] else 'stays'} whole on every rank"
         way_out += "; or compute with its parameters so that a dim of theirs counts the features that are split"
         places = [f"{node.name} in `{frame.module}`, at {node.location}" for frame, node in _reading(whole, trace)]
     return Diagnostic(

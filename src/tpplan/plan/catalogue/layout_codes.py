@@ -145,7 +145,9 @@ was assigned to the instance bypasses the class, a weight that a hook computes i
 split, and a hook on a parameter's gradient would be lost with the parameter that is replaced. A weight that a
 parametrization of torch computes is split where its steps can work on parts: entry by entry, as products, or with sums,
 as `weight_norm` takes them; not where each entry depends on all others, as in `spectral_norm` and `orthogonal`. The
-message says which it is, and a note at which step. Leave the module `replicate`, or remove what's in the way first.
+message says which it is, and a note at which step. A parameter, a buffer or a tensor in an attribute may be of a class
+that says itself what operations on it compute, as torchao's quantised weights are: what is proved of plain tensors
+doesn't hold for it. Leave the module `replicate`, or remove what's in the way first.
 """,
     ),
     Entry(
