@@ -1537,7 +1537,8 @@ _AS_ANY_CLASS = frozenset(
     f"__{name}__"
     for name in (
         "new", "init", "init_subclass", "repr", "str", "format", "hash", "dir", "copy", "deepcopy", "reduce",
-        "reduce_ex", "getstate", "setstate", "module", "doc", "dict", "weakref", "annotations", "slots", "class_getitem",
+        "reduce_ex", "getstate", "setstate", "module", "doc", "dict", "weakref", "annotations", "slots",
+        "class_getitem",
     )
 ) | {"to", "cpu", "cuda"}  # fmt: skip
 

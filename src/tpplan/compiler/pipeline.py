@@ -25,6 +25,7 @@ from tpplan.compiler.dump import Dump
 from tpplan.compiler.emit.digest import Digest, digest_of
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
+from tpplan.compiler.emit.unused_kernels import unused_kernels
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.explain.ineffective import ineffective_rules
 from tpplan.compiler.explain.neighbours import Neighbours
@@ -237,6 +238,7 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
         if flow.trace.takes_gradients
         else substitute(modules, request.plan, flow, binding, placed.assignment, placed.instance)
     )
+    findings += [] if request.partly else unused_kernels(request.plan, kernels, request.device)
     findings += [*notes, *_recorded_findings(binding, learned.recorded, placed.assignment)]
     return emit(
         request.model, request.plan, request.size, flow, binding, placed.assignment, learned.attributes,

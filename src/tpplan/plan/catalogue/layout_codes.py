@@ -243,6 +243,33 @@ modules:
 """,
     ),
     Entry(
+        code="TP150",
+        name="kernel-unused",
+        severity=Severity.WARNING,
+        summary="A choice under `kernels` has no effect.",
+        explanation="""
+`triton` and `torch` say what is to become of bodies that a kernel could take the place of. There is none that this
+choice is for: nothing in its modules computes what the kernel does, or only bodies that it doesn't fit, for the reason
+that the message gives. `residual_norm` and `cross_entropy` take no body's place, and are for calling by hand. Without a
+GPU, and outside of Triton's interpreter, the model's own operations run whatever the plan says. `tpplan explain` lists
+every candidate. `auto` asks for nothing, and is never reported.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.mlp.up_proj: colwise
+kernels:
+  layer_norm: triton      # of a model whose norms are RMSNorms
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.mlp.up_proj: colwise
+kernels:
+  rms_norm: auto
+""",
+    ),
+    Entry(
         code="TP114",
         name="pin-not-satisfiable",
         severity=Severity.ERROR,
