@@ -1545,6 +1545,32 @@ def takes_apart(tensor: Tensor) -> bool:
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
 
 
+# What a class of tensors may have of its own and compute as any other: how tensors are made, shown, copied and moved.
+_AS_ANY_CLASS = frozenset(
+    f"__{name}__"
+    for name in (
+        "new", "init", "init_subclass", "repr", "str", "format", "hash", "dir", "copy", "deepcopy", "reduce",
+        "reduce_ex", "getstate", "setstate", "module", "doc", "dict", "weakref", "annotations", "slots",
+        "class_getitem",
+    )
+) | {"to", "cpu", "cuda"}  # fmt: skip
+
+
+@functools.cache
+def computes_otherwise(kind: type[Tensor]) -> bool:
+    """Whether a class of tensors says itself what operations on its tensors compute, or what their methods do.
+
+    A fake tensor computes what a plain one does, without its numbers.
+    """
+    known = (Tensor, nn.Parameter, nn.Buffer, DTensor)
+    if kind in known or f"{kind.__module__}.{kind.__name__}" == "torch._subclasses.fake_tensor.FakeTensor":
+        return False
+    own = [held for held in kind.__mro__ if not any(issubclass(plain, held) for plain in known)]
+    said = {name for held in own for name in vars(held) if hasattr(Tensor, name) and name not in _AS_ANY_CLASS}
+    plain = {"__torch_function__": nn.Parameter, "__torch_dispatch__": Tensor}  # classes in which these are off
+    return any(getattr(kind, name) is not getattr(plain.get(name), name, None) for name in said)
+
+
 def runs_as_written(func: OpOverload, inside: bool = False) -> bool:
     """Whether an operator of another library has a kernel for any device, and no derivative: it is what that calls.
 

@@ -39,6 +39,7 @@ CASES: dict[str, Case] = {
     "TP120": (toys.Block, toys.activations(), 2),
     "TP127": (toys.CallsBessel, toys.activations(), 2),
     "TP135": (toys.Attention, toys.activations(), 2),
+    "TP149": (toys.Gated, toys.activations(), 2),
 }
 
 
@@ -91,6 +92,7 @@ ELSEWHERE = {
     "TP146": "parity/test_whole_experts.py",
     "TP147": "parity/test_gathers.py",
     "TP148": "parity/test_expert_groups.py",
+    "TP150": "compiler/test_unused_kernels.py",
     "TP160": "adapters/test_plans.py",
     "TP185": "runtime/test_compile_calls.py",
     "TP199": "cli/test_main.py",

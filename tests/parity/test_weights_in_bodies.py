@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -355,6 +356,49 @@ class Words(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.block(self.table(ids)))
+
+
+class Interleaved(nn.Module):
+    """Of what its weight is computed of, only a scale has a dim of the features on one side."""
+
+    def __init__(self, inputs: int, outputs: int, by_rows: bool) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(outputs, inputs // 2)) for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(outputs, 1) if by_rows else torch.rand(inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, torch.stack((self.a, self.b), -1).flatten(1) * self.scale)
+
+
+class Integers(nn.Module):
+    """Numbers of four bytes, stored as bytes."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.bytes: Tensor
+        self.register_buffer("bytes", torch.randint(-8, 8, (outputs, 4 * inputs), dtype=torch.int8))
+        self.scale = nn.Parameter(torch.rand(outputs, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.bytes.view(torch.int32).to(x.dtype) * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        (Interleaved(WIDTH, INNER, by_rows=True), Interleaved(INNER, WIDTH, by_rows=False)),
+        (Interleaved(WIDTH, INNER, by_rows=True), nn.Linear(INNER, WIDTH)),
+        (nn.Linear(WIDTH, INNER), Interleaved(INNER, WIDTH, by_rows=False)),
+        (Integers(WIDTH, INNER), nn.Linear(INNER, WIDTH)),
+    ],
+)
+def test_a_rule_of_which_nothing_could_be_split_is_refused_with_the_operation(up: nn.Module, down: nn.Module) -> None:
+    model = nn.Sequential(OrderedDict(up=up, act=nn.ReLU(), down=down))
+    plan = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+    with pytest.raises(CompileError) as caught:
+        tpplan.compile_plan(model, plan, 2, (torch.randn(2, 4, WIDTH),))
+    assert {found.code for found in caught.value.diagnostics} == {"TP107"}
+    assert all("aten.mul.Tensor" in found.message for found in caught.value.diagnostics)
 
 
 def test_a_head_goes_with_its_table() -> None:

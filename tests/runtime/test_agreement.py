@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import tpplan
+from tests.compiler.test_digest import KINDS, RULES, Draws, Exchanges, Masks, Ordered, Sums
+from tests.compiler.toys import X
 from tests.models.tiny import tiny_model
 from tests.plans.parity import PLANS
 from tests.runtime.world import Member, world
@@ -69,3 +71,42 @@ def test_whatever_one_rank_fails_with_the_others_do_not_wait_for_it(work: object
     (kind, text, _), (own, _, _) = world(2).run(work, seconds=60)  # pyright: ignore
     assert kind == "CompileError" and "TP116" in text and "rank 1" in text
     assert own
+
+
+def _in_an_order_of_its_own(member: Member, kind: type[Ordered]) -> tuple[str, bool]:
+    """The error's text; or whether each rank has what the stock model computes, and its gradient."""
+    order = KINDS if member.rank == 0 else KINDS[::-1]
+    models = [kind(order).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    calls = [torch.randn(X, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    calls[1].data.copy_(calls[0].data)
+    try:
+        tpplan.parallelize(models[0], {"version": 1, "modules": RULES}, member.mesh(), (calls[0],))
+    except tpplan.CompileError as error:
+        return str(error), False
+    results = [model(call) for model, call in zip(models, calls, strict=True)]
+    for result in results:
+        result.square().sum().backward()
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(calls[0].grad, calls[1].grad)
+    return "", True
+
+
+def test_ranks_that_make_masks_in_another_order_compute_what_the_model_does() -> None:
+    assert world(2).run(_in_an_order_of_its_own, Masks, seconds=60) == [("", True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        (
+            Exchanges,
+            "rank 0 comes to the results of `mlps.full.down`, and rank 1 to the results of `mlps.chunked.down`",
+        ),
+        (Draws, "what they exchange is the same"),
+        (Sums, "what they exchange is the same"),
+    ],
+)
+def test_ranks_that_would_exchange_in_another_order_are_told_of_sets(kind: type[Ordered], where: str) -> None:
+    for text, _ in world(2).run(_in_an_order_of_its_own, kind, seconds=60):
+        assert text.startswith("TP116") and "in another order" in text and "PYTHONHASHSEED" in text and where in text

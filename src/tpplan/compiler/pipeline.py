@@ -23,9 +23,12 @@ from tpplan.compiler.check.experts import prove_experts
 from tpplan.compiler.check.recurrent import prove_recurrent
 from tpplan.compiler.cover import Subject
 from tpplan.compiler.dump import Dump
+from tpplan.compiler.emit.digest import Digest, digest_of
 from tpplan.compiler.emit.emit import emit
 from tpplan.compiler.emit.substitute import substitute
+from tpplan.compiler.emit.unused_kernels import unused_kernels
 from tpplan.compiler.explain.captures import of_capture
+from tpplan.compiler.explain.ineffective import ineffective_rules
 from tpplan.compiler.explain.neighbours import Neighbours
 from tpplan.compiler.explain.uncovered import uncovered_finding
 from tpplan.compiler.explain.warnings import exchanges, warnings_for
@@ -35,7 +38,7 @@ from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
+from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -59,8 +62,8 @@ class Compiled:
         program: the program.
         streams: for each rank, the steps that its bodies take in the example call.
         assumptions: the sides on which branches on data were taken.
-        traced: a digest of the operations of the example call.
         later: the steps of calls after the first, if what that one left behind lets them take others.
+        traced: what ranks that do the same have alike of the run that the program was made from.
         writes: whether the call changes attributes or globals.
         keeps_writing: whether each call after it does so, too.
         asked: what the call's bodies ask for beside sizes, dtypes and numbers.
@@ -76,7 +79,7 @@ class Compiled:
     streams: Mapping[int, Stream]
     assumptions: tuple[Assumption, ...]
     later: Mapping[int, Stream] = field(default_factory=dict[int, Stream])
-    traced: str = ""
+    traced: Digest = field(default_factory=Digest)
     writes: bool = False
     keeps_writing: bool = False
     asked: Asked = field(default_factory=Asked)
@@ -87,9 +90,9 @@ class Compiled:
     subject: Subject | None = None
 
     @property
-    def digest(self) -> str:
+    def digest(self) -> Digest:
         """Of the program, and of the run that it was made from: equal on ranks that will do the same."""
-        return f"{self.program.digest} {self.traced}"
+        return replace(self.traced, work=f"{self.program.digest} {self.traced.work}")
 
 
 def compile_call(request: Request) -> Compiled:
@@ -164,6 +167,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump = Dump.from_environment()
     binding, findings = bind_rules(request.model, request.plan)
     dump.binding(binding)
+    ruled = binding.modules
     if any(d.severity is Severity.ERROR for d in findings):
         findings = once([*findings, *unlike_layers(request.model, binding)])
     _refuse(findings)
@@ -208,10 +212,12 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         bases = bases_among(request.model, wrappers, members)
         error.bases = bases if len(bases) < len(members) else {}
         raise
+    if request.size > 1 and not request.partly:
+        _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))
     program = _program(problem, solved.placed, unpacked.notes, asked)
     dump.program(program)
     compiled = Compiled(
-        program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
+        program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
         wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
     )  # fmt: skip
@@ -243,6 +249,7 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
         if flow.trace.takes_gradients
         else substitute(modules, request.plan, flow, binding, placed.assignment, placed.instance)
     )
+    findings += [] if request.partly else unused_kernels(request.plan, kernels, request.device)
     findings += [*notes, *_recorded_findings(binding, learned.recorded, placed.assignment)]
     return emit(
         request.model, request.plan, request.size, flow, binding, placed.assignment, learned.attributes,

@@ -61,24 +61,26 @@ class Plan:
         )
 
     def kernel_choice(self, kind: KernelKind | str, module_name: str = "") -> KernelChoice:
-        """The choice for `kind` in a module: that of the nearest module around it that a pattern names.
+        """The choice for `kind` in a module, which is `auto` unless the plan says otherwise."""
+        rule = self.kernel_rule(kind, module_name)
+        return KernelChoice.AUTO if rule is None else rule.choice
 
-        Where several patterns name the same module, the most specific wins; where none does, the plan's default
-        holds, which is `auto` unless the plan says otherwise.
+    def kernel_rule(self, kind: KernelKind | str, module_name: str = "") -> KernelRule | None:
+        """What the plan says of `kind` in a module: the rule of the nearest module around it that a pattern names.
+
+        Where several patterns name the same module, the most specific wins; where none does, the plan's default holds.
         """
-        scoped = [
-            (rule.pattern, rule.choice) for rule in self.kernels if rule.kind == kind and rule.pattern is not None
-        ]
+        rules = [rule for rule in self.kernels if rule.kind == kind]
+        scoped = [(rule.pattern, rule) for rule in rules if rule.pattern is not None]
         for name in _inside_out(module_name) if scoped else ():
             found = [
-                (specificity, choice)
-                for pattern, choice in scoped
+                (specificity, rule)
+                for pattern, rule in scoped
                 if (specificity := pattern.specificity(name)) is not None
             ]
             if found:
                 return max(found, key=lambda pair: pair[0])[1]
-        defaults = [rule.choice for rule in self.kernels if rule.kind == kind and rule.pattern is None]
-        return defaults[-1] if defaults else KernelChoice.AUTO
+        return next((rule for rule in reversed(rules) if rule.pattern is None), None)
 
     def with_whole_sequences(self) -> Plan:
         """The plan with every value whole that it splits along the sequence."""

@@ -50,6 +50,11 @@ class Verdict:
         return self.compiled is not None
 
     @property
+    def compiles(self) -> bool:
+        """Whether the plan is proved, wanted or not."""
+        return self.ok or (self.finding is not None and self.finding.severity is not Severity.ERROR)
+
+    @property
     def reason(self) -> str:
         """What speaks against it, in a line, with where."""
         if self.finding is None:

@@ -345,7 +345,7 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
     kind = type(subject.model).__name__
     notes = tuple(f"`{name}`: {found.reasons[name]}" for name in heaviest[:3])
     bare_cause = _of_parameter(subject)
-    if bare_cause is not None and not bare_cause[1].ok:
+    if bare_cause is not None and not bare_cause[1].compiles:
         notes += (f"`{bare_cause[0]}`: {bare_cause[1].reason}",)
     message = f"nothing in `{kind}` can be sharded over {subject.size} ranks"
     computed = next(
@@ -359,7 +359,7 @@ def _nothing(subject: Subject, found: _Search) -> CompileError:
         way_out = "tensor parallelism splits linear layers and embedding tables; use data parallelism for this model"
         if bare_cause is not None:
             name, verdict = bare_cause
-            if verdict.ok:
+            if verdict.compiles:
                 way_out = f"write a plan by hand: `{name}: colwise` compiles, though it isn't known to save anything"
             else:
                 message += f", and its largest parameter, `{name}`, can't be split either"
@@ -400,7 +400,7 @@ def _of_parameter(subject: Subject) -> tuple[str, Verdict] | None:
     name = max(found, key=lambda held: found[held])
     verdict = judge(subject, {name: Setting(Style.COLWISE)})
     # Without a line that reads it, as of a parameter that the call leaves aside, it is no cause.
-    return (name, verdict) if verdict.ok or (verdict.finding is not None and verdict.finding.notes) else None
+    return (name, verdict) if verdict.compiles or (verdict.finding is not None and verdict.finding.notes) else None
 
 
 def _splits(subject: Subject, size: int, model: nn.Module | None = None) -> bool:

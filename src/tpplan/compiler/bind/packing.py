@@ -182,7 +182,7 @@ def _with_parameters(
         if not bound.is_parameter or bound.style in (Style.REPLICATE, Style.VOCAB):
             continue  # that it is a table is for `lookers` to say
         if name in parts:
-            form = parts[name].form_of(name, bound.style)
+            form = parts[name].form_of(name, bound.style) or _own_product(readers, values[name])
             modules[name] = replace(bound, form=form, style=Style.REPLICATE if form is None else bound.style)
             continue
         form = _find_use(readers, values[name]) if name in values else None
@@ -222,6 +222,12 @@ def _unfollowed(
 
 def _find_use(readers: Readers, value: int) -> Product | Addend | None:
     return find_buffer_use(readers, value) if value in readers.trace.buffers else find_use(readers, value)
+
+
+def _own_product(readers: Readers, value: int) -> Product | None:
+    """What a parameter is multiplied by, as it is stored, of what the call is passed."""
+    use = _find_use(readers, value)
+    return use if isinstance(use, Product) and use.given in readers.trace.given else None
 
 
 def _is_read(readers: Readers, value: int | None) -> bool:

@@ -266,7 +266,8 @@ def _reads(trace: Trace, binding: Binding) -> dict[str, dict[tuple[str, ...], No
         for crossing in frame.exits:
             if crossing.source in stored:
                 found[frame.module][stored[crossing.source]] = None
-    return found
+    order = {names: place for place, names in enumerate(stored.values())}
+    return {module: dict.fromkeys(sorted(read, key=order.__getitem__)) for module, read in found.items()}
 
 
 def _in_order(modules: dict[str, nn.Module], name: str, read: dict[tuple[str, ...], None]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from torch import nn
 
 from tpplan.compat import has_hooks
 from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.emit.unused_kernels import SAID
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED
 from tpplan.compiler.ir.program import KernelUse, dtype_name
@@ -110,7 +111,7 @@ def _use(
     if trace.written and any(may_write(trace, module) for module in _replaced(name, parts, given)):
         refused = "its own code may count its calls: the model changes attributes or globals"
     if choice is KernelChoice.TORCH:
-        refused = "the plan says `torch`"
+        refused = SAID
     return KernelUse(name, str(kind), str(choice), dtype, refused, parts, **details)  # pyright: ignore[reportArgumentType]
 
 
@@ -191,7 +192,7 @@ def _without_bias(linear: Instance, activation: Instance, given: _Given) -> str 
     if name in given.left or activation.frame.module in given.resharded:
         return "the result is resharded on its way"
     if given.plan.kernel_choice(KernelKind.BIAS_GELU, activation.frame.module) is KernelChoice.TORCH:
-        return "the plan says `torch`"
+        return SAID
     return None
 
 

@@ -660,8 +660,10 @@ class Program:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the program's JSON; equal on all ranks or something is wrong."""
-        return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()
+        """SHA-256 of the program's JSON; equal on all ranks or something is wrong, in whatever order these run."""
+        kernels, assumptions = sorted(self.kernels, key=repr), sorted(self.assumptions)
+        unordered = replace(self, kernels=tuple(kernels), assumptions=tuple(assumptions))
+        return hashlib.sha256(unordered.to_json(indent=None).encode()).hexdigest()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

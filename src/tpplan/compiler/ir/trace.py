@@ -7,7 +7,6 @@ inside (a `Crossing`), so that a crossing is a node of the data flow: the one pl
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -376,18 +375,6 @@ class Trace:
         if self.sides.exact:
             return self.sides
         return Sides(a.location for a in self.assumptions if a.taken and a.location is not None)
-
-
-def digest_of(frame: Frame) -> str:
-    """A digest of the operations of a call and of those inside, with all numbers that were passed to them."""
-    digest = hashlib.sha256()
-    for inner in frame.walk():
-        digest.update(f"{inner.module} {inner.call} {len(inner.body)}".encode())
-        for node in inner.body:
-            if isinstance(node, Operation):
-                numbers = [a for a in (*node.arguments, *node.keywords.values()) if isinstance(a, (int, float, str))]
-                digest.update(f"{node.name} {node.inputs} {numbers}".encode())
-    return digest.hexdigest()
 
 
 def quoted(module: str) -> str:

@@ -2,7 +2,8 @@
 
 in:  a model
 out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a `forward` on an instance
-     would hide what tpplan puts into the class, or if there are hooks on parameters, which are replaced
+     would hide what tpplan puts into the class, if there are hooks on parameters, which are replaced, or if
+     tensors are of classes that compute otherwise than plain ones
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tpplan.compat import has_gradient_hooks, named_modules
+from tpplan.compat import computes_otherwise, has_gradient_hooks, named_modules
 from tpplan.plan import Diagnostic
+from tpplan.plan.wording import with_article
 
 MARK = "_tpplan"
 
@@ -63,10 +65,31 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
         for name, parameter in model.named_parameters()
         if has_gradient_hooks(parameter)
     ]
-    held = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    held = next((name for name, tensor in _own_tensors(model) if isinstance(tensor, DTensor)), None)
     if held is not None:
         findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
-    return findings
+    return [*findings, *_of_other_classes(model)]
+
+
+def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
+    """TP112 for tensors whose class says what is computed with them, as of quantised ones: a proof is of plain ones."""
+    kept = (
+        (f"{prefix}.{leaf}".lstrip("."), held)
+        for prefix, module in named_modules(model)
+        for leaf, held in vars(module).items()
+        if isinstance(held, Tensor)
+    )
+    for name, tensor in (*_own_tensors(model), *kept):
+        if computes_otherwise(type(tensor)):
+            yield Diagnostic(
+                code="TP112",
+                message=f"`{name}` is {with_article(f'{type(tensor).__module__}.{type(tensor).__name__}')}, a tensor "
+                "whose class says itself what operations on it compute, and what is proved of plain tensors doesn't "
+                "hold for it",
+                help=f"keep plain numbers in `{name}`, such as weights that aren't quantised, or quantised numbers "
+                "and their scales as plain tensors with which the layer's own forward computes",
+                subject=name.rpartition(".")[0] or name,
+            )
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

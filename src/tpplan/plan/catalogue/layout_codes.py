@@ -145,7 +145,9 @@ was assigned to the instance bypasses the class, a weight that a hook computes i
 split, and a hook on a parameter's gradient would be lost with the parameter that is replaced. A weight that a
 parametrization of torch computes is split where its steps can work on parts: entry by entry, as products, or with sums,
 as `weight_norm` takes them; not where each entry depends on all others, as in `spectral_norm` and `orthogonal`. The
-message says which it is, and a note at which step. Leave the module `replicate`, or remove what's in the way first.
+message says which it is, and a note at which step. A parameter, a buffer or a tensor in an attribute may be of a class
+that says itself what operations on it compute, as torchao's quantised weights are: what is proved of plain tensors
+doesn't hold for it. Leave the module `replicate`, or remove what's in the way first.
 """,
     ),
     Entry(
@@ -214,6 +216,57 @@ modules:
 Rules inside of experts that have the rule `experts` split each expert over the ranks of its group: n ranks and e
 experts make as many groups as the greatest number that divides both. Where that is n, a group is one rank, and holds
 its experts whole. The rules inside are for axes with more ranks than that; nothing is wrong.
+""",
+    ),
+    Entry(
+        code="TP149",
+        name="rule-without-effect",
+        severity=Severity.ERROR,
+        summary="A rule of the plan has no effect.",
+        explanation="""
+Every rule with a style that splits must show in the program: in a parameter of which each rank has a part, or in a
+sequence that is split at the module. This one shows nowhere, so that less would be split than the plan says. Usual
+causes: pins that leave nothing of the style, `sequence` on a module that is passed no sequence, and weights that a
+layer computes in its forward, of which no parameter's dim can be followed to the features that are split. A layer that
+the example call leaves out may stay whole if others of its pattern are split, and `sequence` on a module that it leaves
+out waits for a call that has it.
+""",
+        bad="""
+version: 1
+modules:
+  model.norm: {style: sequence, input: replicate}
+""",
+        good="""
+version: 1
+modules:
+  model.norm: sequence
+""",
+    ),
+    Entry(
+        code="TP150",
+        name="kernel-unused",
+        severity=Severity.WARNING,
+        summary="A choice under `kernels` has no effect.",
+        explanation="""
+`triton` and `torch` say what is to become of bodies that a kernel could take the place of. There is none that this
+choice is for: nothing in its modules computes what the kernel does, or only bodies that it doesn't fit, for the reason
+that the message gives. `residual_norm` and `cross_entropy` take no body's place, and are for calling by hand. Without a
+GPU, and outside of Triton's interpreter, the model's own operations run whatever the plan says. `tpplan explain` lists
+every candidate. `auto` asks for nothing, and is never reported.
+""",
+        bad="""
+version: 1
+modules:
+  model.layers.*.mlp.up_proj: colwise
+kernels:
+  layer_norm: triton      # of a model whose norms are RMSNorms
+""",
+        good="""
+version: 1
+modules:
+  model.layers.*.mlp.up_proj: colwise
+kernels:
+  rms_norm: auto
 """,
     ),
     Entry(

@@ -113,7 +113,9 @@ model = tpplan.parallelize(model, plan, mesh=init_device_mesh("cuda", (8,), mesh
         summary="The ranks compiled different programs.",
         explanation="""
 Each rank compiles the program itself, and the programs are compared before the model is rewritten: ranks with different
-programs would deadlock. Use the same plan, config and versions of torch, transformers and tpplan on every rank.
+programs would deadlock. Use the same plan, config and versions of torch, transformers and tpplan on every rank. A model
+that iterates over a set of strings does so in another order in each process. That is fine where order means nothing. If
+ranks would exchange tensors, draw random numbers or add up in another order, the message says where.
 """,
     ),
     Entry(
