@@ -48,6 +48,7 @@ all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if 
 __all__ = [
     "COMPILED_CALL",
     "COMPOSED",
+    "FORWARD_HOOKS",
     "FUSED_WEIGHT_NORM",
     "HOOK_TABLES",
     "OFF",
@@ -84,6 +85,7 @@ __all__ = [
     "fake_process_group",
     "foreach_norm",
     "function_node",
+    "global_hook_tables",
     "global_hooks",
     "graph_break",
     "group_all_gather",
@@ -98,6 +100,7 @@ __all__ = [
     "inside_transform",
     "interleaved_shard",
     "interleaving",
+    "is_called_as_usual",
     "is_checkpointed",
     "is_localized",
     "is_localizer",
@@ -118,6 +121,7 @@ __all__ = [
     "native_apply",
     "new_distributed_tensor",
     "new_gradient",
+    "ordinary_call",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -371,10 +375,29 @@ def copy_hook(source: nn.Module, target: nn.Module, table: str, key: int, hook: 
         target._is_full_backward_hook = source._is_full_backward_hook
 
 
+FORWARD_HOOKS = HOOK_TABLES[:2]
+"""The attributes of a module with the tables of what is called before and after its forward."""
+
+
+def global_hook_tables() -> tuple[dict[int, object], dict[int, object]]:
+    """The tables of what is called before and after the forward of any module."""
+    tables = cast("Any", _modules)
+    return tables._global_forward_pre_hooks, tables._global_forward_hooks
+
+
 def global_hooks() -> list[object]:
     """The forward hooks and pre-hooks of all modules."""
-    tables = cast("Any", _modules)
-    return [*tables._global_forward_pre_hooks.values(), *tables._global_forward_hooks.values()]
+    return [hook for table in global_hook_tables() for hook in table.values()]
+
+
+def is_called_as_usual(module: nn.Module) -> bool:
+    """Whether the module's class leaves it to torch what a call does around the forward."""
+    return type(module)._call_impl is nn.Module._call_impl
+
+
+def ordinary_call(module: nn.Module) -> Callable[..., Any]:
+    """What a call of the module does, hooks and all, where nothing was compiled for it."""
+    return cast("Any", module)._call_impl
 
 
 @contextmanager
