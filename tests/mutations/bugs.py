@@ -81,8 +81,10 @@ BUGS = (
     Bug("the guard forgets local attributes", "calls/proofs.py",
         "        and ours.local_attributes == other.local_attributes\n", "", _GUARD),
     Bug("the guard forgets parameter layouts", "calls/proofs.py",
-        "if any(placed.get(p.names) != p.layout for p in other.parameters if read.intersection(p.names)):",
-        "if False:", _GUARD),
+        "ours is not None and ours.layout == other.layout and", "ours is not None and", _GUARD),
+    Bug("the guard forgets the way back of a gradient", "calls/proofs.py",
+        "    return all(held in ours for held in other if held[1] is not Collective.NONE)", "    return True",
+        ("runtime/test_late_gradients.py",)),
     Bug("the guard forgets gradient sums", "calls/proofs.py",
         "if summed != {p.name for p in other.summed_parameters}:", "if False:", _GUARD),
     # What a rank computes.

@@ -49,6 +49,8 @@ from tpplan.compat import (
     buffer_versions,
     hooks_of,
     inside_transform,
+    named_modules,
+    own_buffers,
     own_parameters,
     random_state,
     without_dispatch_modes,
@@ -64,6 +66,7 @@ from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError
+from tpplan.compiler.trace.preconditions import NO_PARAMETER, WANTS_GRADIENT
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank
@@ -136,7 +139,8 @@ class CallGuard:
         self._alone: Proof | None = None
         self._sequence_dims = sequence_dims(program)
         self._flattens = _splits_rows(program)
-        self._frozen: list[tuple[nn.Module, str, str]] = []
+        self._frozen: list[tuple[dict[str, Any], dict[str, Any], str, str]] = []
+        self._constants: list[tuple[dict[str, Any], str, str]] = []
         self._thawed = ""
         self._changes: Changes | None = None
         self._model: nn.Module | None = None
@@ -170,10 +174,15 @@ class CallGuard:
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._model = model
         self._changes = Changes(model, self._stock, always)
-        for placement in self.main.program.parameters:
-            if not placement.trainable:
-                owner, _, leaf = placement.name.rpartition(".")
-                self._frozen.append((model.get_submodule(owner), leaf, placement.name))
+        for name, module in named_modules(model):
+            stock = self._stock.get_submodule(name)
+            for leaf, held in own_parameters(stock).items():
+                if held is not None and not held.requires_grad:
+                    self._frozen.append((own_parameters(module), own_parameters(stock), leaf, f"{name}.{leaf}"))
+            for table in (own_buffers, vars):
+                for leaf, held in table(stock).items():
+                    if type(held) is Tensor and held.is_floating_point() and held.is_leaf:
+                        self._constants.append((table(module), leaf, f"{name}.{leaf}"))
 
     def __call__(
         self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -578,14 +587,18 @@ class CallGuard:
 
         The ranks thaw the same parameters, as they set the same flags; what is compiled for that is compared.
         """
-        now = [(held, own_parameters(held[0]).get(held[1])) for held in self._frozen]
-        thawed = [held for held, parameter in now if parameter is not None and parameter.requires_grad]
-        for owner, leaf, name in thawed:
-            holder, _, stock_leaf = name.rpartition(".")
-            own_parameters(self._stock.get_submodule(holder))[stock_leaf].requires_grad_(True)  # pyright: ignore
-            self._frozen.remove((owner, leaf, name))
+        for table, leaf, name in self._constants:
+            if getattr(table.get(leaf), "requires_grad", False):
+                raise UnprovedCallError(
+                    f"TP130 changed-model: `{name.lstrip('.')}` {WANTS_GRADIENT}\n  help: {NO_PARAMETER}"
+                )
+        thawed = [held for held in self._frozen if getattr(held[0].get(held[2]), "requires_grad", False)]
+        for held in thawed:
+            _, stock, leaf, _ = held
+            stock[leaf].requires_grad_(True)
+            self._frozen.remove(held)
         if thawed:
-            self._thawed = thawed[0][2]
+            self._thawed = thawed[0][3].lstrip(".")
             self._whole = self._alone = None
             self._forget()
 

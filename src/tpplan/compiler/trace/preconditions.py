@@ -2,7 +2,8 @@
 
 in:  a model
 out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a `forward` on an instance
-     would hide what tpplan puts into the class, or if there are hooks on parameters, which are replaced
+     would hide what tpplan puts into the class, if there are hooks on parameters, which are replaced, or if a
+     tensor that is none requires grad
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tpplan.compat import has_gradient_hooks, named_modules
+from tpplan.compat import has_gradient_hooks, named_modules, own_buffers
 from tpplan.plan import Diagnostic
 
 MARK = "_tpplan"
+WANTS_GRADIENT = "requires grad, and isn't a parameter, so that no sum over the ranks is placed for its gradient"
+NO_PARAMETER = "make it an `nn.Parameter`"
 
 
 def unfit_findings(model: nn.Module) -> list[Diagnostic]:
@@ -63,10 +66,28 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
         for name, parameter in model.named_parameters()
         if has_gradient_hooks(parameter)
     ]
+    findings += [
+        Diagnostic(
+            code="TP112",
+            message=f"`{name}` {WANTS_GRADIENT}",
+            help=NO_PARAMETER,
+            subject=name.rpartition(".")[0],
+        )
+        for name, held in _other_tensors(model)
+        if held.requires_grad and held.is_leaf and not isinstance(held, nn.Parameter)
+    ]
     held = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
     if held is not None:
         findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
     return findings
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors in attributes."""
+    for at, module in named_modules(model):
+        for name, held in (*own_buffers(module).items(), *vars(module).items()):
+            if isinstance(held, Tensor):
+                yield f"{at}.{name}" if at else name, held
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
