@@ -35,6 +35,7 @@ from torch.distributed.tensor.experimental import register_sharding as _register
 from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules import module as _modules
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
@@ -46,6 +47,7 @@ _renamed = hasattr(dist, "all_gather_single")
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
 
 __all__ = [
+    "BATCH_NORM_FORWARD",
     "COMPILED_CALL",
     "COMPOSED",
     "FORWARD_HOOKS",
@@ -373,6 +375,10 @@ def copy_hook(source: nn.Module, target: nn.Module, table: str, key: int, hook: 
             getattr(target, f"{table}_{options}")[key] = True
     if table == "_backward_hooks":
         target._is_full_backward_hook = source._is_full_backward_hook
+
+
+BATCH_NORM_FORWARD = _BatchNorm.forward.__code__
+"""The code of the forward that torch's batch norms share."""
 
 
 FORWARD_HOOKS = HOOK_TABLES[:2]
