@@ -160,6 +160,7 @@ __all__ = [
     "traced_reduce_scatter",
     "transient_buffers",
     "uncompiled",
+    "wants_shapes_alone",
     "without_dispatch_modes",
     "without_function_modes",
     "without_packing",
@@ -903,6 +904,20 @@ def copy_without_gradients() -> None:
         return made
 
     DTensor.__deepcopy__ = copied  # pyright: ignore
+
+
+_SHAPES_ALONE = frozenset(("_forward_metadata_inference", "_shape_inference"))
+
+
+def wants_shapes_alone() -> bool:
+    """Whether torch's pipelining calls a stage on memory that holds anything, to learn the shapes of its results."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _SHAPES_ALONE and frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def inside_transform() -> bool:

@@ -53,6 +53,7 @@ from tpplan.compat import (
     own_buffers,
     own_parameters,
     random_state,
+    wants_shapes_alone,
     without_dispatch_modes,
 )
 from tpplan.compiler.ir.hidden import hidden_tensors
@@ -145,6 +146,7 @@ class CallGuard:
         self._changes: Changes | None = None
         self._model: nn.Module | None = None
         self._compared: set[Kind] = set()
+        self._uncompared: set[Kind] = set()
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = False
         self._writes = compiled.keeps_writing
@@ -205,7 +207,8 @@ class CallGuard:
         if path.sides and not path.both and proof.has_met(key):
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
-            if repeats and self._asked == _NOTHING and not self._steering.is_known(decision.plain):
+            settled = self._asked == _NOTHING and key.kind not in self._uncompared
+            if repeats and settled and not self._steering.is_known(decision.plain):
                 self._repeats.note((training, self._modes), arguments, keywords, proof.program)
             return proof.program, None
         self._require_alike(call, key.kind)
@@ -234,7 +237,7 @@ class CallGuard:
         plain = self._key(call)
         key = self._steering(plain, lambda: self._tensors(call))
         proof = self._paths.own_proof(key) or self._proofs.of(key.kind)
-        if proof is None or has_left():
+        if proof is None or has_left() or key.kind in self._uncompared:
             self._require_alike(call, key.kind)
         if proof is None:
             if self._changes is not None and self._changes.compare():
@@ -266,11 +269,13 @@ class CallGuard:
     def _require_alike(self, call: Call, kind: Kind) -> None:
         """Raise if the ranks were called with different arguments; looked at once for each kind of call.
 
-        And once more after a call that raised on this rank, as the others may be in the middle of that.
+        And once more after a call that raised on this rank, as the others may be in the middle of that, or of which
+        nobody wanted more than shapes.
         """
         if self._axis is not None and (kind not in self._compared or has_left()):
             refuse_different(exchange(self._axis.group, _NEW, facts_of(call, self._names)))
-            self._compared.add(kind)
+            (self._uncompared if wants_shapes_alone() else self._compared).add(kind)
+            self._uncompared -= self._compared
 
     def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
         """Raise if ranks were asked to generate from different prompts, with other options, or from other seeds.
