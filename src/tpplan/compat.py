@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruc
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as _modules
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
@@ -51,8 +52,10 @@ _renamed = hasattr(dist, "all_gather_single")
 all_gather_single: Callable[..., object] = getattr(dist, "all_gather_single" if _renamed else "all_gather_into_tensor")
 
 __all__ = [
+    "BATCH_NORM_FORWARD",
     "COMPILED_CALL",
     "COMPOSED",
+    "FORWARD_HOOKS",
     "FUSED_WEIGHT_NORM",
     "HOOK_TABLES",
     "OFF",
@@ -96,6 +99,7 @@ __all__ = [
     "foreach_norm",
     "function_node",
     "given_expression",
+    "global_hook_tables",
     "global_hooks",
     "graph_break",
     "group_all_gather",
@@ -111,6 +115,7 @@ __all__ = [
     "inside_transform",
     "interleaved_shard",
     "interleaving",
+    "is_called_as_usual",
     "is_checkpointed",
     "is_localized",
     "is_localizer",
@@ -131,6 +136,7 @@ __all__ = [
     "native_apply",
     "new_distributed_tensor",
     "new_gradient",
+    "ordinary_call",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -167,6 +173,7 @@ __all__ = [
     "traced_reduce_scatter",
     "transient_buffers",
     "uncompiled",
+    "wants_shapes_alone",
     "without_dispatch_modes",
     "without_function_modes",
     "without_packing",
@@ -384,10 +391,33 @@ def copy_hook(source: nn.Module, target: nn.Module, table: str, key: int, hook: 
         target._is_full_backward_hook = source._is_full_backward_hook
 
 
+BATCH_NORM_FORWARD = _BatchNorm.forward.__code__
+"""The code of the forward that torch's batch norms share."""
+
+
+FORWARD_HOOKS = HOOK_TABLES[:2]
+"""The attributes of a module with the tables of what is called before and after its forward."""
+
+
+def global_hook_tables() -> tuple[dict[int, object], dict[int, object]]:
+    """The tables of what is called before and after the forward of any module."""
+    tables = cast("Any", _modules)
+    return tables._global_forward_pre_hooks, tables._global_forward_hooks
+
+
 def global_hooks() -> list[object]:
     """The forward hooks and pre-hooks of all modules."""
-    tables = cast("Any", _modules)
-    return [*tables._global_forward_pre_hooks.values(), *tables._global_forward_hooks.values()]
+    return [hook for table in global_hook_tables() for hook in table.values()]
+
+
+def is_called_as_usual(module: nn.Module) -> bool:
+    """Whether the module's class leaves it to torch what a call does around the forward."""
+    return type(module)._call_impl is nn.Module._call_impl
+
+
+def ordinary_call(module: nn.Module) -> Callable[..., Any]:
+    """What a call of the module does, hooks and all, where nothing was compiled for it."""
+    return cast("Any", module)._call_impl
 
 
 @contextmanager
@@ -887,6 +917,20 @@ def copy_without_gradients() -> None:
         return made
 
     DTensor.__deepcopy__ = copied  # pyright: ignore
+
+
+_SHAPES_ALONE = frozenset(("_forward_metadata_inference", "_shape_inference"))
+
+
+def wants_shapes_alone() -> bool:
+    """Whether torch's pipelining calls a stage on memory that holds anything, to learn the shapes of its results."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _SHAPES_ALONE and frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def inside_transform() -> bool:

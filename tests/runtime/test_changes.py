@@ -249,6 +249,53 @@ def test_what_no_proof_can_follow_is_refused_at_every_call(change: Callable[[Any
             assert "help: change the stock model before `parallelize`" in text
 
 
+def wrap(model: Any) -> None:
+    forward = model.blocks[0].q.forward
+    model.blocks[0].q.forward = lambda y: forward(y).softmax(-1)
+
+
+def wrap_block(model: Any) -> None:
+    forward = model.blocks[0].forward
+    model.blocks[0].forward = lambda y: forward(y.softmax(1))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("change", [wrap, wrap_block], ids=lambda change: change.__name__)
+def test_a_forward_set_on_an_instance_may_compute_nothing(change: Callable[[Any], None], recorded: bool) -> None:
+    def work(model: Any, _: CallGuard) -> list[str]:
+        with torch.set_grad_enabled(recorded):
+            before = [model(x()), model(x())]
+            change(model)
+            messages = [refused(model), refused(model)]
+            for module in model.modules():
+                vars(module).pop("forward", None)
+            model.blocks[0].q.forward = functools.partial(model.blocks[0].q.forward)
+            torch.testing.assert_close([model(x()), model(x())], before)
+        return messages
+
+    for messages in on_ranks(stock(), RULES, 2, EXAMPLE, work):
+        assert all("TP131" in held and "it calls `softmax`" in held for held in messages)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("name", ["forward", "__call__"])
+@pytest.mark.parametrize("kind", [Block, nn.Linear, nn.GELU])
+def test_a_function_set_on_a_class_is_refused(
+    kind: type[nn.Module], name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(model: Any, guard: CallGuard) -> None:
+        with torch.set_grad_enabled(recorded):
+            before = [model(x()), model(x())]
+            function = getattr(kind, name)
+            with monkeypatch.context() as patched:
+                patched.setattr(kind, name, lambda module, y: function(module, y) * 2)
+                for _ in range(2):
+                    assert f"TP130 changed-model: `{kind.__name__}.{name}` was replaced" in refused(model)
+            torch.testing.assert_close([model(x()), model(x())], before)
+
+    on_ranks(stock(), RULES, 1, EXAMPLE, work)
+
+
 def test_what_is_put_back_is_proved_again() -> None:
     def work(model: Any, _: CallGuard) -> bool:
         before, layer, heads = model(x()), model.blocks[0].q, model.blocks[0].heads

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrize
 
 import tpplan
 from tests.runtime.simulated import on_ranks
@@ -322,3 +325,153 @@ def test_rules_are_asked_under_a_default_device() -> None:
     fake_mesh.cache_clear()
     with torch.device("meta"):
         assert fake_mesh(3).size() == 3
+
+
+class Doubled(Block):
+    """One that calls its norm with other parameters, between two calls with its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        called = functional_call(self.norm, {"weight": self.norm.weight * 2}, (self.norm(x),))
+        return x + self.down(torch.relu(self.up(called + self.norm(x))))
+
+
+class DoubledColumn(Block):
+    """One that calls a split layer so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional_call(self.up, {"bias": self.up.bias + 1}, (self.norm(x),)).relu())
+
+
+class DoubledRow(Block):
+    """The same of a layer that is split by rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional_call(self.down, {"weight": self.down.weight * 2}, (self.up(self.norm(x)).relu(),))
+
+
+class Raised(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 1
+
+
+class Parametrized(Doubled):
+    """One whose norm has a parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.norm, "bias", Raised())
+
+
+class Replacing(Block):
+    """One that sets a forward on its norm, and takes it away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.forward = lambda input: input * 3
+        try:
+            return super().forward(x)
+        finally:
+            del self.norm.forward
+
+
+def _doubled_before(module: nn.Module, held: tuple[Tensor]) -> tuple[Tensor] | None:
+    return (held[0] * 2,) if isinstance(module, nn.LayerNorm) else None
+
+
+class HookingAll(Block):
+    """One that registers hooks on all modules in the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        handles = (
+            register_module_forward_pre_hook(_doubled_before),  # pyright: ignore[reportArgumentType]
+            register_module_forward_hook(lambda module, _, made: made * 2 if isinstance(module, nn.Linear) else None),
+        )
+        try:
+            return super().forward(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class HookingTables(Block):
+    """One that writes to the table of hooks of its layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up._forward_hooks[-1] = lambda _, __, made: made * 2
+        try:
+            return super().forward(x)
+        finally:
+            del self.up._forward_hooks[-1]
+
+
+class AroundAll(Model):
+    """One that calls a whole block with other parameters."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, (first, second) = self.table(ids), self.blocks
+        changed = {name: parameter * 1.5 for name, parameter in second.named_parameters()}
+        return self.head(second(functional_call(second, changed, (first(x),))))
+
+
+UNUSUAL = (Doubled, DoubledColumn, DoubledRow, Parametrized, Replacing, HookingTables)
+
+
+def of_blocks(kind: type[Block]) -> type[Model]:
+    return type(f"{kind.__name__}Model", (Model,), {"block": kind})
+
+
+def thrice(own: nn.Module, _: object) -> list[Tensor]:
+    with torch.no_grad():
+        return [own(IDS) for _ in range(3)]
+
+
+@pytest.mark.parametrize("rules", [RULES, PLAIN], ids=["sequence", "plain"])
+@pytest.mark.parametrize("kind", [*map(of_blocks, UNUSUAL), AroundAll], ids=lambda kind: kind.__name__)
+def test_what_a_forward_does_around_a_call_comes_before_the_direct_one(
+    kind: type[Model], rules: dict[str, Any], uses: list[Direct]
+) -> None:
+    model = stock(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3)
+        expected = model(IDS)
+    for found in on_ranks(model, rules, 2, ((IDS,), {}), thrice):
+        for made in found:
+            torch.testing.assert_close(made, expected)
+    assert uses
+
+
+def test_hooks_on_all_modules_that_a_forward_registers_are_called() -> None:
+    model = stock(of_blocks(HookingAll))
+    with torch.no_grad():
+        expected = model(IDS)
+    ((*found,),) = on_ranks(model, PLAIN, 1, ((IDS,), {}), thrice)  # threads would share these hooks
+    for made in found:
+        torch.testing.assert_close(made, expected)
+
+
+def test_a_hook_on_a_gradient_is_called_where_a_body_takes_one() -> None:
+    def walk(own: nn.Module, _: object = None) -> list[Tensor]:
+        found = thrice(own, None)
+        own.get_submodule("blocks.0.up").register_full_backward_hook(lambda _, held, __: (held[0] * 2,))
+        return [*found, *thrice(own, None)]
+
+    expected = walk(stock(SteepModel))
+    for found in on_ranks(stock(SteepModel), PLAIN, 2, ((IDS,), {}), walk):
+        for made, one in zip(found, expected, strict=True):
+            torch.testing.assert_close(made, one)
+
+
+def test_a_root_that_is_called_with_other_parameters_has_these() -> None:
+    def walk(own: Any, _: object = None) -> list[Tensor]:
+        found = thrice(own, None)
+        with torch.no_grad():
+            changed = {"blocks.0.norm.weight": own.blocks[0].norm.weight * 2}
+            found += [functional_call(own, changed, (IDS,)) for _ in range(2)]
+        return [*found, *thrice(own, None)]
+
+    expected = walk(stock())
+    for found in on_ranks(stock(), PLAIN, 2, ((IDS,), {}), walk):
+        for made, one in zip(found, expected, strict=True):
+            torch.testing.assert_close(made, one)

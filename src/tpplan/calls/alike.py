@@ -16,7 +16,12 @@ from torch import Tensor
 
 from tpplan.calls.arguments import without_opaque
 from tpplan.calls.decision import Call
-from tpplan.compat import random_state, without_dispatch_modes, without_function_modes
+from tpplan.compat import (
+    random_state,
+    wants_shapes_alone,
+    without_dispatch_modes,
+    without_function_modes,
+)
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves
 from tpplan.plan import TpplanError
@@ -34,6 +39,9 @@ class DifferentInputsError(TpplanError):
 def facts_of(call: Call, names: Sequence[str], program: Program | None = None) -> Facts:
     """What of a call must be the same on all ranks, each by its name.
 
+    Numbers needn't where nobody reads what the call returns: torch's pipelining learns shapes from memory that holds
+    something else on each rank.
+
     Args:
         call: this rank's.
         names: of the positional arguments.
@@ -41,6 +49,8 @@ def facts_of(call: Call, names: Sequence[str], program: Program | None = None) -
     """
     with torch.no_grad(), without_dispatch_modes(), without_function_modes():
         found = [("training", str(call.training)), *_arguments(call, names)]
+    if wants_shapes_alone():
+        found = [(name, held.partition(_NUMBERS)[0]) for name, held in found]
     found += [("the recording of gradients", _gradients()), ("autocast", _autocast())]
     found.append(("the default dtype", dtype_name(torch.get_default_dtype())))
     if program is not None and call.training and any(module.random for module in program.modules):

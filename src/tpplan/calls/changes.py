@@ -12,6 +12,7 @@ A module that only wraps sharded ones (an activation checkpoint) and holds no te
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES, is_same
 from tpplan.runtime.writes import HOOKS, WRITES, Writes
 
 _Place = tuple[nn.Module, str]
+_FORWARD = "forward"
+_CALLED = (_FORWARD, "__call__")
+_functions = attrgetter(*_CALLED)
 _HELP = (
     "after `parallelize`, so that what was proved isn't what would run\n  help: change the stock model before "
     "`parallelize`: apply adapters first, and parallelize the adapted model; `merge_adapter()` of peft merges in place"
@@ -60,6 +64,8 @@ class Changes:
         self._attributes = {module: contents.attributes(module) for module in self._names}
         for module, name in self._writes.local:  # the next program may well have the stock model's number there
             self._attributes[module][name] = contents.kept(getattr(self._stock[module], name, MISSING))
+        self._kinds = [*dict.fromkeys(map(type, skeletons.values()))]
+        self._functions = [*map(_functions, self._kinds)]
         self._hooks = Hooks(model, self._stock, self._writes.hooked)
         self._tables = Tables(self._names)
         self._settings = self._find_settings()
@@ -73,6 +79,8 @@ class Changes:
         Raises:
             UnprovedCallError: what no proof can follow.
         """
+        if [*map(_functions, self._kinds)] != self._functions:
+            self._refuse_replaced_function()
         writes = self._writes
         noted = [module for module, name in writes.noted if name == HOOKS] if writes.noted else ()
         changed = self._look_at_settings() | self._hooks.look(noted)
@@ -102,6 +110,12 @@ class Changes:
         found = set(self._differing()) - self._writes.inside
         return self._look_at({*self._writes.noted, *self._broken, *found}) or hooks
 
+    def _refuse_replaced_function(self) -> None:
+        for kind, before in zip(self._kinds, self._functions, strict=True):
+            for name, held, now in zip(_CALLED, before, _functions(kind), strict=True):
+                if now is not held:
+                    raise UnprovedCallError(f"TP130 changed-model: `{kind.__name__}.{name}` was replaced {_HELP}")
+
     # -- one place ------------------------------------------------------------------------------------------------
     def _look_at(self, places: set[_Place]) -> bool:
         self._writes.noted.clear()
@@ -121,6 +135,8 @@ class Changes:
         changed, broken = False, ""
         if name == HOOKS:
             return False
+        if name == _FORWARD:  # what it calls of torch shows in the next call; around the root it sees whole tensors
+            return module is not self._model
         if (module, name) in self._writes.local:
             if vars(module).get(name) != self._writes.local[module, name]:
                 broken = f"{shown}, which counts what this rank holds, was set"

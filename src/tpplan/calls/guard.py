@@ -49,8 +49,11 @@ from tpplan.compat import (
     buffer_versions,
     hooks_of,
     inside_transform,
+    named_modules,
+    own_buffers,
     own_parameters,
     random_state,
+    wants_shapes_alone,
     without_dispatch_modes,
 )
 from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
@@ -65,6 +68,7 @@ from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import BodyError
+from tpplan.compiler.trace.preconditions import NO_PARAMETER, WANTS_GRADIENT
 from tpplan.parity.tree import Path
 from tpplan.plan import CompileError, Plan, TpplanError
 from tpplan.runtime.agreement import agree, any_rank
@@ -138,11 +142,13 @@ class CallGuard:
         self._alone: Proof | None = None
         self._sequence_dims = program.sequence_dims
         self._flattens = _splits_rows(program)
-        self._frozen: list[tuple[nn.Module, str, str]] = []
+        self._frozen: list[tuple[dict[str, Any], dict[str, Any], str, str]] = []
+        self._constants: list[tuple[dict[str, Any], str, str]] = []
         self._thawed = ""
         self._changes: Changes | None = None
         self._model: nn.Module | None = None
         self._compared: set[Kind] = set()
+        self._uncompared: set[Kind] = set()
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = False
         self._writes = compiled.keeps_writing
@@ -173,10 +179,15 @@ class CallGuard:
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._model = model
         self._changes = Changes(model, self._stock, always)
-        for placement in self.main.program.parameters:
-            if not placement.trainable:
-                owner, _, leaf = placement.name.rpartition(".")
-                self._frozen.append((model.get_submodule(owner), leaf, placement.name))
+        for name, module in named_modules(model):
+            stock = self._stock.get_submodule(name)
+            for leaf, held in own_parameters(stock).items():
+                if held is not None and not held.requires_grad:
+                    self._frozen.append((own_parameters(module), own_parameters(stock), leaf, f"{name}.{leaf}"))
+            for table in (own_buffers, vars):
+                for leaf, held in table(stock).items():
+                    if type(held) is Tensor and held.is_floating_point() and held.is_leaf:
+                        self._constants.append((table(module), leaf, f"{name}.{leaf}"))
 
     def __call__(
         self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -199,7 +210,8 @@ class CallGuard:
         if path.sides and not path.both and key.kind in proof.met:
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
-            if repeats and self._asked == _NOTHING and not self._steering.is_known(decision.plain):
+            settled = self._asked == _NOTHING and key.kind not in self._uncompared
+            if repeats and settled and not self._steering.is_known(decision.plain):
                 # Whether a sequence is odd is part of a key, but of calls that continue a cache.
                 holds = self._proofs.conditions(key) if call.parts or not self._sequence_dims else None
                 self._repeats.note((training, self._modes), arguments, keywords, proof.program, holds)
@@ -230,7 +242,7 @@ class CallGuard:
         plain = self._key(call)
         key = self._steering(plain, lambda: self._tensors(call))
         proof = self._proofs.of(key)
-        if proof is None or has_left():
+        if proof is None or has_left() or key.kind in self._uncompared:
             self._require_alike(call, key.kind)
         if proof is None:
             if self._changes is not None and self._changes.compare():
@@ -262,11 +274,13 @@ class CallGuard:
     def _require_alike(self, call: Call, kind: Kind) -> None:
         """Raise if the ranks were called with different arguments; looked at once for each kind of call.
 
-        And once more after a call that raised on this rank, as the others may be in the middle of that.
+        And once more after a call that raised on this rank, as the others may be in the middle of that, or of which
+        nobody wanted more than shapes.
         """
         if self._axis is not None and (kind not in self._compared or has_left()):
             refuse_different(exchange(self._axis.group, _NEW, facts_of(call, self._names)))
-            self._compared.add(kind)
+            (self._uncompared if wants_shapes_alone() else self._compared).add(kind)
+            self._uncompared -= self._compared
 
     def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
         """Raise if ranks were asked to generate from different prompts, with other options, or from other seeds.
@@ -596,14 +610,18 @@ class CallGuard:
 
         The ranks thaw the same parameters, as they set the same flags; what is compiled for that is compared.
         """
-        now = [(held, own_parameters(held[0]).get(held[1])) for held in self._frozen]
-        thawed = [held for held, parameter in now if parameter is not None and parameter.requires_grad]
-        for owner, leaf, name in thawed:
-            holder, _, stock_leaf = name.rpartition(".")
-            own_parameters(self._stock.get_submodule(holder))[stock_leaf].requires_grad_(True)  # pyright: ignore
-            self._frozen.remove((owner, leaf, name))
+        for table, leaf, name in self._constants:
+            if getattr(table.get(leaf), "requires_grad", False):
+                raise UnprovedCallError(
+                    f"TP130 changed-model: `{name.lstrip('.')}` {WANTS_GRADIENT}\n  help: {NO_PARAMETER}"
+                )
+        thawed = [held for held in self._frozen if getattr(held[0].get(held[2]), "requires_grad", False)]
+        for held in thawed:
+            _, stock, leaf, _ = held
+            stock[leaf].requires_grad_(True)
+            self._frozen.remove(held)
         if thawed:
-            self._thawed = thawed[0][2]
+            self._thawed = thawed[0][3].lstrip(".")
             self._whole = self._alone = None
             self._forget()
 

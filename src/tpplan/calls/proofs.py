@@ -13,8 +13,15 @@ from typing import Any
 from tpplan.calls.coverage import Coverage, FindCover, Sizes
 from tpplan.calls.key import CallKey, Kind, Part
 from tpplan.compiler.cover import Subject
-from tpplan.compiler.ir.layout import Layout
-from tpplan.compiler.ir.program import KernelUse, ModuleProgram, Program, RecordedBody, Reshard
+from tpplan.compiler.ir.layout import Collective, Layout
+from tpplan.compiler.ir.program import (
+    KernelUse,
+    ModuleProgram,
+    ParameterPlacement,
+    Program,
+    RecordedBody,
+    Reshard,
+)
 from tpplan.parity.tree import Path
 from tpplan.plan import Plan
 
@@ -115,9 +122,11 @@ def covers(program: Program, other: Program) -> bool:
     listed = {module.name for module in other.modules}
     if any(_has_work(module) for name, module in known.items() if name not in listed):
         return False  # the call may well run this module, and has nothing to do there
-    placed = {p.names: p.layout for p in program.parameters}
+    placed = {p.names: p for p in program.parameters}
     read = {name for module in other.modules for name in module.reads}
-    if any(placed.get(p.names) != p.layout for p in other.parameters if read.intersection(p.names)):
+    if not all(_serves(placed.get(p.names), p) for p in other.parameters if read.intersection(p.names)):
+        return False
+    if other.takes_gradients and not program.takes_gradients:
         return False
     summed = {p.name for p in program.summed_parameters if read.intersection(p.names)}
     if summed != {p.name for p in other.summed_parameters}:
@@ -133,9 +142,14 @@ def _has_work(module: ModuleProgram) -> bool:
     return bool(module.reshards or module.local_attributes or module.random or replaced or module.class_calls)
 
 
+def _serves(ours: ParameterPlacement | None, other: ParameterPlacement) -> bool:
+    """Whether a parameter lies as another program has it, and has a gradient if it has one there."""
+    return ours is not None and ours.layout == other.layout and ours.trainable >= other.trainable
+
+
 def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batch: int) -> bool:
     return (
-        _moves(ours, batch) == _moves(other, other_batch)
+        all(map(_moves_alike, _moves(ours, batch), _moves(other, other_batch)))
         and ours.local_attributes == other.local_attributes
         and _record(ours.recorded, batch) == _record(other.recorded, other_batch)
         and ours.split_norm == other.split_norm
@@ -177,11 +191,28 @@ def _of_any_batch(layout: Layout, batch: int) -> Layout:
     return replace(layout, interleave=_ANY_BATCH)
 
 
-def _moves(module: ModuleProgram, batch: int) -> tuple[frozenset[object], ...]:
-    def move(reshard: Reshard) -> object:
-        return (reshard.path, _of_any_batch(reshard.source, batch), _of_any_batch(reshard.target, batch))
+Moves = frozenset[tuple[object, Collective]]
+"""Moves of values, each with what sends the gradient back."""
 
-    return tuple(frozenset([move(held) for held in row]) for row in (module.entries, module.inner, module.exits))
+
+def _moves(module: ModuleProgram, batch: int) -> tuple[Moves, ...]:
+    """The moves at a module's entries, inside of it and at its exits."""
+
+    def move(reshard: Reshard) -> tuple[object, Collective]:
+        layouts = (_of_any_batch(reshard.source, batch), _of_any_batch(reshard.target, batch))
+        return (reshard.path, *layouts), reshard.backward
+
+    return tuple(frozenset(map(move, row)) for row in (module.entries, module.inner, module.exits))
+
+
+def _moves_alike(ours: Moves, other: Moves) -> bool:
+    """Whether they are the same, and every gradient is sent back that is in the other's.
+
+    A value without a gradient is moved without a way back. It goes by a move that has one, and not the other way round.
+    """
+    if {move for move, _ in ours} != {move for move, _ in other}:
+        return False
+    return all(held in ours for held in other if held[1] is not Collective.NONE)
 
 
 def _record(record: RecordedBody | None, batch: int) -> object:

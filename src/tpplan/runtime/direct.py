@@ -1,24 +1,35 @@
 """Direct: forwards that ask nothing, for the modules of a call that records no gradient.
 
 A sharded module asks in each call whether a compiler reads it, whether it is called by itself, whether a gradient is
-recorded. For a plain call of the root the answers are the same in all modules. While such a call is under way, each
-module has a forward of its own that does only what is left: its product and its reshards. Where there are no hooks,
-torch calls it as it calls what `Module.compile` sets, without looking for any. A decoded token takes little more than
-its operations, so that the questions would be a tenth of it.
+recorded. For a plain call of the root the answers are the same in all modules. While such a call is under way, torch
+calls in each module, as it calls what `Module.compile` sets, a function that does only what is left: its product and
+its reshards. A decoded token takes little more than its operations, so that the questions would be a tenth of it.
+
+`_where_plain` is the one place that decides whether a module's call is that of its class's forward on its own
+parameters, and nothing else: no hooks, no `forward` on the instance, no other parameters in the tables. It looks in
+each call, as a forward may do such things while it runs; what isn't plain is called as ever.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tpplan.compat import COMPILED_CALL, global_hooks, local_of, own_parameters
+from tpplan.compat import (
+    COMPILED_CALL,
+    FORWARD_HOOKS,
+    global_hook_tables,
+    is_called_as_usual,
+    local_of,
+    ordinary_call,
+    own_parameters,
+)
 from tpplan.runtime.compiled import ENTRY
 from tpplan.runtime.kernels import Body, Fused
 from tpplan.runtime.layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
@@ -29,7 +40,26 @@ from tpplan.runtime.reshard import Move, without_gradient
 from tpplan.runtime.writes import stock_class
 
 Forward = Callable[..., Any]
-_FORWARD = "forward"
+_FORWARD, _recorded = "forward", torch.is_grad_enabled
+
+
+@dataclass(slots=True)
+class _Source:
+    """Where a tensor that is in place during a call comes from.
+
+    Attributes:
+        table, name: its owner's table of parameters, and its name there.
+        taken: the parameter that it was read from; None where no call is under way.
+    """
+
+    table: dict[str, nn.Parameter | None]
+    name: str
+    taken: nn.Parameter | None = None
+
+    def take(self) -> Tensor:
+        """The parameter, as a call begins."""
+        self.taken = self.table[self.name]
+        return self.taken  # pyright: ignore[reportReturnType]
 
 
 class Direct:
@@ -43,8 +73,8 @@ class Direct:
         """Serve these modules, the root apart; with None those that only contain sharded ones."""
         self._modules = tuple(modules)
         self._made = False
-        self._forwards: list[tuple[dict[str, Any], Forward, object, bool]] = []
-        self._tensors: list[tuple[dict[str, Any], str, dict[str, Any], Reader]] = []
+        self._calls: list[tuple[dict[str, Any], Forward]] = []
+        self._tensors: list[tuple[dict[str, Any], str, _Source, Reader]] = []
         self.in_place = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,71 +89,65 @@ class Direct:
         if not self._made:
             self._make()
         self.in_place = True
-        hooked = bool(global_hooks())
-        for own, forward, entry, seen in self._forwards:
-            if own.get(_FORWARD) is entry and own.get(COMPILED_CALL) is None:
-                if hooked or own["_forward_hooks"] or own["_forward_pre_hooks"]:
-                    own[_FORWARD] = forward
-                else:
-                    own[COMPILED_CALL] = forward
-                    if seen:
-                        own[_FORWARD] = forward
-        for own, name, parameters, read in self._tensors:
-            own[name] = read(parameters[name])
+        for own, call in self._calls:
+            if own.get(COMPILED_CALL) is None:
+                own[COMPILED_CALL] = call
+        for own, name, source, read in self._tensors:
+            own[name] = read(source.take())
 
     def take(self) -> None:
         """Leave the modules as they were."""
         self.in_place = False
-        for own, forward, entry, _ in self._forwards:
-            if own.get(COMPILED_CALL) is forward:
+        for own, call in self._calls:
+            if own.get(COMPILED_CALL) is call:
                 own[COMPILED_CALL] = None
-            if own.get(_FORWARD) is not forward:
-                continue
-            if entry is None:
-                del own[_FORWARD]
-            else:
-                own[_FORWARD] = entry
-        for own, name, _, _ in self._tensors:
+        for own, name, source, _ in self._tensors:
             own.pop(name, None)
+            source.taken = None
 
     def _make(self) -> None:
         self._made = True
         sharded = [(module, runtime) for module, runtime in self._modules if runtime is not None]
         for module, runtime in self._modules:
             if runtime is None and (_only_carries(module) or _has_only_carried(module)):
-                self._add(module, _stock(module), False)
+                self._add(module, _stock(module))
         for module, runtime in _without_conflicts([held for held in sharded if _can_serve(*held)], sharded):
-            written_out = _written_out(module, runtime)
-            forward = self._general(module, runtime) if written_out is None else written_out
-            if forward.__name__ == _FORWARD and not hasattr(forward, "__self__"):
-                functools.update_wrapper(forward, type(module).forward)
-            self._add(module, forward, written_out is None and bool(runtime.reads))
+            forward = _written_out(module, runtime)
+            draws = runtime.random is not None
+            if forward is not None:
+                self._add(module, forward)
+            else:
+                self._add(module, _general(module, runtime), self._put_in_place(runtime), draws)
 
-    def _add(self, module: nn.Module, forward: Forward, seen: bool) -> None:
-        """Add a forward; `seen`: it is to be found as the module's `forward`, too."""
-        own = module.__dict__
+    def _add(self, module: nn.Module, forward: Forward, sources: Sequence[_Source] = (), draws: bool = False) -> None:
         # With a key of its own for good, as Python looks attributes up anew in an object that gets or loses one.
-        own.setdefault(COMPILED_CALL, None)
-        self._forwards.append((own, forward, own.get(_FORWARD), seen))
+        module.__dict__.setdefault(COMPILED_CALL, None)
+        self._calls.append((module.__dict__, _where_plain(module, forward, sources, draws)))
 
-    def _general(self, module: nn.Module, runtime: ModuleRuntime) -> Forward:
-        """What runs the stock forward, on the local tensors that are put in place for it."""
-        stock = _stock(module)
-        for owner, name, read in runtime.reads:
-            self._tensors.append((owner.__dict__, name, own_parameters(owner), _reader(read)))
-        body, moves, exits = runtime.body, bool(runtime.moving), bool(runtime.exits)
-        if body is not None:
-            stock = _replaced(body, stock)
-        if not (runtime.entries or exits or runtime.reads or runtime.random):
-            return stock
+    def _put_in_place(self, runtime: ModuleRuntime) -> list[_Source]:
+        """Have the local tensors in place that a stock forward reads."""
+        sources = [_Source(own_parameters(owner), name) for owner, name, _ in runtime.reads]
+        for source, (owner, name, read) in zip(sources, runtime.reads, strict=True):
+            self._tensors.append((owner.__dict__, name, source, _reader(read)))
+        return sources
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if moves:
-                args, kwargs = runtime.enter(args, kwargs)
-            result = stock(*args, **kwargs)
-            return runtime.leave(result) if exits else result
 
-        return _or_slow(module, runtime, forward if moves or exits else stock)
+def _general(module: nn.Module, runtime: ModuleRuntime) -> Forward:
+    """What runs the stock forward, on the local tensors that are put in place for it."""
+    stock = _stock(module)
+    body, moves, exits = runtime.body, bool(runtime.moving), bool(runtime.exits)
+    if body is not None:
+        stock = _replaced(body, stock)
+    if not (moves or exits):
+        return stock
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if moves:
+            args, kwargs = runtime.enter(args, kwargs)
+        result = stock(*args, **kwargs)
+        return runtime.leave(result) if exits else result
+
+    return forward
 
 
 def _written_out(module: nn.Module, runtime: ModuleRuntime) -> Forward | None:
@@ -142,31 +166,29 @@ def _written_out(module: nn.Module, runtime: ModuleRuntime) -> Forward | None:
     return _table(module, runtime) if issubclass(kind, VocabularyEmbedding) else None
 
 
-def _or_slow(module: nn.Module, runtime: ModuleRuntime, direct: Forward) -> Forward:
-    """`direct`, unless the body that calls the module records gradients itself, or random numbers are drawn."""
-    slow, draws, recorded = _slow(module, runtime), runtime.random is not None, torch.is_grad_enabled
+def _where_plain(module: nn.Module, direct: Forward, sources: Sequence[_Source], draws: bool) -> Forward:
+    """`direct`, where the module's call is its class's forward on its own parameters, and nothing else.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if recorded() or (draws and module.training):
-            return slow(*args, **kwargs)
+    Args:
+        module: the module.
+        direct: what may be called in its place.
+        sources: where the tensors come from that are in place for the stock forward.
+        draws: whether it draws random numbers in training.
+    """
+    own, entry, ordinary, recorded = module.__dict__, module.__dict__.get(_FORWARD), ordinary_call(module), _recorded
+    (before, after), (every_before, every_after) = FORWARD_HOOKS, global_hook_tables()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if own[before] or own[after] or every_before or every_after or recorded() or own.get(_FORWARD) is not entry:
+            return ordinary(*args, **kwargs)
+        for source in sources:
+            if source.table.get(source.name) is not source.taken:
+                return ordinary(*args, **kwargs)
+        if draws and module.training:
+            return ordinary(*args, **kwargs)
         return direct(*args, **kwargs)
 
-    return forward
-
-
-def _slow(module: nn.Module, runtime: ModuleRuntime) -> Forward:
-    """The module's forward that asks all."""
-    slow = type(module).forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        places = [(owner.__dict__, name) for owner, name, _ in runtime.reads]
-        kept = [(own, name, own[name]) for own, name in places if name in own]
-        result = slow(module, *args, **kwargs)
-        for own, name, tensor in kept:  # it took away what it had put in place for itself
-            own[name] = tensor
-        return result
-
-    return forward
+    return call
 
 
 def _replaced(body: Body, stock: Forward) -> Forward:
@@ -180,8 +202,10 @@ def _stock(module: nn.Module) -> Forward:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Whether nobody has put another forward in the place of its class's."""
+    """Whether a call is one of its class's forward, which nobody has put another in the place of."""
     own = module.__dict__.get(_FORWARD)
+    if not is_called_as_usual(module):
+        return False
     return own is None or getattr(own, "__func__", None) is getattr(type(module), ENTRY, own)
 
 
@@ -233,13 +257,10 @@ def _reader(read: Reader) -> Reader:
 def _column(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     """As `ShardedLinear.forward`."""
     parameters, linear, enter, leave = own_parameters(module), functional.linear, *_moves(runtime)
-    slow, recorded = _slow(module, runtime), torch.is_grad_enabled
     assert runtime.weight is not None
     weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
 
     def forward(input: Tensor) -> Tensor:
-        if recorded():
-            return slow(input)
         if enter is not None:
             input = enter(input)
         result = linear(input, weight(parameters["weight"]), None if bias is None else bias(parameters["bias"]))  # pyright: ignore
@@ -251,13 +272,11 @@ def _column(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 def _row(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     """As `ReducedLinear.forward`."""
     parameters, linear, enter, leave = own_parameters(module), functional.linear, *_moves(runtime)
-    slow, recorded, transposed = _slow(module, runtime), torch.is_grad_enabled, runtime.transposed
+    transposed = runtime.transposed
     assert runtime.weight is not None
     weight, bias = _reader(runtime.weight), None if runtime.bias is None else _reader(runtime.bias)
 
     def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
-        if recorded():
-            return slow(*args, **kwargs)
         (input,) = args or kwargs.values()
         if enter is not None:
             input = enter(input)
@@ -276,7 +295,6 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
     Which ids other ranks hold is looked up in a table of all ids. An id that no rank holds raises there, on all ranks.
     """
     parameters, embedding, _, leave = own_parameters(module), torch.embedding, *_moves(runtime)
-    slow, recorded = _slow(module, runtime), torch.is_grad_enabled
     assert runtime.weight is not None
     weight, (first_row, all_rows) = _reader(runtime.weight), runtime.table
     plain = stock_class(module).forward is nn.Embedding.forward
@@ -284,8 +302,6 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 
     def forward(input: Tensor) -> Tensor:
         nonlocal foreign, places
-        if recorded():
-            return slow(input)
         table = weight(parameters["weight"])  # pyright: ignore
         rows = table.shape[0]
         if not plain or not rows:
@@ -305,16 +321,16 @@ def _table(module: nn.Module, runtime: ModuleRuntime) -> Forward:
 def _norm(module: nn.Module, runtime: ModuleRuntime, fused: Fused) -> Forward:
     """A norm as one operation of torch, where it is called as in the proof."""
     parameters, (enter, leave) = own_parameters(module), _moves(runtime)
-    slow, recorded, (name, dtype, offset, eps) = _slow(module, runtime), torch.is_grad_enabled, fused
+    ordinary, (name, dtype, offset, eps) = ordinary_call(module), fused
     read = _reader(next(read for owner, leaf, read in runtime.reads if owner is module and leaf == name))
     norm = torch.rms_norm
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if recorded() or kwargs or len(args) != 1:
-            return slow(*args, **kwargs)
+        if kwargs or len(args) != 1:
+            return ordinary(*args, **kwargs)
         (input,), weight = args, read(parameters[name])  # pyright: ignore
         if not (isinstance(input, Tensor) and input.dtype is weight.dtype is dtype):
-            return slow(*args)
+            return ordinary(*args)
         if enter is not None:
             input = enter(input)
         result = norm(input, weight.shape, weight + offset if offset else weight, eps)

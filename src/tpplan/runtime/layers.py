@@ -128,13 +128,14 @@ class VocabularyEmbedding(ShardedModule):
         if stock.forward is nn.Embedding.forward:
             return functional.embedding(index, table, padding)
         own = self.__dict__
-        before, own["padding_idx"], own["weight"] = own["padding_idx"], padding, table
+        before = {name: own[name] for name in ("padding_idx", "weight") if name in own}
+        own["padding_idx"], own["weight"] = padding, table
         try:
             with without_function_modes() if runtime.handed_out.watched else nullcontext():
                 return stock.forward(self, index)
         finally:
-            own["padding_idx"] = before
             del own["weight"]
+            own.update(before)
 
 
 for _function in (ShardedLinear.forward, ReducedLinear.forward, VocabularyEmbedding.forward):

@@ -57,7 +57,8 @@ class ShardedModule(Watched):
             return call_alone(self, ShardedModule.forward, args, kwargs, super().forward)
         if runtime.moving or (runtime.entries and torch.is_grad_enabled()):
             args, kwargs = runtime.enter(args, kwargs)
-        lent = [(o, n, o.__dict__[n]) for o, n in runtime.borrowed if n in o.__dict__] if runtime.borrowed else ()
+        around = runtime.reads if runtime.handed_out.lends else runtime.borrowed
+        lent = [(o, n, o.__dict__[n]) for o, n, *_ in around if n in o.__dict__] if around else ()
         for owner, name, read in runtime.reads:
             # An instance attribute comes before nn.Module's own look-up of parameters.
             owner.__dict__[name] = read(owner._parameters[name])  # pyright: ignore
@@ -194,6 +195,7 @@ class ShardedRoot(ShardedModule):
         direct = runtime.direct if compiler is None and _is_plain(runtime, writes) else None
         try:
             if direct is not None:
+                runtime.handed_out.lends = True
                 direct.put()
             if compiler is None:
                 result = super().forward(*args, **kwargs)
@@ -204,6 +206,7 @@ class ShardedRoot(ShardedModule):
             return result
         finally:
             if direct is not None:
+                runtime.handed_out.lends = False
                 direct.take()
             if writes is not None:
                 writes.forwards -= 1

@@ -176,6 +176,7 @@ class HandedOut:
         again: called before a module runs once more in a backward, with the call's entry in `calls`.
         ended: called when a forward of the root has ended, where the ranks compare what they do.
         within: whether a call of either kind is under way.
+        lends: whether local tensors are in place for as long as the call takes.
         watched: whether the path of the forward under way is held against the proved one.
         placed: whether the tensors of a compiled region are in place.
         apart: whether that is of a module without a program, outside of any forward of the root.
@@ -199,6 +200,7 @@ class HandedOut:
         self.again: Callable[[Ran], None] | None = None
         self.ended: Callable[[], None] | None = None
         self.within = False
+        self.lends = False
         self.watched = False
         self.placed = False
         self.compiles = False

@@ -205,9 +205,6 @@ def _noted(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
         writes.note(module, HOOKS)
         if writes.forwards:
             writes.hooked.add((module, handle.id))
-            own = module.__dict__
-            if own.get(COMPILED_CALL) is not None and not writes.compiled:
-                own[COMPILED_CALL] = None  # a direct forward, beside which torch would look for no hooks
     return handle
 
 

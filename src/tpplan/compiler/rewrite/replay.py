@@ -172,19 +172,21 @@ class Replay:
                 held[value] = _readable(model, attributes[id(numbers)], numbers)
             else:
                 constants.append((value, numbers))
+        sources: dict[int, int | None] = {c.target: c.source for c in trace.root.exits}
+        result = state.results["", 0]
+        made_by_call = {recorder.value_of(tensor) for _, tensor in tensors_in(result)}
+        sources |= dict.fromkeys(made_by_call - sources.keys())
+        unread = own - read - sources.keys() - {*sources.values()}
         steps: list[Run | Call] = []
         for node in local_steps(trace, settled, self._size, self._rank, self._exchanges):
             if isinstance(node, Run):
-                steps.append(node)
+                outputs = tuple(None if value in unread else value for value in node.outputs)
+                steps.append(replace(node, outputs=outputs))
                 continue
             args, kwargs = (state.arguments or {})[node.module, node.call]
             results = tuple((c.path, c.target) for c in node.exits)
             steps.append(Call(node.module, _referred(args, recorder), _referred(kwargs, recorder), results))
         entries = tuple((path, c.target) for c in trace.root.entries for path in (c.path, *c.aliases))
-        sources: dict[int, int | None] = {c.target: c.source for c in trace.root.exits}
-        result = state.results["", 0]
-        made_by_call = {recorder.value_of(tensor) for _, tensor in tensors_in(result)}
-        sources |= dict.fromkeys(made_by_call - sources.keys())
         return Script(
             entries, tuple(held.items()), tuple(constants), tuple(steps), _referred(result, recorder, sources)
         )
@@ -204,6 +206,10 @@ class _BodyRecorder(Recorder):
         if not tensor.is_meta and self.values[outside].numbers is None:
             self.values[outside] = replace(self.values[outside], numbers=tensor)
         return alias, outside, inside
+
+    def count_of_calls(self) -> int:
+        """Refuse: a record has one number for all calls."""
+        raise self.refuse_value()
 
     def meet(self) -> None:
         """Compare autocast, which is off below the function modes, whatever it is outside."""

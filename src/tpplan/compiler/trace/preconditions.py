@@ -2,8 +2,8 @@
 
 in:  a model
 out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a `forward` on an instance
-     would hide what tpplan puts into the class, if there are hooks on parameters, which are replaced, or if
-     tensors are of classes that compute otherwise than plain ones
+     would hide what tpplan puts into the class, if there are hooks on parameters, which are replaced, if tensors are
+     of classes that compute otherwise than plain ones, or if a tensor that is no parameter requires grad
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from tpplan.compat import computes_otherwise, has_gradient_hooks, named_modules
+from tpplan.compat import computes_otherwise, has_gradient_hooks, named_modules, own_buffers
 from tpplan.plan import Diagnostic
 from tpplan.plan.wording import with_article
 
 MARK = "_tpplan"
+WANTS_GRADIENT = "requires grad, and isn't a parameter, so that no sum over the ranks is placed for its gradient"
+NO_PARAMETER = "make it an `nn.Parameter`"
 
 
 def unfit_findings(model: nn.Module) -> list[Diagnostic]:
@@ -65,6 +67,16 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
         for name, parameter in model.named_parameters()
         if has_gradient_hooks(parameter)
     ]
+    findings += [
+        Diagnostic(
+            code="TP112",
+            message=f"`{name}` {WANTS_GRADIENT}",
+            help=NO_PARAMETER,
+            subject=name.rpartition(".")[0],
+        )
+        for name, held in _other_tensors(model)
+        if held.requires_grad and held.is_leaf and not isinstance(held, nn.Parameter)
+    ]
     held = next((name for name, tensor in _own_tensors(model) if isinstance(tensor, DTensor)), None)
     if held is not None:
         findings.append(_already_parallel(f"`{held}` is a DTensor already", held))
@@ -73,13 +85,7 @@ def unfit_findings(model: nn.Module) -> list[Diagnostic]:
 
 def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
     """TP112 for tensors whose class says what is computed with them, as of quantised ones: a proof is of plain ones."""
-    kept = (
-        (f"{prefix}.{leaf}".lstrip("."), held)
-        for prefix, module in named_modules(model)
-        for leaf, held in vars(module).items()
-        if isinstance(held, Tensor)
-    )
-    for name, tensor in (*_own_tensors(model), *kept):
+    for name, tensor in (*model.named_parameters(), *_other_tensors(model)):
         if computes_otherwise(type(tensor)):
             yield Diagnostic(
                 code="TP112",
@@ -90,6 +96,14 @@ def _of_other_classes(model: nn.Module) -> Iterator[Diagnostic]:
                 "and their scales as plain tensors with which the layer's own forward computes",
                 subject=name.rpartition(".")[0] or name,
             )
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors in attributes."""
+    for at, module in named_modules(model):
+        for name, held in (*own_buffers(module).items(), *vars(module).items()):
+            if isinstance(held, Tensor):
+                yield f"{at}.{name}" if at else name, held
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import (
+    BATCH_NORM_FORWARD,
     OpOverload,
     PythonNode,
     RecordingMode,
@@ -296,6 +297,8 @@ class Recorder(RecordingMode):
         keywords = kwargs or {}
         if not self.frames:
             return func(*args, **keywords)
+        if func is torch.ops.aten._local_scalar_dense.default and _weighs_an_average():
+            return self.count_of_calls()
         if func is torch.ops.aten._embedding_bag_forward_only.default:  # of a frozen table; it computes the same
             func = torch.ops.aten._embedding_bag.default
         if _is_written_out(func, self._inside_kernel):
@@ -561,6 +564,13 @@ class Recorder(RecordingMode):
         self._note_read([value], numbers.tolist())  # pyright: ignore
         return numbers
 
+    def count_of_calls(self) -> int:
+        """What a batch norm of torch is told of how often it was called, which each call changes.
+
+        It is one part of so many in an average that each rank makes of its own channels, and steers nothing.
+        """
+        return 1
+
     def counts_of(self, tensor: Tensor) -> list[Count] | None:
         """What a body is told of numbers that aren't known and may count rows; None if they are known, or may not."""
         value = self.value_of(tensor)
@@ -699,6 +709,14 @@ class Recorder(RecordingMode):
                 return _location_at(name, frame.f_lineno)
             frame = frame.f_back
         return None
+
+
+def _weighs_an_average() -> bool:
+    """Whether the forward of torch's batch norms asks for a number: that of its calls, for the weight of this one."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(INTERNAL[1]):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is BATCH_NORM_FORWARD
 
 
 _internal: dict[str, bool] = {}
