@@ -12,7 +12,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -38,6 +38,7 @@ from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -53,6 +54,7 @@ __all__ = [
     "OFF",
     "PARAMETRIZATIONS",
     "READ_VERSION",
+    "DeviceContext",
     "FunctionNode",
     "ModuleHooks",
     "OpOverload",
@@ -347,6 +349,19 @@ def buffer_versions(module: nn.Module) -> list[int]:
     return [buffer._version for buffer in module.buffers()]
 
 
+def kept_buffers(module: nn.Module) -> Callable[[], None]:
+    """How to put the buffers of a module and of those inside back to what they hold."""
+    kept = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for buffer, version, numbers in kept:
+                if buffer._version != version:
+                    buffer.copy_(numbers)
+
+    return restore
+
+
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -371,29 +386,36 @@ def copy_hook(source: nn.Module, target: nn.Module, table: str, key: int, hook: 
         target._is_full_backward_hook = source._is_full_backward_hook
 
 
+_CALLED = ("forward_pre", "forward", "backward_pre", "backward")
+_REGISTERED = ("module_registration", "parameter_registration", "buffer_registration")
+
+
+def tables_of_all() -> dict[str, dict[int, Any]]:
+    """The tables of hooks that all modules call, by what they are called for."""
+    return {kind: getattr(_modules, f"_global_{kind}_hooks") for kind in _CALLED}
+
+
 def global_hooks() -> list[object]:
     """The forward hooks and pre-hooks of all modules."""
-    tables = cast("Any", _modules)
-    return [*tables._global_forward_pre_hooks.values(), *tables._global_forward_hooks.values()]
+    tables = tables_of_all()
+    return [*tables["forward_pre"].values(), *tables["forward"].values()]
 
 
 @contextmanager
-def without_global_hooks(left_out: Callable[[object], bool], backward: bool = False) -> Generator[None]:
-    """A block in which those hooks of all modules don't run that are `left_out`; of backwards, too, if wanted."""
-    tables = cast("Any", _modules)
-    every: list[dict[int, object]] = [tables._global_forward_pre_hooks, tables._global_forward_hooks]
-    every += [tables._global_backward_pre_hooks, tables._global_backward_hooks] if backward else []
-    before = [dict(table) for table in every]
-    for table in every:
-        for key in [key for key, hook in table.items() if left_out(hook)]:
+def without_global_hooks(left_out: Callable[[str, object], bool]) -> Generator[None]:
+    """A block in which those hooks of all modules don't run that are `left_out`, by kind."""
+    every = tables_of_all() | {kind: getattr(_modules, f"_global_{kind}_hooks") for kind in _REGISTERED}
+    before = {kind: dict(table) for kind, table in every.items()}
+    for kind, table in every.items():
+        for key in [key for key, hook in table.items() if left_out(kind, hook)]:
             del table[key]
     try:
         yield
     finally:
-        for table, held in zip(every, before, strict=True):
-            added = {key: hook for key, hook in table.items() if key not in held}
+        for kind, table in every.items():
+            added = {key: hook for key, hook in table.items() if key not in before[kind]}
             table.clear()
-            table.update(held | added)
+            table.update(before[kind] | added)
 
 
 def transient_buffers(module: nn.Module) -> set[str]:
@@ -929,11 +951,12 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     return node._forward_cls is CheckpointFunction
 
 
-def packs_saved_tensors() -> object:
-    """The innermost hook on what autograd saves for the backward, if it is a user's and not torch's own."""
+def packs_saved_tensors(also_of_torch: bool = False) -> object:
+    """The innermost hook on what autograd saves for the backward; of torch's own if wanted, not a checkpoint's."""
     hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
-    return None if f"{getattr(pack, '__module__', None)}.".startswith("torch.") else pack
+    foreign = "torch.utils.checkpoint." if also_of_torch else "torch."
+    return None if f"{getattr(pack, '__module__', None)}.".startswith(foreign) else pack
 
 
 def is_checkpointed() -> bool:
@@ -951,6 +974,44 @@ def without_packing() -> Generator[None]:
         yield
     finally:
         hooks._saved_tensors_hooks_set_tracing(before)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Generator[None]:
+    """A block outside of all hooks on what autograd saves for the backward, and of a ban on them."""
+    hooks: Any = cast("Any", torch._C)._autograd
+    banned: str | None = hooks._saved_tensors_hooks_get_disabled_error_message()
+    hooks._saved_tensors_hooks_enable()
+    held: list[tuple[Any, Any]] = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        held.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(held):
+            hooks._push_saved_tensors_default_hooks(*pair)
+        if banned is not None:
+            hooks._saved_tensors_hooks_disable(banned)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler runs in this thread."""
+    return torch.autograd._profiler_enabled()  # pyright: ignore
+
+
+@contextmanager
+def without_profiler() -> Generator[None]:
+    """A block of which a profiler that runs in this thread notes nothing."""
+    if not is_profiled():
+        yield
+        return
+    switch: Any = cast("Any", torch._C)._autograd._enable_record_function
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 _blocks = [0]
@@ -1022,6 +1083,60 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", _python_dispatch._disable_current_modes())
 
 
+def function_modes() -> list[Any]:
+    """The function modes that see a call, the innermost last."""
+    return overrides._get_current_function_mode_stack()
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that see an operation, the innermost last; without those that torch itself is built on."""
+    from torch.utils import _python_dispatch
+
+    return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if not _is_of_torch(mode)]
+
+
+def _is_of_torch(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is not None
+
+
+@contextmanager
+def under_function_modes(modes: Iterable[Any] = ()) -> Generator[None]:
+    """A block under these function modes in place of those that are active."""
+    before = function_modes()
+    _set_function_modes(modes)
+    try:
+        yield
+    finally:
+        _set_function_modes(before)
+
+
+def _set_function_modes(modes: Iterable[Any]) -> None:
+    while overrides._get_current_function_mode() is not None:
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+
+
+@contextmanager
+def under_dispatch_modes(modes: Iterable[Any] = ()) -> Generator[None]:
+    """A block under these dispatch modes in place of those of `dispatch_modes`."""
+    before = dispatch_modes()
+    _set_dispatch_modes(modes)
+    try:
+        yield
+    finally:
+        _set_dispatch_modes(before)
+
+
+def _set_dispatch_modes(modes: Iterable[Any]) -> None:
+    from torch.utils import _python_dispatch
+
+    while (mode := innermost_mode()) is not None and not _is_of_torch(mode):
+        _python_dispatch._pop_mode()
+    for mode in modes:
+        _python_dispatch._push_mode(mode)
+
+
 def without_function_modes() -> AbstractContextManager[Any]:
     """A block whose calls no function mode sees."""
     return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunction())
@@ -1029,8 +1144,6 @@ def without_function_modes() -> AbstractContextManager[Any]:
 
 def innermost_function_mode() -> Any:
     """The function mode that sees a call first; None if there is none."""
-    from torch import overrides
-
     return overrides._get_current_function_mode()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from tpplan.compat import without_function_modes
 from tpplan.compiler.ir.steps import Step, Stream, form_of, side_of, step_of
 from tpplan.compiler.ir.trace import Location, Sides
 
@@ -114,7 +115,8 @@ class Watch(TorchFunctionMode):
         """Call `func`, and note the step."""
         result = func(*args, **(kwargs or {}))
         if func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result), form=form_of(func, args, kwargs or {}, result))
+            with without_function_modes():  # the caller's see the call, and not what is asked of it
+                step = step_of(func, side_of(func, result), form=form_of(func, args, kwargs or {}, result))
             if step is not None:
                 self.steps.append(step)
         return result
