@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Collection, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from types import CodeType, MethodType
 from typing import Any, NamedTuple
@@ -29,9 +29,10 @@ from tpplan.compat import (
     dispatch_modes,
     function_modes,
     has_dispatch_modes,
+    has_hooks_of_all,
+    has_modes,
     is_profiled,
     packs_saved_tensors,
-    tables_of_all,
     under_dispatch_modes,
     under_function_modes,
     without_dispatch_modes,
@@ -41,6 +42,7 @@ from tpplan.compat import (
 )
 
 _FOREIGN = ("torch.", "tpplan.")
+_NOTHING = nullcontext()
 _threads = threading.local()
 
 
@@ -90,24 +92,25 @@ class _Modes(NamedTuple):
     dispatches: Sequence[Any]
 
 
-@contextmanager
-def behind_a_call() -> Generator[None]:
+def behind_a_call() -> AbstractContextManager[None]:
     """A block for what a call needs besides its forward, which the caller's modes don't see; see `as_called`."""
-    modes = _modes()
-    if not (modes.functions or modes.dispatches):
-        yield
-        return
+    return _behind(_modes()) if has_modes() else _NOTHING
+
+
+@contextmanager
+def _behind(modes: _Modes) -> Generator[None]:
     with _around(modes), under_dispatch_modes(), under_function_modes():
         yield
 
 
-@contextmanager
-def as_called() -> Generator[None]:
+def as_called() -> AbstractContextManager[None]:
     """A block inside of `behind_a_call` for the forward: under the caller's modes, and those that came since."""
     modes: _Modes | None = getattr(_threads, "modes", None)
-    if modes is None:
-        yield
-        return
+    return _NOTHING if modes is None else _under(modes)
+
+
+@contextmanager
+def _under(modes: _Modes) -> Generator[None]:
     now = _modes()
     with (
         _around(None),
@@ -138,7 +141,7 @@ def is_seen() -> bool:
     held = () if modes is None else (*modes.functions, *modes.dispatches)
     if any(not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("tpplan.") for mode in held):
         return True
-    return any(tables_of_all().values()) or packs_saved_tensors(True) is not None or is_profiled()
+    return has_hooks_of_all() or packs_saved_tensors(True) is not None or is_profiled()
 
 
 def _modes() -> _Modes:

@@ -395,6 +395,17 @@ def tables_of_all() -> dict[str, dict[int, Any]]:
     return {kind: getattr(_modules, f"_global_{kind}_hooks") for kind in _CALLED}
 
 
+def has_hooks_of_all() -> bool:
+    """Whether there are hooks that all modules call."""
+    tables = cast("Any", _modules)
+    return bool(
+        tables._global_forward_hooks
+        or tables._global_forward_pre_hooks
+        or tables._global_backward_hooks
+        or tables._global_backward_pre_hooks
+    )
+
+
 def global_hooks() -> list[object]:
     """The forward hooks and pre-hooks of all modules."""
     tables = tables_of_all()
@@ -1161,6 +1172,11 @@ def innermost_mode() -> TorchDispatchMode | None:
 
 has_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 """How many dispatch modes see operations."""
+
+
+def has_modes() -> bool:
+    """Whether function or dispatch modes see what runs."""
+    return torch._C._is_torch_function_mode_enabled() or has_dispatch_modes() > 0  # pyright: ignore
 
 
 def without_keeping_modes() -> AbstractContextManager[Any]:

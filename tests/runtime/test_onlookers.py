@@ -205,6 +205,30 @@ def test_a_call_that_needs_another_program_is_counted_once() -> None:
             assert 2 * flops == its_flops
 
 
+class Writing(Body):
+    """It writes to its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1))
+
+
+def write(member: Member) -> list[float]:
+    model, found = stock(Writing), list[float]()
+    own = parallel(model, member)
+    for grad in (True, False):
+        for _ in range(2):
+            with torch.inference_mode(not grad):
+                ours, theirs = x(), x()
+                with Operations(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                    made = own(ours)
+                found += [error({"": made, "x": ours}, {"": model(theirs), "x": theirs})]
+    return found
+
+
+def test_what_a_call_writes_to_is_written_to_once() -> None:
+    assert max(max(errors) for errors in world(2).run(write)) < TOLERANCE
+
+
 # -- what changes something -------------------------------------------------------------------------------------------
 class Doubles(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,6 +268,29 @@ class WritesToOperands(TorchDispatchMode):
         if func is torch.ops.aten.gelu.default:
             args[0].mul_(2)
         return func(*args, **(kwargs or {}))
+
+
+class CoarseProducts(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.bfloat16().to(made.dtype) if func is functional.linear else made
+
+
+def call_alone_under(member: Member) -> list[str]:
+    own, messages = parallel(stock(), member), list[str]()
+    with Functions(), Operations():
+        assert error({"": own.get_submodule("up")(x())}, {"": stock().get_submodule("up")(x())}) < TOLERANCE
+    try:
+        with CoarseProducts():
+            own.get_submodule("up")(x())
+    except tpplan.TpplanError as raised:
+        messages.append(str(raised))
+    return messages
+
+
+def test_so_it_is_around_a_module_that_is_called_by_itself() -> None:
+    for (message,) in world(2).run(call_alone_under):
+        assert message.startswith("TP131 departed-call: `CoarseProducts`, a function mode around the call")
 
 
 def call_under(member: Member, kind: Callable[[], Any], grad: bool) -> list[str]:

@@ -37,6 +37,8 @@ from tpplan.compat import (
     dispatch_modes,
     function_modes,
     has_dispatch_modes,
+    has_hooks_of_all,
+    has_modes,
     own_buffers,
     own_modules,
     own_parameters,
@@ -108,7 +110,7 @@ class Onlookers:
 
     def are_there(self) -> bool:
         """Whether there is anyone to look at."""
-        return bool(has_dispatch_modes() or function_modes() or any(tables_of_all().values()))
+        return has_modes() or has_hooks_of_all()
 
     def names_added(self, module: nn.Module) -> set[str]:
         """The attributes that hooks have added to a module, which is none of the model's business."""
@@ -221,9 +223,11 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))  # pyright: ignore
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)  # pyright: ignore
+    if one.__class__ is not other.__class__:
+        return False
     if isinstance(one, torch.ScriptObject):  # a process group or the like, which is wrapped anew each time
-        return type(one) is type(other)
-    return type(one) is type(other) and isinstance(one, _PLAIN) and (one == other or one != one)
+        return True
+    return isinstance(one, _PLAIN) and bool(one == other or one != one)
 
 
 def _versions(held: Any) -> list[tuple[int, int]]:
@@ -335,7 +339,7 @@ _calls = [0]
 def _hooks_watched(onlookers: Onlookers, writes: _Writes | None) -> Generator[list[tuple[object, str]]]:
     """A block in which hooks that change something are found, each with that in words."""
     changing: list[tuple[object, str]] = []
-    if not any(tables_of_all().values()):
+    if not has_hooks_of_all():
         yield changing
         return
     with _lock:
