@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tpplan.ambience import ambience
 from tpplan.calls.guard import CallGuard
 from tpplan.checkpoint import load_weights, save_weights
 from tpplan.compiler.ir.program import Program
@@ -141,6 +142,7 @@ def parallelize(
     return model
 
 
+@ambience()
 def _parallelize(
     model: nn.Module, plan: Plan | PlanSource, mesh: DeviceMesh | None, inputs: Inputs, broadcast: bool
 ) -> None:

@@ -12,7 +12,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +21,7 @@ from typing import Any, cast
 import sympy
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc
@@ -43,6 +43,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import CheckpointFunction
@@ -62,6 +63,7 @@ __all__ = [
     "PARAMETRIZATIONS",
     "READ_VERSION",
     "SYMBOLIC",
+    "DeviceContext",
     "FunctionNode",
     "ModuleHooks",
     "OpOverload",
@@ -367,6 +369,19 @@ def buffer_versions(module: nn.Module) -> list[int]:
     return [buffer._version for buffer in module.buffers()]
 
 
+def kept_buffers(module: nn.Module) -> Callable[[], None]:
+    """How to put the buffers of a module and of those inside back to what they hold."""
+    kept = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for buffer, version, numbers in kept:
+                if buffer._version != version:
+                    buffer.copy_(numbers)
+
+    return restore
+
+
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -399,10 +414,30 @@ FORWARD_HOOKS = HOOK_TABLES[:2]
 """The attributes of a module with the tables of what is called before and after its forward."""
 
 
+_CALLED = ("forward_pre", "forward", "backward_pre", "backward")
+_REGISTERED = ("module_registration", "parameter_registration", "buffer_registration")
+
+
+def tables_of_all() -> dict[str, dict[int, Any]]:
+    """The tables of hooks that all modules call, by what they are called for."""
+    return {kind: getattr(_modules, f"_global_{kind}_hooks") for kind in _CALLED}
+
+
 def global_hook_tables() -> tuple[dict[int, object], dict[int, object]]:
     """The tables of what is called before and after the forward of any module."""
+    tables = tables_of_all()
+    return tables["forward_pre"], tables["forward"]
+
+
+def has_hooks_of_all() -> bool:
+    """Whether there are hooks that all modules call."""
     tables = cast("Any", _modules)
-    return tables._global_forward_pre_hooks, tables._global_forward_hooks
+    return bool(
+        tables._global_forward_hooks
+        or tables._global_forward_pre_hooks
+        or tables._global_backward_hooks
+        or tables._global_backward_pre_hooks
+    )
 
 
 def global_hooks() -> list[object]:
@@ -418,25 +453,25 @@ def is_called_as_usual(module: nn.Module) -> bool:
 def ordinary_call(module: nn.Module) -> Callable[..., Any]:
     """What a call of the module does, hooks and all, where nothing was compiled for it."""
     return cast("Any", module)._call_impl
+    tables = tables_of_all()
+    return [*tables["forward_pre"].values(), *tables["forward"].values()]
 
 
 @contextmanager
-def without_global_hooks(left_out: Callable[[object], bool], backward: bool = False) -> Generator[None]:
-    """A block in which those hooks of all modules don't run that are `left_out`; of backwards, too, if wanted."""
-    tables = cast("Any", _modules)
-    every: list[dict[int, object]] = [tables._global_forward_pre_hooks, tables._global_forward_hooks]
-    every += [tables._global_backward_pre_hooks, tables._global_backward_hooks] if backward else []
-    before = [dict(table) for table in every]
-    for table in every:
-        for key in [key for key, hook in table.items() if left_out(hook)]:
+def without_global_hooks(left_out: Callable[[str, object], bool]) -> Generator[None]:
+    """A block in which those hooks of all modules don't run that are `left_out`, by kind."""
+    every = tables_of_all() | {kind: getattr(_modules, f"_global_{kind}_hooks") for kind in _REGISTERED}
+    before = {kind: dict(table) for kind, table in every.items()}
+    for kind, table in every.items():
+        for key in [key for key, hook in table.items() if left_out(kind, hook)]:
             del table[key]
     try:
         yield
     finally:
-        for table, held in zip(every, before, strict=True):
-            added = {key: hook for key, hook in table.items() if key not in held}
+        for kind, table in every.items():
+            added = {key: hook for key, hook in table.items() if key not in before[kind]}
             table.clear()
-            table.update(held | added)
+            table.update(before[kind] | added)
 
 
 def transient_buffers(module: nn.Module) -> set[str]:
@@ -986,11 +1021,12 @@ def is_reentrant_checkpoint(node: Any) -> bool:
     return node._forward_cls is CheckpointFunction
 
 
-def packs_saved_tensors() -> object:
-    """The innermost hook on what autograd saves for the backward, if it is a user's and not torch's own."""
+def packs_saved_tensors(also_of_torch: bool = False) -> object:
+    """The innermost hook on what autograd saves for the backward; of torch's own if wanted, not a checkpoint's."""
     hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
-    return None if f"{getattr(pack, '__module__', None)}.".startswith("torch.") else pack
+    foreign = "torch.utils.checkpoint." if also_of_torch else "torch."
+    return None if f"{getattr(pack, '__module__', None)}.".startswith(foreign) else pack
 
 
 def is_checkpointed() -> bool:
@@ -1008,6 +1044,44 @@ def without_packing() -> Generator[None]:
         yield
     finally:
         hooks._saved_tensors_hooks_set_tracing(before)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Generator[None]:
+    """A block outside of all hooks on what autograd saves for the backward, and of a ban on them."""
+    hooks: Any = cast("Any", torch._C)._autograd
+    banned: str | None = hooks._saved_tensors_hooks_get_disabled_error_message()
+    hooks._saved_tensors_hooks_enable()
+    held: list[tuple[Any, Any]] = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        held.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(held):
+            hooks._push_saved_tensors_default_hooks(*pair)
+        if banned is not None:
+            hooks._saved_tensors_hooks_disable(banned)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler runs in this thread."""
+    return torch.autograd._profiler_enabled()  # pyright: ignore
+
+
+@contextmanager
+def without_profiler() -> Generator[None]:
+    """A block of which a profiler that runs in this thread notes nothing."""
+    if not is_profiled():
+        yield
+        return
+    switch: Any = cast("Any", torch._C)._autograd._enable_record_function
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 _blocks = [0]
@@ -1079,6 +1153,60 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", _python_dispatch._disable_current_modes())
 
 
+def function_modes() -> list[Any]:
+    """The function modes that see a call, the innermost last."""
+    return overrides._get_current_function_mode_stack()
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that see an operation, the innermost last; without those that torch itself is built on."""
+    from torch.utils import _python_dispatch
+
+    return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if not _is_of_torch(mode)]
+
+
+def _is_of_torch(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is not None
+
+
+@contextmanager
+def under_function_modes(modes: Iterable[Any] = ()) -> Generator[None]:
+    """A block under these function modes in place of those that are active."""
+    before = function_modes()
+    _set_function_modes(modes)
+    try:
+        yield
+    finally:
+        _set_function_modes(before)
+
+
+def _set_function_modes(modes: Iterable[Any]) -> None:
+    while overrides._get_current_function_mode() is not None:
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+
+
+@contextmanager
+def under_dispatch_modes(modes: Iterable[Any] = ()) -> Generator[None]:
+    """A block under these dispatch modes in place of those of `dispatch_modes`."""
+    before = dispatch_modes()
+    _set_dispatch_modes(modes)
+    try:
+        yield
+    finally:
+        _set_dispatch_modes(before)
+
+
+def _set_dispatch_modes(modes: Iterable[Any]) -> None:
+    from torch.utils import _python_dispatch
+
+    while (mode := innermost_mode()) is not None and not _is_of_torch(mode):
+        _python_dispatch._pop_mode()
+    for mode in modes:
+        _python_dispatch._push_mode(mode)
+
+
 def without_function_modes() -> AbstractContextManager[Any]:
     """A block whose calls no function mode sees."""
     return cast("AbstractContextManager[Any]", torch._C.DisableTorchFunction())
@@ -1086,8 +1214,6 @@ def without_function_modes() -> AbstractContextManager[Any]:
 
 def innermost_function_mode() -> Any:
     """The function mode that sees a call first; None if there is none."""
-    from torch import overrides
-
     return overrides._get_current_function_mode()
 
 
@@ -1105,6 +1231,11 @@ def innermost_mode() -> TorchDispatchMode | None:
 
 has_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 """How many dispatch modes see operations."""
+
+
+def has_modes() -> bool:
+    """Whether function or dispatch modes see what runs."""
+    return torch._C._is_torch_function_mode_enabled() or has_dispatch_modes() > 0  # pyright: ignore
 
 
 def without_keeping_modes() -> AbstractContextManager[Any]:

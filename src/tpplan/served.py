@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from tpplan.ambience import ambience
 from tpplan.compiler.bind.bind import stored_tensors
 from tpplan.compiler.bind.wrapped import wrapped_models
 from tpplan.compiler.ir.objects import is_object, is_opaque
@@ -54,6 +55,7 @@ class Served:
         return self.arguments, self.keywords
 
 
+@ambience()
 def served(model: nn.Module, plan: Plan | None, size: int, inputs: object = None, **sizes: Any) -> Served:
     """The model that `plan` means: `model`, or one that it only wraps; without a plan, the innermost that gets calls.
 

@@ -11,7 +11,7 @@ A module that only wraps sharded ones (an activation checkpoint) and holds no te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -66,7 +66,7 @@ class Changes:
             self._attributes[module][name] = contents.kept(getattr(self._stock[module], name, MISSING))
         self._kinds = [*dict.fromkeys(map(type, skeletons.values()))]
         self._functions = [*map(_functions, self._kinds)]
-        self._hooks = Hooks(model, self._stock, self._writes.hooked)
+        self._hooks = Hooks(model, self._stock, self._writes)
         self._tables = Tables(self._names)
         self._settings = self._find_settings()
         self._broken: dict[_Place, str] = {}
@@ -102,6 +102,11 @@ class Changes:
             forget: whether forwards go on writing, so that these settings can't be looked at any more.
         """
         self._settings.settle(forget)
+
+    @property
+    def followed(self) -> Sequence[object]:
+        """The hooks of all modules that proofs follow."""
+        return self._writes.onlookers.followed
 
     def compare(self) -> bool:
         """As `look`, for all that the model holds, however it was changed."""

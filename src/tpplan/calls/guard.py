@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpplan.ambience import ambience
 from tpplan.calls.alike import facts_of, refuse_different
 from tpplan.calls.arguments import (
     Left,
@@ -37,7 +38,6 @@ from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, described
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guarded import GuardedCall
-from tpplan.calls.hooks import without_hooks_of_torch
 from tpplan.calls.key import CallKey, KeyReader, Kind
 from tpplan.calls.passed import Passed
 from tpplan.calls.paths import Paths
@@ -49,12 +49,12 @@ from tpplan.compat import (
     buffer_versions,
     hooks_of,
     inside_transform,
+    kept_buffers,
     named_modules,
     own_buffers,
     own_parameters,
     random_state,
     wants_shapes_alone,
-    without_dispatch_modes,
 )
 from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
 from tpplan.compiler.ir.hidden import hidden_tensors
@@ -353,9 +353,24 @@ class CallGuard:
         """How often each buffer of the model was written to."""
         return [] if self._model is None else buffer_versions(self._model)
 
+    def is_repeatable(self, call: Call) -> bool:
+        """See `Prover`."""
+        return self._leaves_nothing() and not _passes_caches(call)
+
+    def kept_buffers(self) -> Callable[[], None]:
+        """See `Prover`."""
+        return (lambda: None) if self._model is None else kept_buffers(self._model)
+
+    def followed_hooks(self) -> Sequence[object]:
+        """See `Prover`."""
+        return () if self._changes is None else self._changes.followed
+
+    def _leaves_nothing(self) -> bool:
+        return self._model is not None and not self._wrote and not any(map(hooks_of, self._model.modules()))
+
     def leaves_nothing(self, decision: Decision) -> bool:
         """See `Prover`."""
-        if self._model is None or self._wrote or any(map(hooks_of, self._model.modules())):
+        if not self._leaves_nothing():
             return False
         if not self._paths.must_watch(decision.key, decision.proof):
             return True
@@ -449,7 +464,7 @@ class CallGuard:
     def _cover(self, subject: Subject) -> Cover | None:
         """The sizes for which a proof holds, on all ranks; None if it is proved of those of its call alone."""
         found: Cover | None = None
-        with suppress(NotCoveredError), torch.inference_mode(False), without_dispatch_modes(), without_hooks_of_torch():
+        with suppress(NotCoveredError), ambience(self.followed_hooks()):
             found = cover(subject, self._read.sizes, self._rank)
         if self._axis is not None:
             shown = None if found is None else found.conditions
@@ -569,7 +584,7 @@ class CallGuard:
         if self._lockstep is not None:
             self._lockstep.meet("the proof of a call of a new kind")
         try:
-            with torch.inference_mode(False), without_dispatch_modes(), without_hooks_of_torch():
+            with ambience(self.followed_hooks()):
                 compiled = compile_it()
         except Exception as raised:  # whatever a rank fails with, the others must not wait for it
             error = raised

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from tpplan.ambience import is_seen, unseen
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.passed import Passed
@@ -20,6 +21,7 @@ from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
 from tpplan.compiler.trace.surroundings import generators
 from tpplan.plan import TpplanError
+from tpplan.runtime.onlookers import ChangingHookError
 from tpplan.runtime.watched import AGAIN
 
 
@@ -46,9 +48,28 @@ class Prover(Protocol):
         """How often each buffer of the model was written to."""
         ...
 
+    def is_repeatable(self, call: Call) -> bool:
+        """Whether a call may run twice: it changes no attribute, calls no hook of single modules, passes no cache."""
+        ...
+
+    def kept_buffers(self) -> Callable[[], None]:
+        """How to put the model's buffers back to what they hold."""
+        ...
+
+    def followed_hooks(self) -> Sequence[object]:
+        """The hooks of all modules that proofs follow."""
+        ...
+
     def leaves_nothing(self, decision: Decision) -> bool:
         """Whether a call that was accepted changes no attribute, calls no hook, and needn't be watched again."""
         ...
+
+
+_WRITES = (
+    "TP131 departed-call: the call writes to a tensor that it is passed and that requires grad, so it can't be run for "
+    "its program before it is shown to what looks at calls\n  help: make the first such call without modes, profilers, "
+    "and hooks of all modules or on saved tensors; or don't write to arguments"
+)
 
 
 class GuardedCall:
@@ -74,13 +95,39 @@ class GuardedCall:
         self._generators: list[Callable[[], object]] = []
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """See `WatchedCall`."""
-        versions = self._versions = self._prover.buffer_versions()
-        repeats = self._generators = generators()
-        watch, result, error = Watch(), None, None
+        """See `WatchedCall`.
+
+        What looks at calls, such as a counter, is to see one forward: where the call may turn out to need another
+        program, it runs unseen before.
+        """
+        on_any_rank = self._prover.on_any_rank
+        if not on_any_rank(is_seen()) or on_any_rank(not self._may_run_twice()):
+            return self._run(forward)
+        restore = self._prover.kept_buffers()
+        with unseen(self._prover.followed_hooks()):
+            result = self._run(forward)
+        restore()
+        if result is AGAIN:
+            return result
+        if on_any_rank(not self._passed.is_restorable):
+            raise UnprovedCallError(_WRITES)
+        self._restore()
+        return self._run(forward)
+
+    def _may_run_twice(self) -> bool:
+        if is_checkpointed() or not self._prover.is_repeatable(self._call):
+            return False
+        self._passed.keep_numbers()
+        return self._passed.is_restorable
+
+    def _run(self, forward: Callable[[], Any]) -> Any:
+        self._versions, self._generators = self._prover.buffer_versions(), generators()
+        watch, result, error, changed = Watch(), None, None, None
         try:
             with watch:
                 result = forward()
+        except ChangingHookError as raised:
+            changed = raised
         except TpplanError:
             raise
         except Exception as raised:  # of the model itself, or since it left the path that was proved
@@ -88,37 +135,29 @@ class GuardedCall:
         departed = self._departure(watch.steps)
         if error is not None and departed is not None and departed.real is None:
             departed = None  # it kept to the path until it raised
-        if not self._prover.on_any_rank(departed is not None):
+        if not self._prover.on_any_rank(departed is not None or changed is not None):
             if error is not None:
                 raise error
             self._prover.accept(self._decision)
             return result
-        settled = self._settled(result, watch.steps, departed, versions, repeats)
+        if self._prover.on_any_rank(changed is not None):
+            return self._once_more(changed)
+        settled = self._settled(result, watch.steps, departed)
         if error is not None and settled is not AGAIN:
             raise error
         return settled
 
     def repeat(self) -> bool:
         """See `WatchedCall`."""
-        left = not self._passed.is_restorable or is_checkpointed() or self._versions != self._prover.buffer_versions()
-        if self._prover.on_any_rank(left or not self._prover.leaves_nothing(self._decision)):
+        if self._prover.on_any_rank(not self._can_repeat() or not self._prover.leaves_nothing(self._decision)):
             return False
-        self._passed.restore()
-        for restore in self._generators:
-            restore()
+        self._restore()
         return True
 
     def _departure(self, steps: Sequence[Step]) -> Departure | None:
         return self._prover.departure(self._decision, steps, self._replaced)
 
-    def _settled(
-        self,
-        result: Any,
-        steps: Sequence[Step],
-        departed: Departure | None,
-        versions: list[int],
-        repeats: list[Callable[[], object]],
-    ) -> Any:
+    def _settled(self, result: Any, steps: Sequence[Step], departed: Departure | None) -> Any:
         """The result, if the path that was taken can be proved for the program that ran."""
         branches = self._prover.on_any_rank(departed is not None and departed.is_branch)
         try:
@@ -131,13 +170,27 @@ class GuardedCall:
                 raise _refused(left, "which its proof doesn't cover")
             self._prover.accept(self._decision)
             return result
-        kept = writes or not self._passed.is_restorable or versions != self._prover.buffer_versions()
-        if self._prover.on_any_rank(kept or is_checkpointed()):
+        if self._prover.on_any_rank(writes or not self._can_repeat()):
             raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
-        self._passed.restore()
-        for restore in repeats:
-            restore()
+        self._restore()
         return AGAIN
+
+    def _once_more(self, changed: ChangingHookError | None) -> Any:
+        """Have a call run again that a hook has changed, by a proof that follows the hook."""
+        if self._prover.on_any_rank(changed is None or not self._can_repeat()):
+            raise changed or _refused(None, "where a hook of all modules changes something")
+        self._restore()
+        return AGAIN
+
+    def _can_repeat(self) -> bool:
+        unwritten = self._passed.is_restorable and self._versions == self._prover.buffer_versions()
+        return unwritten and not is_checkpointed()
+
+    def _restore(self) -> None:
+        """Put back what the call was passed, and random numbers."""
+        self._passed.restore()
+        for restore in self._generators:
+            restore()
 
 
 def _refused(departed: Departure | None, way: str) -> UnprovedCallError:

@@ -6,53 +6,50 @@ out: the same hooks on the skeleton, so that calls are proved with them
     model.layers[0].register_forward_hook(clamp)      each call computes it, so each proof has to
 
 The root's hooks see whole tensors, and torch's own (of FSDP, of profilers) compute nothing of the model's: neither are
-followed.
+followed. Nor is a hook of all modules, unless it changes something; see `runtime/onlookers.py`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Set
-from contextlib import AbstractContextManager
-from types import MethodType
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from tpplan.compat import copy_hook, global_hooks, hook_tables, without_global_hooks
+from tpplan.ambience import is_users, may_return, original
+from tpplan.compat import copy_hook, hook_tables, tables_of_all
 from tpplan.compiler.trace.skeleton import transplanted
+from tpplan.runtime.writes import Writes
 
-_FOREIGN = ("torch.", "tpplan.")
 Registered = tuple[tuple[str, int], ...]
 
 
 class Hooks:
     """Follows the hooks of one sharded model."""
 
-    def __init__(
-        self, model: nn.Module, twins: Mapping[nn.Module, nn.Module], hooked: Set[tuple[nn.Module, int]]
-    ) -> None:
+    def __init__(self, model: nn.Module, twins: Mapping[nn.Module, nn.Module], writes: Writes) -> None:
         """Remember the hooks as they are.
 
         Args:
             model: the sharded model.
             twins: for each of its modules that of the skeleton.
-            hooked: the hooks that forwards register, by module and number: those of proofs do so as well.
+            writes: has the hooks that forwards register, as those of proofs do so as well, and what is known of hooks
+                of all modules.
         """
-        self._hooked = hooked
+        self._hooked = writes.hooked
+        self._onlookers = writes.onlookers
         self._twins = twins
         self._root = model
         self._registered = {
             module: held for module in twins if (held := self._registered_on(module)) and module is not model
         }
-        self._global = _own(global_hooks())
+        self._global = self._of_all()
 
     def look(self, modules: Iterable[nn.Module] = ()) -> bool:
         """Whether hooks were registered or removed: on these modules, on those that have hooks, or on all alike."""
         changed = [module for module in {*modules, *self._registered} if self._differs(module)]
         for module in changed:
             self._follow(module)
-        everywhere = _own(global_hooks())
+        everywhere = self._of_all()
         if everywhere != self._global:
             self._global = everywhere
             return True
@@ -62,6 +59,12 @@ class Hooks:
         """As `look`, at all modules."""
         return self.look(self._twins)
 
+    def _of_all(self) -> list[tuple[object, bool]]:
+        """The user's hooks of all modules that may change something, and whether calls have shown it."""
+        found = [original(hook) for table in tables_of_all().values() for hook in table.values()]
+        known = self._onlookers.followed
+        return [(hook, hook in known) for hook in found if hook in known or (is_users(hook) and may_return(hook))]
+
     def _registered_on(self, module: nn.Module) -> Registered:
         """The tables and names of a module's hooks that aren't torch's own, nor those of forwards."""
         return tuple(
@@ -69,7 +72,7 @@ class Hooks:
             for name, table in hook_tables(module).items()
             if table
             for key in table
-            if (module, key) not in self._hooked and _is_own(table[key])
+            if (module, key) not in self._hooked and is_users(table[key])
         )
 
     def _differs(self, module: nn.Module) -> bool:
@@ -88,26 +91,4 @@ class Hooks:
             self._registered[module] = now
 
 
-def without_hooks_of_torch() -> AbstractContextManager[None]:
-    """A block in which none of torch's own hooks on all modules run, such as those of `CommDebugMode`.
-
-    They compute nothing; what they register on tensors on their way isn't the model's.
-    """
-    return without_global_hooks(lambda hook: not _is_own(hook))
-
-
-def _own(hooks: Iterable[Any]) -> list[Any]:
-    return [hook for hook in hooks if _is_own(hook)]
-
-
-def _is_own(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if isinstance(hook, MethodType):
-        hook = type(hook.__self__)
-    elif not hasattr(hook, "__qualname__"):
-        hook = type(hook)  # pyright: ignore[reportUnknownVariableType]
-    return not f"{getattr(hook, '__module__', '')}.".startswith(_FOREIGN)
-
-
-__all__ = ["Hooks", "without_hooks_of_torch"]
+__all__ = ["Hooks"]

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tpplan.ambience import ambience
 from tpplan.calls.arguments import without_opaque
 from tpplan.calls.proofs import cache_difference
 from tpplan.calls.storage import Forgetful, FusedAttention, StorageMeter
@@ -47,6 +48,7 @@ _NO_CACHE = (
 )
 
 
+@ambience()
 def inference(
     model: nn.Module, plan: Plan, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Inference:

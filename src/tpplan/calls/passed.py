@@ -30,7 +30,8 @@ class Passed:
 
     def __init__(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Look, and remember."""
-        self._tensors: list[tuple[Tensor, int]] = []
+        self._tensors: list[tuple[Tensor, int | None]] = []  # with versions, which tensors of inference mode don't have
+        self._numbers: list[Tensor] = []
         self._held: list[tuple[Any, Items]] = []
         self._known = True
         seen: set[int] = set()
@@ -44,15 +45,24 @@ class Passed:
             if items is not None:
                 self._held.append((held, items))
                 waiting += [item for _, item in items]
-            elif isinstance(held, Tensor) and not held.is_inference():
-                self._tensors.append((held, held._version))
+            elif isinstance(held, Tensor):
+                self._tensors.append((held, None if held.is_inference() else held._version))
             else:
                 self._known = False  # whatever it keeps
 
+    def keep_numbers(self) -> None:
+        """Have the numbers in tensors put back as well, unless autograd has a record of the writes."""
+        self._numbers = [tensor.detach().clone() for tensor, _ in self._tensors]
+
     @property
     def is_restorable(self) -> bool:
-        """Whether all that there was can be put back: no tensor of it was written to."""
-        if not self._known or any(tensor._version != version for tensor, version in self._tensors):
+        """Whether all that there was can be put back: no tensor of it was written to, or numbers were kept."""
+        kept = bool(self._numbers)
+        for tensor, version in self._tensors:
+            written = version is None or tensor._version != version
+            if written and (not kept or tensor.requires_grad):
+                return False
+        if not self._known:
             return False
         return all(_writer(held) is not None for held, _ in self._changed())
 
@@ -62,6 +72,15 @@ class Passed:
             write = _writer(held)
             assert write is not None
             write(held, items)
+        for place, numbers in enumerate(self._numbers):
+            tensor, version = self._tensors[place]
+            if version is None:
+                with torch.inference_mode():
+                    tensor.copy_(numbers)
+            elif tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(numbers)
+                self._tensors[place] = tensor, tensor._version
 
     def _changed(self) -> list[tuple[Any, Items]]:
         return [(held, items) for held, items in self._held if not _is_same(children(held, objects=True) or [], items)]

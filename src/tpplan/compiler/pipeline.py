@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tpplan.ambience import ambience
 from tpplan.compat import named_modules, without_inference_kernels
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once, unlike_layers
 from tpplan.compiler.bind.expert_groups import pack_in_groups
@@ -95,6 +96,7 @@ class Compiled:
         return replace(self.traced, work=f"{self.program.digest} {self.traced.work}")
 
 
+@ambience()
 def compile_call(request: Request) -> Compiled:
     """Compile a plan for a model.
 

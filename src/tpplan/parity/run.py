@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.ambience import ambience
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.later import placement_difference
 from tpplan.compiler.pipeline import Compiled
@@ -35,6 +36,7 @@ Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 Progress = Callable[[str], None]
 
 
+@ambience()
 def verify(
     model: nn.Module,
     plan: Plan | PlanSource,
@@ -126,6 +128,7 @@ def _of_evaluation(request: Request, compiled: Compiled) -> Program | None:
     return own
 
 
+@ambience()
 def verify_program(
     model: nn.Module,
     program: Program,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tpplan.ambience import ambience
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.capture import without_collection
 from tpplan.rehearsal.rehearse import rehearse
 
 
+@ambience()
 def prove(request: Request) -> Compiled:
     """A program that passed the check and a rehearsal.
 

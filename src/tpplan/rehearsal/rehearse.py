@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from tpplan.ambience import ambience
 from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Program
@@ -109,6 +110,7 @@ class Rehearsed(NamedTuple):
     predicted: Counter[str]
 
 
+@ambience()
 def rehearse(
     model: nn.Module,
     compiled: Compiled,

@@ -10,21 +10,14 @@ out: a body that stands in for the module's own
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import (
-    fake_call,
-    native_apply,
-    own_parameters,
-    without_dispatch_modes,
-    without_function_modes,
-    without_global_hooks,
-)
+from tpplan.ambience import ambience
+from tpplan.compat import fake_call, native_apply, own_parameters
 from tpplan.compiler.check.experts import Argument, OtherCounts, Part
 from tpplan.compiler.ir.program import ModuleProgram, SharedExperts
 from tpplan.compiler.trace.capture import argument_names
@@ -80,7 +73,7 @@ class StackBody:
         experts = self._experts
         given: dict[str, Tensor] = dict(zip(self._names, args, strict=False)) | kwargs
         if self._handed_out.watched:
-            with _unseen():
+            with ambience():
                 # All arguments have a row for each token. A sequence is split evenly.
                 times = self._handed_out.axis.size if experts.dispatches else 1
                 whole = {name: _argument(tensor, times) for name, tensor in given.items()}
@@ -109,14 +102,6 @@ def by_token(made: Tensor, places: Tensor, chosen: Tensor) -> Tensor:
     """The sums over each token's choices of what experts made of the pairs at these places; of others it is zero."""
     spread = made.new_zeros(chosen.numel(), *made.shape[1:]).index_copy(0, places, made)
     return spread.view(*chosen.shape, *made.shape[1:]).sum(1)
-
-
-@contextmanager
-def _unseen() -> Generator[None]:
-    """A block for runs without numbers, which nobody around the call is to see."""
-    hooks = without_global_hooks(lambda _: True, backward=True)
-    with without_dispatch_modes(), without_function_modes(), hooks, torch.inference_mode(False):
-        yield
 
 
 def _argument(tensor: Tensor, times: int) -> Argument:
@@ -182,7 +167,7 @@ class ElsewhereBody:
         if key not in self._shapes:
             if len(self._shapes) >= _REMEMBERED:
                 self._shapes.clear()
-            with _unseen(), torch.no_grad():
+            with ambience(), torch.no_grad():
                 made = fake_call(self._stock, args, kwargs, device if cast else "meta")
             self._shapes[key] = (made.shape, made.dtype)
         return self._shapes[key]

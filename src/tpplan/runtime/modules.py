@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpplan.ambience import as_called, behind_a_call
 from tpplan.compat import (
     active_compiler,
     has_dispatch_modes,
@@ -152,6 +153,10 @@ class ShardedRoot(ShardedModule):
         args, kwargs = whole_arguments(args, kwargs)
         if runs_backward():
             runtime_of(self).handed_out.recall()
+        with behind_a_call():
+            return self._held_against_proofs(args, kwargs, compiler)
+
+    def _held_against_proofs(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         for _ in range(_ATTEMPTS):
             runtime: ModuleRuntime = self.__dict__[RUNTIME]
             watch = None if runtime.guard is None else runtime.guard(self.training, args, kwargs)
@@ -175,6 +180,14 @@ class ShardedRoot(ShardedModule):
         return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
+        with as_called():
+            writes: Writes | None = self.__dict__.get(WRITES)
+            if writes is None or compiler is not None or not writes.onlookers.are_there():
+                return self._run_as_proved(args, kwargs, compiler)
+            with writes.onlookers.around():
+                return self._run_as_proved(args, kwargs, compiler)
+
+    def _run_as_proved(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         runtime: ModuleRuntime = self.__dict__[RUNTIME]
         if runtime.infers:
             with without_inference_kernels():

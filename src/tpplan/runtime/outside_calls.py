@@ -16,6 +16,7 @@ from tpplan.runtime.compiled import runtime_of
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.outside import whole_arguments
 from tpplan.runtime.parameters import HandedOut
+from tpplan.runtime.writes import WRITES, Writes
 
 
 def call_alone(
@@ -35,6 +36,20 @@ def call_alone(
         stock: the stock forward of the module, where no compiler runs it. It is what runs if the program in place
             makes nothing of this module; those inside of it, which may hand on parts, are then called by themselves.
     """
+    writes: Writes | None = module.__dict__.get(WRITES)
+    if writes is None or runs_backward() or not writes.onlookers.are_there():
+        return _called(module, forward, args, kwargs, stock)
+    with writes.onlookers.around():
+        return _called(module, forward, args, kwargs, stock)
+
+
+def _called(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stock: Callable[..., Any] | None,
+) -> Any:
     alone = _is_alone(module)
     runtime: ModuleRuntime = module.__dict__[RUNTIME]
     handed_out = runtime.handed_out

@@ -32,6 +32,7 @@ from tpplan.compat import (
     own_parameters,
     replicas_without_mesh,
 )
+from tpplan.runtime.onlookers import Onlookers
 from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.replicas import look_at_composition
 
@@ -72,6 +73,7 @@ class Writes:
         cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
         dropped: the parameter that was deleted last, with its module and name.
         compiled: whether a compiler was given one of the modules.
+        onlookers: what is known of hooks of all modules.
     """
 
     _paused = True  # until there is more of it: a copy of a model is set attribute by attribute
@@ -87,6 +89,7 @@ class Writes:
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
         self.forwards = 0
         self.compiled = False
+        self.onlookers = Onlookers()
         self.outside: Callable[[nn.Module], Outside] | None = None
         self._units: WeakKeyDictionary[Any, list[tuple[nn.Module, str]]] = WeakKeyDictionary()
         self._paused = False

@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import nn
 
+from tpplan.ambience import ambience
 from tpplan.compat import computed_weights, named_modules, parametrized_tensors
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.program import Program
@@ -135,6 +136,7 @@ class _Search:
         return failed
 
 
+@ambience()
 def search(
     model: nn.Module, size: int, arguments: Sequence[Any], keywords: Mapping[str, Any], sequence_parallel: bool
 ) -> Suggestion:

@@ -28,6 +28,10 @@ _PASSING = frozenset(
 _CALLS = f"{_TORCH}nn/modules/module.py"
 _PACKAGE = Path(__file__).parents[2]
 _PASSING_ON = str(_PACKAGE / "runtime" / "class_scope.py")  # a function mode of the runtime's
+_LOOKERS = (  # they call hooks of all modules, or are such hooks
+    str(_PACKAGE / "runtime" / "onlookers.py"),
+    *(f"{_TORCH}{name}" for name in ("distributed/_tools/", "distributed/tensor/debug/", "utils/module_tracker.py")),
+)
 _OWN = tuple(f"{_PACKAGE}/{layer}/" for layer in ("compiler", "runtime", "calls", "kernels", "parity"))
 
 
@@ -138,9 +142,7 @@ def step_of(function: object, taken: bool | None = None, depth: int = 0) -> Step
     frame: FrameType | None = sys._getframe(2 + depth)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
-        kind = _kinds.get(code)
-        if kind is None:
-            kind = _kinds[code] = _kind_of(code)
+        kind = _kind(code)
         if kind == "body":
             return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken)
         if kind == "other":
@@ -152,15 +154,22 @@ def step_of(function: object, taken: bool | None = None, depth: int = 0) -> Step
 def _is_hook(frame: FrameType) -> bool:
     """Whether the code that is running was called by a module besides its forward."""
     caller = frame.f_back
-    while caller is not None and _kinds.get(caller.f_code) in ("body", "passing"):
+    while caller is not None and _kind(caller.f_code) != "other":
         frame, caller = caller, caller.f_back
     if caller is None or caller.f_code.co_filename != _CALLS:
-        return False
+        return caller is not None and caller.f_code.co_filename.startswith(_LOOKERS)
     module = caller.f_locals.get("self")
     return getattr(getattr(module, "forward", None), "__code__", frame.f_code) is not frame.f_code
 
 
 _kinds: dict[CodeType, str] = {}
+
+
+def _kind(code: CodeType) -> str:
+    kind = _kinds.get(code)
+    if kind is None:
+        kind = _kinds[code] = _kind_of(code)
+    return kind
 
 
 def _kind_of(code: CodeType) -> str:

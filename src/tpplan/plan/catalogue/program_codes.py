@@ -366,7 +366,9 @@ proof. A call that takes another path (a branch on a size, on a tensor's value, 
 variable) is proved again, and runs by a program of its own if it needs one. This finding says that there is none, or
 that nothing the proof can see explains the path. It is raised on every rank, before a result leaves the model. Under
 `TPPLAN_DEBUG=1`, read when `parallelize` is called, every call is watched. It is also raised for a call that reads more
-entries from the end of a split sequence (`h[:, -n:]`) than its proof, where n follows from a size.
+entries from the end of a split sequence (`h[:, -n:]`) than its proof, where n follows from a size; and, by name, for a
+`TorchFunctionMode` or `TorchDispatchMode` around a call that doesn't pass each operation on as it is, and for a hook of
+all modules that begins to change something after the first calls. Modes and hooks that only look are welcome.
 """,
         bad="""
 def forward(self, x):
