@@ -4,9 +4,10 @@ in:  a sharded model, a prompt, what `generate` will be called with
 out: nothing; a `generate` like this one compiles nothing any more
 
 A few tokens are generated, as that makes the very calls: the prompt with the last token's logits, then single tokens
-with a cache. What tells calls apart beside their arguments is whether the ranks can share the prompt, so that it is
-generated from two lengths. Assisted decoding calls for so many logits as there are candidates, and one more; each
-number is another call to a proof, so that each is made once, by prompts in which looking up finds as many.
+with a cache. What tells calls apart beside their arguments is whether the ranks can share the prompt, and for which
+lengths a proof holds shows at a second one, so that it is generated from a few lengths. Assisted decoding calls for so
+many logits as there are candidates, and one more; each number is another call to a proof, so that each is made once, by
+prompts in which looking up finds as many.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ def warm_up(
     alone = {name: held for name, held in settings.items() if name not in _OF_ASSISTANTS}
     restores = generators()
     try:
-        for prompt in _of_both_lengths(_prompt(model, size, inputs), size):
+        for prompt in _of_all_lengths(_prompt(model, size, inputs), size):
             _generate(model, prompt, alone)
         assisted = {**alone, "num_beams": 1, "num_return_sequences": 1, "use_cache": True}
         for count in range(1, candidates + 1):
-            for prompt in _of_both_lengths(_repeating(model, size, count), size):
+            for prompt in _of_all_lengths(_repeating(model, size, count), size):
                 _generate(model, prompt, {**assisted, "prompt_lookup_num_tokens": count}, count)
     finally:
         for restore in restores:
@@ -102,22 +103,27 @@ def _token(model: Any) -> int:
     return next(token for token in range(len(special) + 1) if token not in special)
 
 
-def _of_both_lengths(prompt: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """The prompt, and one that is a token shorter or longer, of which the ranks can share one alone."""
-    yield {**prompt}
+def _of_all_lengths(prompt: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
+    """The prompt; one that is a token shorter or longer, of which the ranks can share one alone; and shorter ones.
+
+    At a second length that the ranks share alike it is found out for which others a prompt's proof holds.
+    """
     ids = prompt.get("input_ids")
-    if size == 1 or not isinstance(ids, Tensor) or ids.dim() != 2:
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        yield {**prompt}
         return
     length = ids.shape[1]
+    other = (length + size - length % size if length % size else length - 1) if size > 1 else length
+    for wanted in dict.fromkeys((length, other, length - size, other - size)):
+        if wanted > 1 or wanted == length:
+            yield {name: _of_length(held, length, wanted) for name, held in prompt.items()}
 
-    def changed(held: Any) -> Any:
-        if not isinstance(held, Tensor) or held.dim() < 2 or held.shape[1] != length:
-            return held
-        if length % size:  # one that they can share
-            return torch.cat([held, *[held[:, -1:]] * (size - length % size)], 1)
-        return held[:, : length - 1]
 
-    yield {name: changed(held) for name, held in prompt.items()}
+def _of_length(held: Any, length: int, wanted: int) -> Any:
+    """A tensor of a prompt, whose last token is repeated where it has to be longer."""
+    if not isinstance(held, Tensor) or held.dim() < 2 or held.shape[1] != length:
+        return held
+    return torch.cat([held, *[held[:, -1:]] * (wanted - length)], 1) if wanted > length else held[:, :wanted]
 
 
 __all__ = ["warm_up"]

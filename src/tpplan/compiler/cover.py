@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -33,7 +34,7 @@ from tpplan.compiler.ir.pytree import children, with_tensors
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.rules.packed import SPLITS
-from tpplan.compiler.trace.capture import Capture, argument_names, record
+from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
 
@@ -124,7 +125,8 @@ def cover(subject: Subject, sizes_of: SizesOf, rank: int = 0) -> Cover:
         except NotCoveredError:
             raise
         except Exception as error:  # whatever can't be run on symbols
-            raise NotCoveredError(f"{type(error).__name__}: {error}") from error
+            raised = error.__cause__ if isinstance(error, BodyError) and error.__cause__ else error
+            raise NotCoveredError(f"{type(raised).__name__}: {raised}") from error
 
 
 def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) -> Cover:
@@ -217,8 +219,8 @@ class _Named:
 
     def _told(self, text: str) -> str:
         for shown in (self._whole, self._shown):
-            for name in sorted(shown, key=len, reverse=True):
-                text = text.replace(f"({name})", shown[name]).replace(name, shown[name])
+            for name, own in shown.items():
+                text = re.sub(rf"\({re.escape(name)}\)|(?<!\w){re.escape(name)}(?!\w)", own, text)
         return text
 
 
