@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from tpplan.runtime.faults import LostRankError
     from tpplan.runtime.lockstep import WatchError
     from tpplan.runtime.observe import ObserveError, observe
+    from tpplan.runtime.onlookers import ChangedByToolError, ChangingHookError
     from tpplan.runtime.packed import StateError
     from tpplan.runtime.randomness import RandomnessError
     from tpplan.runtime.recent import RecomputeError
@@ -67,6 +68,10 @@ if TYPE_CHECKING:
 __all__ = [
     "AloneError",
     "ChangedAroundError",
+    "ChangedByToolError",
+    "ChangingHookError",
+    "ChangedByToolError",
+    "ChangingHookError",
     "CheckpointError",
     "ClassCallError",
     "CompileError",
@@ -155,6 +160,8 @@ _ELSEWHERE = {
     "TooLargeError": "tpplan.parity.errors",
     "TrainingError": "tpplan.training.sharding",
     "SecondDerivativeError": "tpplan.runtime.reshard",
+    "ChangedByToolError": "tpplan.runtime.onlookers",
+    "ChangingHookError": "tpplan.runtime.onlookers",
     "TailError": "tpplan.runtime.reshard",
     "UnevenShardError": "tpplan.runtime.reshard",
     "UnplacedError": "tpplan.compiler.search",

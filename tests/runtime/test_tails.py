@@ -28,7 +28,6 @@ from tpplan.compiler.request import Request
 from tpplan.cost.communication import bytes_sent
 from tpplan.cost.program import module_traffic, reshard_traffic
 from tpplan.runtime.module_runtime import RUNTIME
-from tpplan.runtime.reshard import TailError
 
 TOLERANCE = 1e-12
 PLAN = {"body.up": "colwise", "body.down": "rowwise", "norm": "sequence", "head": "colwise"}
@@ -155,11 +154,8 @@ def test_how_many_are_read_is_looked_at_in_each_call() -> None:
     stock = seeded(ByBatch)
 
     def work(own: nn.Module, _: CallGuard) -> None:
-        fewer = own(x(1, 16))
-        assert torch.allclose(fewer, stock(x(1, 16)))
-        with pytest.raises(TailError, match="TP131 departed-call: the call reads the last 3 entries"):
-            own(x(3, 16))
-        assert torch.allclose(own(x(2, 4)), stock(x(2, 4)))
+        for batch, length in ((1, 16), (3, 16), (2, 4)):
+            assert torch.allclose(own(x(batch, length)), stock(x(batch, length)))
 
     on_ranks(stock, PLAN, 2, ((x(2, 16),), {}), work)
 

@@ -224,7 +224,7 @@ def test_a_dim_that_a_callers_object_names_beside_tensors_is_proved_by_itself(di
 
 
 @pytest.mark.parametrize(
-    ("kind", "condition"), [(Steered, "`1 + cache.count <= 13`"), (Grows, "cache.kept.shape[1] <= 3*x.shape[1]`")]
+    ("kind", "condition"), [(Steered, "`cache.count <= 12`"), (Grows, "cache.kept.shape[1] <= 2*x.shape[1]`")]
 )
 def test_what_a_cache_counts_or_how_far_it_has_grown_may_steer_the_path(kind: type[Stores], condition: str) -> None:
     stock = kind(longer).double()

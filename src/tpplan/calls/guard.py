@@ -163,7 +163,7 @@ class CallGuard:
         self._steering = Steering()
         key = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts()))
         key = self._steering.note(key, compiled.facts)
-        self._proofs.cover(key, self.main, compiled.subject)
+        self._proofs.cover(key, self.main, None if compiled.subject is None else compiled.subject.of(stock))
         self._paths.note(key.kind, self.main, compiled)
 
     @property
@@ -316,6 +316,8 @@ class CallGuard:
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
+        if self._lockstep is not None:
+            self._lockstep.meet("the ranks' comparison of a call")
         return any_rank(None if self._axis is None else self._axis.group, flag)
 
     def accept(self, decision: Decision) -> None:
@@ -466,6 +468,8 @@ class CallGuard:
         found: Cover | None = None
         with suppress(NotCoveredError), ambience(self.followed_hooks()):
             found = cover(subject, self._read.sizes, self._rank)
+        if self._lockstep is not None:
+            self._lockstep.meet(_SIZES)
         if self._axis is not None:
             shown = None if found is None else found.conditions
             every = exchange(self._axis.group, _SIZES, shown)

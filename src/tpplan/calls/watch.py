@@ -112,7 +112,7 @@ class Watch(TorchFunctionMode):
         """Call `func`, and note the step."""
         result = func(*args, **(kwargs or {}))
         if func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result))
+            step = step_of(func, side_of(func, result, args))
             if step is not None:
                 self.steps.append(step)
         return result

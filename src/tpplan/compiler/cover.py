@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpplan.compat import SYMBOLIC, SizeSymbols, as_python, balanced, expression_of, given_expression, hint_of
 from tpplan.compiler.check import local_run
@@ -62,6 +62,14 @@ class Subject:
     attributes: Mapping[str, tuple[LocalAttribute, ...]]
     recorded: frozenset[str]
     sequences: Mapping[Path, tuple[int, ...]]
+
+    def of(self, model: nn.Module) -> Subject:
+        """The same of an equal model: that which was compiled may not stay as it was."""
+        return replace(self, given=replace(self.given, model=model))
+
+    def __deepcopy__(self, memo: object) -> Subject:
+        """It never changes."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)

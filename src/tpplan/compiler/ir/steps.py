@@ -7,15 +7,16 @@ taken where Python calls torch, not where a kernel runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tpplan.compat import without_function_modes
 from tpplan.compiler.ir.trace import Location
 
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -199,14 +200,15 @@ _BRANCHES = frozenset(
 )  # fmt: skip
 
 
-def side_of(function: object, result: object) -> bool | None:
+def side_of(function: object, result: object, args: Sequence[Any]) -> bool | None:
     """The side of a branch on a tensor's value, of a call of torch that says it; None of any other.
 
     A number that Python makes of a flag, as `int(x.max() > 1)` does, says it as well.
     """
-    if function not in _BRANCHES or type(result) not in (bool, int, float, complex) or result not in (0, 1):
-        return None
-    return bool(result)
+    if function not in _BRANCHES or type(result) is bool:
+        return result if function in _BRANCHES and type(result) is bool else None
+    with without_function_modes():  # the caller's see the call, and not what is asked of it
+        return bool(result) if isinstance(args[0], Tensor) and args[0].dtype is torch.bool else None
 
 
 __all__ = ["Heard", "Step", "Stream", "renamed", "side_of", "step_of"]

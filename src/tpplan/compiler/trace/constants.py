@@ -141,7 +141,7 @@ class ConstantWatcher(TorchFunctionMode):
             return counts
         if func is Tensor.__format__ and args[0].is_meta and args[0].is_floating_point() and args[1]:
             text = format(math.nan, args[1])  # for people to read: it is the name of nothing
-            self._note_step(func, text)
+            self._note_step(func, text, args)
             return text
         if func in SPLITS and (counted := with_counted(args, keywords)) is not None:
             self._recorder.note_found()
@@ -153,7 +153,7 @@ class ConstantWatcher(TorchFunctionMode):
         if func in self._device.answers:
             found = self._device.answer(func, args)
             if found is not NOTHING:
-                self._note_step(func, found)
+                self._note_step(func, found, args)
                 return found
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
@@ -194,15 +194,15 @@ class ConstantWatcher(TorchFunctionMode):
             raise UnfollowedError(
                 "it reads `grad_fn`, which is another one on a rank's part", "ask for `requires_grad` instead"
             )
-        self._note_step(func, result)
+        self._note_step(func, result, args)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
             numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
             self._recorder.new_value(result, result.requires_grad, numbers=numbers)
         return result
 
-    def _note_step(self, func: Callable[..., Any], result: Any) -> None:
+    def _note_step(self, func: Callable[..., Any], result: Any, args: tuple[Any, ...]) -> None:
         if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result), depth=1)
+            step = step_of(func, side_of(func, result, args), depth=1)
             if step is not None and self._recorder.frames:
                 self._recorder.frames[-1].steps.append(step)
 
