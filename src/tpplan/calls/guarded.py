@@ -7,7 +7,7 @@ nothing was written that a second run would write again. Otherwise it is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tpplan.calls.decision import Call, Decision
@@ -28,6 +28,14 @@ class Prover(Protocol):
 
     def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
         """Where a call left the proved paths of its kind."""
+        ...
+
+    def names(self, decision: Decision) -> Mapping[int, str]:
+        """The names of modules, by id, if steps of such a call are to tell them."""
+        ...
+
+    def is_steered(self, decision: Decision) -> bool:
+        """Whether more than the call's arguments steer it: numbers in tensors, or random ones."""
         ...
 
     def on_any_rank(self, flag: bool) -> bool:
@@ -75,9 +83,8 @@ class GuardedCall:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """See `WatchedCall`."""
-        versions = self._versions = self._prover.buffer_versions()
-        repeats = self._generators = generators()
-        watch, result, error = Watch(), None, None
+        self._versions, self._generators = self._prover.buffer_versions(), generators()
+        watch, result, error = Watch(self._prover.names(self._decision)), None, None
         try:
             with watch:
                 result = forward()
@@ -86,57 +93,56 @@ class GuardedCall:
         except Exception as raised:  # of the model itself, or since it left the path that was proved
             error = raised
         departed = self._departure(watch.steps)
-        if error is not None and departed is not None and departed.real is None:
-            departed = None  # it kept to the path until it raised
-        if not self._prover.on_any_rank(departed is not None):
+        left = departed is not None
+        if error is not None and (departed is None or departed.real is None):  # it kept to the path until it raised
+            left = self._prover.is_steered(self._decision)  # it may have met a module that the program leaves aside
+        if not self._prover.on_any_rank(left):
             if error is not None:
                 raise error
             self._prover.accept(self._decision)
             return result
-        settled = self._settled(result, watch.steps, departed, versions, repeats)
-        if error is not None and settled is not AGAIN:
-            raise error
-        return settled
+        return self._settled(result, error, watch.steps, departed)
 
     def repeat(self) -> bool:
         """See `WatchedCall`."""
         left = not self._passed.is_restorable or is_checkpointed() or self._versions != self._prover.buffer_versions()
         if self._prover.on_any_rank(left or not self._prover.leaves_nothing(self._decision)):
             return False
+        self._restore()
+        return True
+
+    def _restore(self) -> None:
         self._passed.restore()
         for restore in self._generators:
             restore()
-        return True
 
     def _departure(self, steps: Sequence[Step]) -> Departure | None:
         return self._prover.departure(self._decision, steps, self._replaced)
 
-    def _settled(
-        self,
-        result: Any,
-        steps: Sequence[Step],
-        departed: Departure | None,
-        versions: list[int],
-        repeats: list[Callable[[], object]],
-    ) -> Any:
-        """The result, if the path that was taken can be proved for the program that ran."""
-        branches = self._prover.on_any_rank(departed is not None and departed.is_branch)
+    def _settled(self, result: Any, error: Exception | None, steps: Sequence[Step], departed: Departure | None) -> Any:
+        """The result, if the path that was taken can be proved for the program that ran; or the model's own error."""
+        branches, after = self._prover.on_any_rank(departed is not None and departed.is_branch), generators()
+        for restore in self._generators:  # what Python drew, it draws again in the proof
+            restore()
         try:
             proof, writes = self._prover.prove_path(self._call, self._decision, sides(steps), branches)
         except TpplanError as error:
             raise _refused(departed, f"which can't be proved\n{error}") from error
+        finally:
+            for restore in after:
+                restore()
         if proof is self._decision.proof:
+            if error is not None:
+                raise error
             left = self._departure(steps)
             if self._prover.on_any_rank(left is not None):
                 raise _refused(left, "which its proof doesn't cover")
             self._prover.accept(self._decision)
             return result
-        kept = writes or not self._passed.is_restorable or versions != self._prover.buffer_versions()
+        kept = writes or not self._passed.is_restorable or self._versions != self._prover.buffer_versions()
         if self._prover.on_any_rank(kept or is_checkpointed()):
             raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
-        self._passed.restore()
-        for restore in repeats:
-            restore()
+        self._restore()
         return AGAIN
 
 

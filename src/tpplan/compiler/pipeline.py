@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +35,7 @@ from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace, digest_of
+from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Path, Sides, Trace, digest_of
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -67,6 +68,8 @@ class Compiled:
         facts: what the call's bodies read of numbers; None if they were kept from them.
         wraps: whether the call is passed, or leaves, tensors of classes of their own.
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
+        called: the modules that the call runs, with those of their arguments to which a gradient comes back.
+        drawn, draws_unseen, tests: see `Trace`.
     """
 
     program: Program
@@ -81,6 +84,10 @@ class Compiled:
     facts: Facts | None = None
     wraps: bool = False
     picking: frozenset[tuple[int, int]] = frozenset()
+    called: Mapping[str, frozenset[Path]] = field(default_factory=dict[str, frozenset[Path]])
+    drawn: frozenset[str] = frozenset()
+    draws_unseen: bool = False
+    tests: Sides = field(default_factory=Sides)
 
     @property
     def digest(self) -> str:
@@ -209,9 +216,17 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace.root), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
-        wraps=trace.wraps, picking=trace.picking,
+        wraps=trace.wraps, picking=trace.picking, called=_called(trace),
+        drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
     )  # fmt: skip
     return compiled, trace, state
+
+
+def _called(trace: Trace) -> dict[str, frozenset[Path]]:
+    found: dict[str, frozenset[Path]] = defaultdict(frozenset)
+    for frame in trace.recorded.walk():
+        found[frame.module] |= {crossing.path for crossing in frame.entries if trace.sends_back(crossing.target)}
+    return found
 
 
 def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], asked: Binding) -> Program:

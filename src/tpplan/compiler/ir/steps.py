@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ class Step(NamedTuple):
         function: what is called.
         taken: for a branch on a tensor's value, its side.
         form: of what it is given, what decides on layouts: dims by number; of a view, how its groups divide others.
+        module: whose call makes it; "" where that isn't asked for.
     """
 
     code: CodeType
@@ -48,6 +49,7 @@ class Step(NamedTuple):
     function: object
     taken: bool | None = None
     form: tuple[object, ...] = ()
+    module: str = ""
 
     @property
     def location(self) -> Location:
@@ -97,11 +99,16 @@ class Stream:
         """Index the calls."""
         self._calls.update({(heard.module, heard.call): heard for heard in _walk(self.root)})
 
-    def flat(self, replaced: frozenset[str]) -> Iterator[Step]:
-        """All steps in order, without those of modules whose bodies are replaced at run time, and of all inside."""
-        return self._flat(self.root, "", "", replaced)
+    def flat(self, replaced: frozenset[str], named: bool = False) -> Iterator[Step]:
+        """All steps in order, without those of modules whose bodies are replaced at run time, and of all inside.
 
-    def _flat(self, heard: Heard, of: str, name: str, replaced: frozenset[str]) -> Iterator[Step]:
+        Args:
+            replaced: these modules.
+            named: whether steps are to tell their modules.
+        """
+        return self._flat(self.root, "", "", replaced, named)
+
+    def _flat(self, heard: Heard, of: str, name: str, replaced: frozenset[str], named: bool) -> Iterator[Step]:
         """The steps of a call; where the call is one inside of `of`, which stands for one inside of `name`."""
         module = renamed(heard.module, of, name)
         if module in replaced:
@@ -109,13 +116,13 @@ class Stream:
         if heard.like is not None:
             known = self._calls.get(heard.like)
             if known is not None:
-                yield from self._flat(known, known.module, module, replaced)
+                yield from self._flat(known, known.module, module, replaced, named)
             return
         for step in heard.steps:
             if isinstance(step, Heard):
-                yield from self._flat(step, of, name, replaced)
+                yield from self._flat(step, of, name, replaced, named)
             else:
-                yield step
+                yield step._replace(module=module) if named else step
 
     def varying_code(self) -> frozenset[CodeType]:
         """The code whose steps aren't compared."""
@@ -134,10 +141,17 @@ def renamed(module: str, of: str, name: str) -> str:
     return f"{name}{module[len(of) :]}"
 
 
-def step_of(function: object, taken: bool | None = None, depth: int = 0, form: tuple[object, ...] = ()) -> Step | None:
+def step_of(
+    function: object,
+    taken: bool | None = None,
+    depth: int = 0,
+    form: tuple[object, ...] = (),
+    names: Mapping[int, str] = MappingProxyType({}),
+) -> Step | None:
     """The step that a function mode sees; None if no body makes it: torch itself, a hook or the runtime does.
 
-    To be called from the mode's `__torch_function__`, or from `depth` calls below.
+    To be called from the mode's `__torch_function__`, or from `depth` calls below. `names` are those of modules, by id,
+    where a step is to tell its own.
     """
     frame: FrameType | None = sys._getframe(2 + depth)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
@@ -146,11 +160,22 @@ def step_of(function: object, taken: bool | None = None, depth: int = 0, form: t
         if kind is None:
             kind = _kinds[code] = _kind_of(code)
         if kind == "body":
-            return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken, form)
+            module = _module_of(frame, names) if names else ""
+            return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken, form, module)
         if kind == "other":
             return None
         frame = frame.f_back
     return None
+
+
+def _module_of(frame: FrameType | None, names: Mapping[int, str]) -> str:
+    """The module that the code is of which is running."""
+    while frame is not None:
+        name = names.get(id(frame.f_locals.get("self")))
+        if name is not None:
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _is_hook(frame: FrameType) -> bool:
