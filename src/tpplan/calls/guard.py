@@ -54,6 +54,7 @@ from tpplan.compat import (
     random_state,
     without_dispatch_modes,
 )
+from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
 from tpplan.compiler.ir.program import Program
@@ -236,7 +237,10 @@ class CallGuard:
                 self._forget()
             try:
                 proof, compiled = self._prove(call)
-            except UnprovedCallError:
+            except UnprovedCallError as error:
+                own = models_own(error)
+                if own is not None:
+                    raise own from own.__cause__
                 if not self._cuts(call):
                     raise
                 return self._decide(training, arguments, keywords)
@@ -304,11 +308,6 @@ class CallGuard:
         if self._model is None or not self._paths.of(decision.key.kind).is_named:
             return {}
         return {id(module): name for name, module in named_modules(self._model)}
-
-    def is_steered(self, decision: Decision) -> bool:
-        """See `Prover`."""
-        path = self._paths.of(decision.key.kind)
-        return bool(path.sides) or path.unseen
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
@@ -472,7 +471,7 @@ class CallGuard:
             try:
                 return self._proved(call, self._with_whole_sequences())
             except TpplanError:
-                raise error from None
+                raise error from error.__cause__
 
     def _proved(
         self, call: Call, base: Proof, first: Proof | None = None, taken: Sides | None = None, replays: bool = False

@@ -16,6 +16,7 @@ from tpplan.calls.passed import Passed
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
 from tpplan.compat import is_checkpointed
+from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
 from tpplan.compiler.trace.surroundings import generators
@@ -32,10 +33,6 @@ class Prover(Protocol):
 
     def names(self, decision: Decision) -> Mapping[int, str]:
         """The names of modules, by id, if steps of such a call are to tell them."""
-        ...
-
-    def is_steered(self, decision: Decision) -> bool:
-        """Whether more than the call's arguments steer it: numbers in tensors, or random ones."""
         ...
 
     def on_any_rank(self, flag: bool) -> bool:
@@ -93,12 +90,9 @@ class GuardedCall:
         except Exception as raised:  # of the model itself, or since it left the path that was proved
             error = raised
         departed = self._departure(watch.steps)
-        left = departed is not None
-        if error is not None and (departed is None or departed.real is None):  # it kept to the path until it raised
-            left = self._prover.is_steered(self._decision)  # it may have met a module that the program leaves aside
-        if not self._prover.on_any_rank(left):
-            if error is not None:
-                raise error
+        if error is not None and departed is not None and departed.real is None:
+            departed = None  # it kept to the path until it raised
+        if not self._prover.on_any_rank(departed is not None or error is not None):
             self._prover.accept(self._decision)
             return result
         return self._settled(result, error, watch.steps, departed)
@@ -126,8 +120,12 @@ class GuardedCall:
             restore()
         try:
             proof, writes = self._prover.prove_path(self._call, self._decision, sides(steps), branches)
-        except TpplanError as error:
-            raise _refused(departed, f"which can't be proved\n{error}") from error
+        except TpplanError as unproved:
+            own = models_own(unproved)
+            if error is not None and (own is not None or departed is None):
+                raised = error if own is None or type(own) is not type(error) else own  # which tells of whole sizes
+                raise raised from raised.__cause__
+            raise _refused(departed, f"which can't be proved\n{unproved}") from unproved
         finally:
             for restore in after:
                 restore()

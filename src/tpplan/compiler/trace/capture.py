@@ -576,6 +576,10 @@ def _record_call(
     return result
 
 
+CALLING = _record_call.__code__
+"""What calls a module's own `forward`, of arguments that this may not take."""
+
+
 @functools.cache
 def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names by which a `forward`'s positional arguments can be passed, without `self`."""
