@@ -238,11 +238,11 @@ class CallGuard:
             try:
                 proof, compiled = self._prove(call)
             except UnprovedCallError as error:
-                own = models_own(error)
-                if own is not None:
-                    raise own from own.__cause__
                 if not self._cuts(call):
-                    raise
+                    # What calls have left with their caller may be mistaken for the whole, and fit nowhere.
+                    raised = None if self._left.layouts or _passes_caches(call) else models_own(error)
+                    raised = error if raised is None else raised
+                    raise raised from raised.__cause__
                 return self._decide(training, arguments, keywords)
             key = self._steering.note(plain, compiled.facts)
             if self._steering.count(plain) == _MANY:
