@@ -70,8 +70,6 @@ __all__ = [
     "ChangedAroundError",
     "ChangedByToolError",
     "ChangingHookError",
-    "ChangedByToolError",
-    "ChangingHookError",
     "CheckpointError",
     "ClassCallError",
     "CompileError",

@@ -27,6 +27,7 @@ from tests.compiler.toys import (
     x_BSH,
 )
 from tpplan.compiler.ir.layout import PARTIAL
+from tpplan.compiler.place import place
 
 
 def inside(rules: dict[str, Any]) -> dict[str, Any]:
@@ -338,3 +339,40 @@ def test_a_batch_as_large_as_the_number_of_heads_is_placed_as_any_other(norm: bo
     ]
     assert all(report.ok for report in reports), [report.problems for report in reports]
     assert reports[0].collectives == reports[1].collectives == reports[1].predicted
+
+
+class Scan(nn.Module):
+    """A recurrence step by step, whose results wait to be stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gates = nn.Linear(HIDDEN, 2 * WIDE), nn.Linear(HIDDEN, 2 * WIDE)
+        self.out = nn.Linear(WIDE, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (h, gate), (kept, given) = self.inner(x).chunk(2, -1), self.gates(x).chunk(2, -1)
+        state, found = torch.zeros(x.shape[0], WIDE, 4), list[Tensor]()
+        for t in range(x.shape[1]):
+            state = state * kept[:, t, :, None].sigmoid() + (given[:, t] * h[:, t])[:, :, None]
+            found.append((state @ x[:, t, :4, None])[..., 0])
+        return self.out(torch.stack(found, 1) * gate)
+
+
+WIDE = 2 * HIDDEN
+
+
+def test_steps_of_a_scan_do_not_multiply_the_ways_to_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike, sizes = place._alike, list[int]()
+
+    def noted(states: Any, joined: Any) -> Any:
+        sizes.append(len(states))
+        return alike(states, joined)
+
+    monkeypatch.setattr(place, "_alike", noted)
+    rules = {"inner": {"style": "colwise", "packed": {"h": WIDE, "gate": WIDE}}, "out": "rowwise"}
+    most: list[int] = []
+    for length in (8, 24):
+        program = compiled(Block(Scan()), inside(rules), torch.randn(2, length, HIDDEN))
+        assert "body.out (): P -> R" in reshards(program)
+        most.append(max(sizes))
+    assert most[1] < 2 * most[0]

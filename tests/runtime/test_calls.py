@@ -171,7 +171,7 @@ class Refuses(Steered):
 
     def forward(self, x: Tensor, wide: Any = False, act: Any = functional.gelu) -> Tensor:
         if wide == "broken":
-            raise ValueError("no such width")
+            x = x * float(x.sum())
         return super().forward(x, wide, act)
 
 
@@ -183,7 +183,7 @@ def test_a_refusal_says_how_the_call_differs() -> None:
 
     for text in on_ranks(seeded(Refuses), MLP, 2, EXAMPLE, work):
         assert text.startswith("TP117 unproved-call: this call differs from the example (`wide` is 'broken', which")
-        assert "can't be proved" in text and "no such width" in text
+        assert "can't be proved" in text and "reads a tensor's values" in text
 
 
 def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class BreaksOnOne(Branches):
 
     def forward(self, x: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
         if wide and BreaksOnOne.rank == 1:
-            raise ValueError("broken")
+            x = x * float(x.sum())
         return super().forward(x, bias, wide)
 
 
@@ -241,7 +241,7 @@ def test_a_call_that_one_rank_cannot_prove_is_refused_on_every_rank() -> None:
     (other, one), (broken, two) = world(2).run(broken_on_one)
     for text in (other, broken):
         assert text.startswith("TP117 unproved-call: ") and "differs from the example (`wide` is True" in text
-    assert "rank 1 of the axis could not compile" in other and "broken" in broken
+    assert "rank 1 of the axis could not compile" in other and "reads a tensor's values" in broken
     assert one == two, "and goes on afterwards"
 
 

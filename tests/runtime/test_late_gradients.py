@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import tpplan
 from tests.runtime.simulated import on_ranks, plan_of, worst
 from tpplan.calls.proofs import covers
-from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.plan import CompileError
 
@@ -112,15 +111,16 @@ def test_parameters_may_be_thawed_and_frozen(rules: dict[str, Any], names: tuple
 
 
 def test_a_gradient_that_only_one_program_sends_back_is_no_small_difference() -> None:
-    def program(wanted: bool) -> Program:
-        return compile_call(Request(built(OfStates), plan_of(SEQUENCE), 2, *states(wanted))).program
+    def compiled(wanted: bool) -> Compiled:
+        return compile_call(Request(built(OfStates), plan_of(SEQUENCE), 2, *states(wanted)))
 
-    without, with_gradient = program(False), program(True)
-    assert covers(with_gradient, without) and not covers(without, with_gradient)
-    assert not covers(with_gradient, replace(with_gradient, takes_gradients=True))
-    frozen = tuple(replace(p, trainable=False) for p in with_gradient.parameters if not p.summed)
-    rest = tuple(p for p in with_gradient.parameters if p.summed)
-    assert not covers(replace(with_gradient, parameters=(*frozen, *rest)), with_gradient)
+    without, with_gradient = compiled(False), compiled(True)
+    program = with_gradient.program
+    assert covers(program, without) and not covers(without.program, with_gradient)
+    assert not covers(program, replace(with_gradient, program=replace(program, takes_gradients=True)))
+    frozen = tuple(replace(p, trainable=False) for p in program.parameters if not p.summed)
+    rest = tuple(p for p in program.parameters if p.summed)
+    assert not covers(replace(program, parameters=(*frozen, *rest)), with_gradient)
 
 
 class WithConstants(Block):

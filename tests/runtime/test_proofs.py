@@ -13,6 +13,7 @@ from tpplan.calls.proofs import covers, left_difference
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.compiler.ir.program import LeftTensor, LocalAttribute, ModuleProgram, Program
 from tpplan.compiler.later import placement_difference
+from tpplan.compiler.pipeline import Compiled
 
 PROGRAM = compiled(Mlp(), MLP, torch.zeros(3, 12, HIDDEN, requires_grad=True))
 
@@ -31,6 +32,12 @@ def without(name: str) -> Program:
     return replace(PROGRAM, modules=tuple(m for m in PROGRAM.modules if m.name != name))
 
 
+def call_of(program: Program, *uncalled: str) -> Compiled:
+    """A call that runs all modules of `PROGRAM` but some."""
+    paths = {m.name: frozenset(r.path for r in m.entries) for m in PROGRAM.modules if m.name not in uncalled}
+    return Compiled(program, {}, (), called=paths)
+
+
 HEADS = (LocalAttribute("heads", 4, 2),)
 OTHERS: dict[str, Program] = {
     "reshards": with_module("down", exits=()),
@@ -45,12 +52,19 @@ OTHERS: dict[str, Program] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_program_does_not_cover_a_call_that_needs_other(what: str) -> None:
-    assert not covers(PROGRAM, OTHERS[what])
+    assert not covers(PROGRAM, call_of(OTHERS[what]))
 
 
 def test_a_program_covers_a_call_that_does_without_a_module() -> None:
-    assert covers(PROGRAM, PROGRAM)
-    assert covers(PROGRAM, with_module("down", calls=0, exits=()))
+    assert covers(PROGRAM, call_of(PROGRAM))
+    assert covers(PROGRAM, call_of(with_module("down", calls=0, exits=()), "down"))
+    assert covers(PROGRAM, call_of(without("down"), "down"))
+
+
+def test_a_program_covers_a_call_to_which_less_gradients_come_back() -> None:
+    call = call_of(with_module("", entries=()))
+    assert covers(PROGRAM, replace(call, called={**call.called, "": frozenset()}))
+    assert not covers(PROGRAM, replace(call, called={**call.called, "": frozenset([("x",)])}))
 
 
 def test_a_split_batch_may_be_of_any_size() -> None:
@@ -60,8 +74,8 @@ def test_a_split_batch_may_be_of_any_size() -> None:
         (example,) = program.inputs
         return replace(program, inputs=(replace(example, shape=(batch, 12, HIDDEN)),))
 
-    assert covers(flat(3, 3), flat(2, 2))
-    assert not covers(flat(3, 3), flat(4, 2)) and not covers(flat(3, 3), flat(1, 1))
+    assert covers(flat(3, 3), call_of(flat(2, 2)))
+    assert not covers(flat(3, 3), call_of(flat(4, 2))) and not covers(flat(3, 3), call_of(flat(1, 1)))
 
 
 def test_parameters_that_lie_otherwise_are_named() -> None:

@@ -9,6 +9,7 @@ Ranks exchange what they were called with before the first call of each kind run
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,6 +25,7 @@ from tpplan.compat import (
 )
 from tpplan.compiler.ir.program import Program, dtype_name
 from tpplan.compiler.ir.pytree import leaves
+from tpplan.compiler.trace.chance import states
 from tpplan.plan import TpplanError
 from tpplan.runtime.lockstep import Facts
 from tpplan.runtime.placements import checksum
@@ -57,6 +59,11 @@ def facts_of(call: Call, names: Sequence[str], program: Program | None = None) -
         drawn = torch.cuda.get_rng_state() if program.device.startswith("cuda") else random_state()
         found.append(("the state of the random generator", f"{_NUMBERS}{checksum(drawn):08x}"))
     return found
+
+
+def drawn_next(generators: frozenset[str]) -> Facts:
+    """What generators of random numbers draw next, by their names."""
+    return [(f"the state of {name}", f"{_NUMBERS}{zlib.crc32(state):08x}") for name, state in states(generators)]
 
 
 def refuse_different(every: Sequence[Facts]) -> None:

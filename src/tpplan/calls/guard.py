@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import ambience
-from tpplan.calls.alike import facts_of, refuse_different
+from tpplan.calls.alike import drawn_next, facts_of, refuse_different
 from tpplan.calls.arguments import (
     Left,
     Parts,
@@ -57,6 +57,7 @@ from tpplan.compat import (
     wants_shapes_alone,
 )
 from tpplan.compiler.cover import Cover, NotCoveredError, Subject, cover
+from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.objects import hides_tensors, is_object, is_opaque
 from tpplan.compiler.ir.program import Program
@@ -92,6 +93,7 @@ _TP186 = (
 )
 _NEW = "the ranks' comparison of a call of a new kind"
 _SIZES = "the ranks' comparison of the sizes that a proof covers"
+_DRAWN = "the ranks' comparison of random numbers that steer the model"
 _PROMPT = "the ranks' comparison of a prompt for `generate`"
 _OF_CALLS = "pass `inputs=` like this call to `parallelize`, so that the program is compiled for it"
 _OF_CACHES = (
@@ -207,6 +209,8 @@ class CallGuard:
         call, decision = self._decide(training, arguments, keywords)
         proof, key = decision.proof, decision.key
         path = self._paths.of(key.kind)
+        if path.drawn and self._axis is not None:
+            refuse_different(exchange(self._axis.group, _DRAWN, drawn_next(path.drawn)))
         if path.sides and not path.both and key.kind in proof.met:
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
@@ -249,9 +253,12 @@ class CallGuard:
                 self._forget()
             try:
                 proof, compiled = self._prove(call)
-            except UnprovedCallError:
+            except UnprovedCallError as error:
                 if not self._cuts(call):
-                    raise
+                    # What calls have left with their caller may be mistaken for the whole, and fit nowhere.
+                    raised = None if self._left.layouts or _passes_caches(call) else models_own(error)
+                    raised = error if raised is None else raised
+                    raise raised from raised.__cause__
                 return self._decide(training, arguments, keywords)
             key = self._steering.note(plain, compiled.facts)
             if self._steering.count(plain) == _MANY:
@@ -314,6 +321,12 @@ class CallGuard:
         """Where a call left the proved paths of its kind."""
         return self._paths.departure(decision.key, decision.proof, steps, replaced)
 
+    def names(self, decision: Decision) -> Mapping[int, str]:
+        """See `Prover`."""
+        if self._model is None or not self._paths.of(decision.key.kind).is_named:
+            return {}
+        return {id(module): name for name, module in named_modules(self._model)}
+
     def on_any_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
         if self._lockstep is not None:
@@ -339,13 +352,15 @@ class CallGuard:
         """
         kind, before = decision.key.kind, dict(self._paths.of(decision.key.kind).sides)
         unseen = (at for at, side in before.items() if side and at not in taken.exact)  # torch may ask for it itself
-        proof, compiled = self._proved(call, decision.proof, decision.proof, taken.also(unseen))
+        proof, compiled = self._proved(call, decision.proof, decision.proof, taken.also(unseen), replays=True)
         self._paths.note(kind, proof, compiled)
         self._steering.join(decision.plain, decision.key, compiled.facts)
         if proof is decision.proof:
             self._proofs.join(decision.key, compiled.subject)
+            path, tests = self._paths.of(kind), taken.exact.items()
             self._paths.free(
-                kind, [at for at, sides in taken.exact.items() if {before.get(at), *sides} >= {True, False}]
+                kind,
+                [at for at, sides in tests if path.tests.get(at, 0) < 2 and {before.get(at), *sides} >= {True, False}],
             )
         else:
             self._proofs.cover(decision.key, proof, compiled.subject if branches else None)
@@ -385,23 +400,27 @@ class CallGuard:
         path.both = True
         sides = dict(path.sides)
         for location, side in sides.items():
-            if location in path.free:
-                continue
-            taken = frozenset(at for at, other in sides.items() if other) ^ {location}
+            others = () if location in path.free else path.others(location)
+            if all(map(self._is_covered(call, decision, location), others)):
+                path.free.add(location)
+            path.watched |= location not in path.free
+            path.sides[location] = side
+
+    def _is_covered(self, call: Call, decision: Decision, location: Location) -> Callable[[Sides], bool]:
+        """Whether a call that takes other sides of a branch runs by the same program, or raises, as unsharded."""
+
+        def is_covered(taken: Sides) -> bool:
             try:
                 proof, compiled = self._proved(call, decision.proof, decision.proof, taken)
             except (UnprovedCallError, UnevenShardError) as error:
-                if _raising_side(error) == location:  # so do calls that take it
-                    path.free.add(location)
-                path.watched |= location not in path.free
-                continue
+                return _raising_side(error) == location
             self._steering.join(decision.plain, decision.key, compiled.facts)
             if proof is decision.proof:
                 self._proofs.join(decision.key, compiled.subject)
                 self._paths.note(decision.key.kind, proof, compiled)
-                path.free.add(location)
-            path.watched |= proof is not decision.proof
-            path.sides[location] = side
+            return proof is decision.proof
+
+        return is_covered
 
     def alone(self) -> Program | None:
         """The program for a module that is called by itself: the example's, with all sequences whole.
@@ -500,10 +519,10 @@ class CallGuard:
             try:
                 return self._proved(call, self._with_whole_sequences())
             except TpplanError:
-                raise error from None
+                raise error from error.__cause__
 
     def _proved(
-        self, call: Call, base: Proof, first: Proof | None = None, taken: frozenset[Location] | None = None
+        self, call: Call, base: Proof, first: Proof | None = None, taken: Sides | None = None, replays: bool = False
     ) -> tuple[Proof, Compiled]:
         """A proof of a call by the plan of `base`, `first` if that covers it, and what was compiled for it."""
         parts = call.parts
@@ -521,7 +540,7 @@ class CallGuard:
         size, training = self.main.program.size, call.training
         request = Request(
             self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
-            values=self._steering.is_known(self._key(call)),
+            values=self._steering.is_known(self._key(call)), replays=replays,
         )  # fmt: skip
         try:
             compiled = self._compiled(lambda: compile_call(request))
@@ -533,7 +552,7 @@ class CallGuard:
         self._wrote |= compiled.writes
         self._asked |= compiled.asked
         there = (*(() if first is None else (first,)), base, *self._proofs)
-        known = next((p for p in there if p.plan is base.plan and covers(p.program, program)), None)
+        known = next((p for p in there if p.plan is base.plan and covers(p.program, compiled)), None)
         self._refuse_difference(program if known is None else known.program, base.plan, call, compiled.wraps)
         if known is None:
             known = Proof(base.plan, program)

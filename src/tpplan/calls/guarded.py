@@ -7,7 +7,7 @@ nothing was written that a second run would write again. Otherwise it is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tpplan.ambience import is_seen, unseen
@@ -17,6 +17,7 @@ from tpplan.calls.passed import Passed
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
 from tpplan.compat import is_checkpointed
+from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
 from tpplan.compiler.trace.surroundings import generators
@@ -30,6 +31,10 @@ class Prover(Protocol):
 
     def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
         """Where a call left the proved paths of its kind."""
+        ...
+
+    def names(self, decision: Decision) -> Mapping[int, str]:
+        """The names of modules, by id, if steps of such a call are to tell them."""
         ...
 
     def on_any_rank(self, flag: bool) -> bool:
@@ -122,7 +127,7 @@ class GuardedCall:
 
     def _run(self, forward: Callable[[], Any]) -> Any:
         self._versions, self._generators = self._prover.buffer_versions(), generators()
-        watch, result, error, changed = Watch(), None, None, None
+        watch, result, error, changed = Watch(self._prover.names(self._decision)), None, None, None
         try:
             with watch:
                 result = forward()
@@ -135,17 +140,12 @@ class GuardedCall:
         departed = self._departure(watch.steps)
         if error is not None and departed is not None and departed.real is None:
             departed = None  # it kept to the path until it raised
-        if not self._prover.on_any_rank(departed is not None or changed is not None):
-            if error is not None:
-                raise error
+        if not self._prover.on_any_rank(departed is not None or error is not None or changed is not None):
             self._prover.accept(self._decision)
             return result
         if self._prover.on_any_rank(changed is not None):
             return self._once_more(changed)
-        settled = self._settled(result, watch.steps, departed)
-        if error is not None and settled is not AGAIN:
-            raise error
-        return settled
+        return self._settled(result, error, watch.steps, departed)
 
     def repeat(self) -> bool:
         """See `WatchedCall`."""
@@ -157,14 +157,25 @@ class GuardedCall:
     def _departure(self, steps: Sequence[Step]) -> Departure | None:
         return self._prover.departure(self._decision, steps, self._replaced)
 
-    def _settled(self, result: Any, steps: Sequence[Step], departed: Departure | None) -> Any:
-        """The result, if the path that was taken can be proved for the program that ran."""
-        branches = self._prover.on_any_rank(departed is not None and departed.is_branch)
+    def _settled(self, result: Any, error: Exception | None, steps: Sequence[Step], departed: Departure | None) -> Any:
+        """The result, if the path that was taken can be proved for the program that ran; or the model's own error."""
+        branches, after = self._prover.on_any_rank(departed is not None and departed.is_branch), generators()
+        for restore in self._generators:  # what Python drew, it draws again in the proof
+            restore()
         try:
             proof, writes = self._prover.prove_path(self._call, self._decision, sides(steps), branches)
-        except TpplanError as error:
-            raise _refused(departed, f"which can't be proved\n{error}") from error
+        except TpplanError as unproved:
+            own = models_own(unproved)
+            if error is not None and (own is not None or departed is None):
+                raised = error if own is None or type(own) is not type(error) else own  # which tells of whole sizes
+                raise raised from raised.__cause__
+            raise _refused(departed, f"which can't be proved\n{unproved}") from unproved
+        finally:
+            for restore in after:
+                restore()
         if proof is self._decision.proof:
+            if error is not None:
+                raise error
             left = self._departure(steps)
             if self._prover.on_any_rank(left is not None):
                 raise _refused(left, "which its proof doesn't cover")

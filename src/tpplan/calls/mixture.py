@@ -20,24 +20,17 @@ Signature = frozenset[tuple[Location, bool]]
 _Position = tuple[int, int]
 
 
-def signature(steps: Iterable[Step], drawn: frozenset[Location]) -> Signature:
-    """Which sides the branches of a run took, in any order, but for those on random numbers."""
-    taken = {(step.location, step.taken) for step in steps if step.taken is not None}
-    return frozenset((location, side) for location, side in taken if location not in drawn)
+def signature(steps: Iterable[Step]) -> Signature:
+    """Which sides the branches of a run took, in any order."""
+    return frozenset((step.location, step.taken) for step in steps if step.taken is not None)
 
 
 class Mixture:
     """The proved pieces of one program."""
 
-    def __init__(self, proved: Sequence[Sequence[Step]], drawn: frozenset[Location]) -> None:
-        """Take the proofs.
-
-        Args:
-            proved: the steps of each proof.
-            drawn: branches on random numbers. Proofs keep what these skip, so that a call may leave steps out there.
-        """
+    def __init__(self, proved: Sequence[Sequence[Step]]) -> None:
+        """Take the steps of each proof."""
         self._proved = proved
-        self._drawn = drawn
         self._after: dict[Step, list[_Position]] = defaultdict(list)
         for number, steps in enumerate(proved):
             for index, step in enumerate(steps):
@@ -47,21 +40,15 @@ class Mixture:
     def departure(self, steps: Sequence[Step]) -> Departure | None:
         """Where a call leaves the pieces; None if it is made of them."""
         positions: set[_Position] = {(number, 0) for number in range(len(self._proved))}
-        skipping = False
         for step in steps:
             reached = {(n, at + 1) for n, at in positions if self._step(n, at) == step}
             other = {(n, at) for n, at in positions if _is_other_side(self._step(n, at), step)}
             if step.taken is not None and (reached or other):
                 reached.update(self._after.get(step, ()))
-            if skipping:
-                reached |= self._later(positions, step)
-            skipping = bool(other) and step.location in self._drawn
-            if skipping:
-                reached.update((n, at + 1) for n, at in other)
             if not reached:
                 return Departure(self._any_step(positions), step)
             positions = reached
-        if any(self._step(n, at) is None for n, at in positions) or skipping:
+        if any(self._step(n, at) is None for n, at in positions):
             return None
         return Departure(self._any_step(positions), None)
 
@@ -71,16 +58,6 @@ class Mixture:
 
     def _any_step(self, positions: Iterable[_Position]) -> Step | None:
         return self._step(*min(positions))
-
-    def _later(self, positions: Iterable[_Position], step: Step) -> set[_Position]:
-        """The next place of a step, behind what was skipped."""
-        found: set[_Position] = set()
-        for number, index in positions:
-            steps = self._proved[number]
-            at = next((at for at in range(index, len(steps)) if steps[at] == step), None)
-            if at is not None:
-                found.add((number, at + 1))
-        return found
 
 
 def _is_other_side(proved: Step | None, real: Step) -> bool:

@@ -6,7 +6,7 @@ if a branch on a tensor's value has a side that isn't proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tpplan.calls.key import CallKey, Kind, Part
@@ -14,8 +14,9 @@ from tpplan.calls.mixture import Mixture, signature
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Proved, departure
 from tpplan.compiler.ir.steps import Step, Stream
-from tpplan.compiler.ir.trace import Location
+from tpplan.compiler.ir.trace import Location, Sides
 from tpplan.compiler.pipeline import Compiled
+from tpplan.compiler.trace.chance import TORCH
 
 
 @dataclass(slots=True)
@@ -28,28 +29,48 @@ class Path:
         sides: branches on data that one side is proved of.
         both: whether the other sides were looked at.
         free: branches that run by one program whichever side they take.
-        drawn: branches on random numbers.
-        watched: whether each call is watched, as a side isn't proved.
+        tests: how often each branch is tested in a call.
+        drawn: generators of random numbers that Python is told numbers of.
+        watched: whether each call is watched, as a side isn't proved, or what steers it isn't seen.
     """
 
     streams: list[tuple[Proof, Stream]] = field(default_factory=list[tuple[Proof, Stream]])
     sides: dict[Location, bool] = field(default_factory=dict[Location, bool])
     both: bool = False
     free: set[Location] = field(default_factory=set[Location])
-    drawn: set[Location] = field(default_factory=set[Location])
+    tests: dict[Location, int] = field(default_factory=dict[Location, int])
+    drawn: frozenset[str] = frozenset()
     watched: bool = False
-    _known: dict[tuple[int, frozenset[str]], tuple[int, Proved]] = field(
-        default_factory=dict[tuple[int, frozenset[str]], tuple[int, Proved]]
+    unseen: bool = False
+    _known: dict[tuple[int, frozenset[str], bool], tuple[int, Proved]] = field(
+        default_factory=dict[tuple[int, frozenset[str], bool], tuple[int, Proved]]
     )
+
+    @property
+    def is_named(self) -> bool:
+        """Whether steps are compared with their modules, as a branch on a number of Python's takes none."""
+        return not self.drawn <= {TORCH}
 
     def known_steps(self, proof: Proof, replaced: frozenset[str]) -> Proved:
         """The steps of calls that run by the program of `proof`, the latest first."""
-        count, proved = self._known.get((id(proof), replaced), (0, None))
+        key = id(proof), replaced, self.is_named
+        count, proved = self._known.get(key, (0, None))
         if proved is None or count != len(self.streams):
             streams = [stream for owner, stream in reversed(self.streams) if owner is proof]
-            proved = Proved.of(streams, replaced)
-            self._known[id(proof), replaced] = len(self.streams), proved
+            proved = Proved.of(streams, replaced, self.is_named)
+            self._known[key] = len(self.streams), proved
         return proved
+
+    def others(self, location: Location) -> Iterator[Sides]:
+        """The sides of calls that take the other side of a branch, at its first test and every second one, or between.
+
+        Where layers are skipped in a loop, the value between two of them is once one that a layer has made, and once
+        one that it was to get. So any of them may be skipped if both calls run by one program.
+        """
+        count, side = max(1, self.tests.get(location, 0)), self.sides[location]
+        taken = [at for at, other in self.sides.items() if other and at != location]
+        for first in range(min(count, 2)):
+            yield Sides.of((location, side != (test % 2 == first)) for test in range(count)).also(taken)
 
 
 class Paths:
@@ -72,10 +93,12 @@ class Paths:
             if self._rank in streams:
                 path.streams.append((proof, streams[self._rank]))
         for assumed in compiled.assumptions:
-            if assumed.location is not None and not assumed.drawn:
+            if assumed.location is not None:
                 path.sides[assumed.location] = assumed.taken
-            elif assumed.location is not None:  # which layers are skipped by chance is for no proof to say
-                path.drawn.add(assumed.location)
+        for location, found in compiled.tests.exact.items():
+            path.tests[location] = max(len(found), path.tests.get(location, 0))
+        path.drawn |= compiled.drawn
+        path.unseen |= compiled.draws_unseen
 
     def free(self, kind: Kind, branches: Iterable[Location]) -> None:
         """Let branches take either side, as one program was proved for both."""
@@ -95,15 +118,15 @@ class Paths:
         path = self._paths.get(key.kind.traced)
         if path is None or not path.streams:
             return False
-        return self._always or path.watched or key.kind not in proof.met
+        return self._always or path.watched or path.unseen or key.kind not in proof.met
 
     def departure(
         self, key: CallKey, proof: Proof, steps: Sequence[Step], replaced: frozenset[str]
     ) -> Departure | None:
         """Where a call left all paths that are proved for its program; None if it kept to one.
 
-        How branches alternate, as in a loop over experts, is for the data to say: a call may be put together from
-        pieces of several proofs, if one of them took the same sides of all branches.
+        How branches alternate, as in a loop over experts, is for the data to say: where both sides run by one program,
+        a call may be put together from pieces of several proofs, if one of them took the same sides of all branches.
         """
         path = self.of(key.kind)
         known = path.known_steps(proof, replaced)
@@ -113,13 +136,13 @@ class Paths:
             return None
         if not departures:
             return Departure(None, real[0]) if real else None
-        drawn = frozenset(path.drawn)
-        left = Mixture(proved, drawn).departure(real)
-        if left is not None:
-            return left
-        taken = signature(real, drawn)
-        if any(signature(each, drawn) == taken for each in proved):
-            return None
+        taken = signature(real)
+        if path.free.issuperset(at for at, side in taken if side and (at, False) in taken):
+            left = Mixture(proved).departure(real)
+            if left is not None:
+                return left
+            if any(signature(each) == taken for each in proved):
+                return None
         return next((each for each in departures if each is not None and each.is_branch), departures[0])
 
 

@@ -6,14 +6,14 @@ out: for a kind of call its proof; what keeps two programs from serving one mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpplan.calls.coverage import Coverage, FindCover, Sizes
 from tpplan.calls.key import CallKey, Kind, Part
 from tpplan.compiler.cover import Subject
-from tpplan.compiler.ir.layout import Collective, Layout
+from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import (
     KernelUse,
     ModuleProgram,
@@ -22,6 +22,7 @@ from tpplan.compiler.ir.program import (
     RecordedBody,
     Reshard,
 )
+from tpplan.compiler.pipeline import Compiled
 from tpplan.parity.tree import Path
 from tpplan.plan import Plan
 
@@ -111,17 +112,18 @@ class Proofs:
             proof.met.clear()
 
 
-def covers(program: Program, other: Program) -> bool:
-    """Whether a call that `other` was compiled for can run by `program`, doing the same in every module it calls."""
+def covers(program: Program, compiled: Compiled) -> bool:
+    """Whether a call that was compiled can run by `program`, which does the same in every module that it calls."""
+    other, called = compiled.program, compiled.called
     known = {module.name: module for module in program.modules}
     batches = (_batch(program), _batch(other))
     for module in other.modules:
         ours = known.get(module.name)
-        if module.calls and (ours is None or not _same_body(ours, module, *batches)):
+        if module.calls and (ours is None or not _same_body(_answered(ours, called), module, *batches)):
             return False
     listed = {module.name for module in other.modules}
-    if any(_has_work(module) for name, module in known.items() if name not in listed):
-        return False  # the call may well run this module, and has nothing to do there
+    if any(_has_work(module) for name, module in known.items() if name in called.keys() - listed):
+        return False  # the call runs this module, and has nothing to do there
     placed = {p.names: p for p in program.parameters}
     read = {name for module in other.modules for name in module.reads}
     if not all(_serves(placed.get(p.names), p) for p in other.parameters if read.intersection(p.names)):
@@ -131,8 +133,20 @@ def covers(program: Program, other: Program) -> bool:
     summed = {p.name for p in program.summed_parameters if read.intersection(p.names)}
     if summed != {p.name for p in other.summed_parameters}:
         return False
-    called = {module.name for module in other.modules if module.calls}
-    return _kernels(program, called) == _kernels(other, called)
+    ran = {module.name for module in other.modules if module.calls}
+    return _kernels(program, ran) == _kernels(other, ran)
+
+
+def _answered(module: ModuleProgram, called: Mapping[str, frozenset[Path]]) -> ModuleProgram:
+    """A module without what it does for gradients that don't come back in a call."""
+    back = called.get(module.name, frozenset())
+    kept = tuple(held for held in module.entries if held.path in back or not _sums_gradients(held))
+    return module if len(kept) == len(module.entries) else replace(module, entries=kept)
+
+
+def _sums_gradients(reshard: Reshard) -> bool:
+    """Whether it does nothing forward."""
+    return (reshard.source, reshard.target) == (REPLICATED, REPLICATED_PARTIAL)
 
 
 def _has_work(module: ModuleProgram) -> bool:

@@ -9,7 +9,7 @@ branch on a size, a device, a setting, the numbers in a tensor) shows in the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
@@ -71,11 +71,11 @@ class Proved:
     varying: frozenset[CodeType]
 
     @classmethod
-    def of(cls, streams: Sequence[Stream], replaced: frozenset[str]) -> Proved:
+    def of(cls, streams: Sequence[Stream], replaced: frozenset[str], named: bool) -> Proved:
         """The steps of these proofs; modules in `replaced` have other bodies at run time, and so no steps."""
         varying = frozenset[CodeType]().union(*(stream.varying_code() for stream in streams))
         return cls(
-            [[step for step in stream.flat(replaced) if step.code not in varying] for stream in streams], varying
+            [[step for step in stream.flat(replaced, named) if step.code not in varying] for stream in streams], varying
         )
 
     def without_varying(self, steps: Sequence[Step]) -> list[Step]:
@@ -101,10 +101,11 @@ def sides(steps: Iterable[Step]) -> Sides:
 class Watch(TorchFunctionMode):
     """Notes the steps of what runs under it."""
 
-    def __init__(self) -> None:
-        """Start without steps."""
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """Start without steps. `names` are those of modules, by id, where steps are to tell theirs."""
         super().__init__()
         self.steps: list[Step] = []
+        self._names = names
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -112,7 +113,7 @@ class Watch(TorchFunctionMode):
         """Call `func`, and note the step."""
         result = func(*args, **(kwargs or {}))
         if func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result, args))
+            step = step_of(func, side_of(func, result, args), names=self._names)
             if step is not None:
                 self.steps.append(step)
         return result

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,7 +40,7 @@ from tpplan.compiler.ir.facts import Facts
 from tpplan.compiler.ir.layout import Features
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.steps import Stream
-from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Trace
+from tpplan.compiler.ir.trace import Asked, Assumption, Operation, Path, Sides, Trace
 from tpplan.compiler.later import after_a_call, before_any_call, refuse_difference
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.place.solution import Constraints
@@ -74,6 +75,8 @@ class Compiled:
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
         subject: what was checked, of which `cover` tells for which sizes it holds; None where that is for the example's
             alone, as numbers are read, or as calls after the first take another way.
+        called: the modules that the call runs, with those of their arguments to which a gradient comes back.
+        drawn, draws_unseen, tests: see `Trace`.
     """
 
     program: Program
@@ -89,6 +92,10 @@ class Compiled:
     wraps: bool = False
     picking: frozenset[tuple[int, int]] = frozenset()
     subject: Subject | None = None
+    called: Mapping[str, frozenset[Path]] = field(default_factory=dict[str, frozenset[Path]])
+    drawn: frozenset[str] = frozenset()
+    draws_unseen: bool = False
+    tests: Sides = field(default_factory=Sides)
 
     @property
     def digest(self) -> Digest:
@@ -222,6 +229,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
         wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
+        called=_called(trace), drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
     )  # fmt: skip
     return compiled, trace, state
 
@@ -231,6 +239,13 @@ def _subject(problem: Problem, placed: Placed, program: Program) -> Subject | No
         return None
     learned = placed.learned
     return Subject(placed.to_check(problem), learned.attributes, learned.recorded, program.sequence_dims)
+
+
+def _called(trace: Trace) -> dict[str, frozenset[Path]]:
+    found: dict[str, frozenset[Path]] = defaultdict(frozenset)
+    for frame in trace.recorded.walk():
+        found[frame.module] |= {crossing.path for crossing in frame.entries if trace.sends_back(crossing.target)}
+    return found
 
 
 def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], asked: Binding) -> Program:

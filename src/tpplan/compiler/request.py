@@ -43,6 +43,7 @@ class Request:
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         unread: whether layers are placed as well whose results nobody reads.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
+        replays: see `CaptureSettings`.
         captures: what was captured of this model and call for other plans.
     """
 
@@ -62,11 +63,14 @@ class Request:
     moves: bool | None = None
     unread: bool = False
     looking: frozenset[str] = frozenset()
+    replays: bool = False
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:
         """How to record the call in a mode."""
-        return CaptureSettings(training, self.taken, self.device, self.reducing, self.values, self.looking)
+        return CaptureSettings(
+            training, self.taken, self.device, self.reducing, self.values, self.looking, self.replays
+        )
 
 
 __all__ = ["Request"]

@@ -1,21 +1,30 @@
 """Explain a failed capture: what a model raised on the example inputs, where, and what to do about it.
 
 in:  an exception that came out of the model
-out: TP110
+out: TP110; of a later call, the model's own error, which the unsharded model raises as well
 """
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from tpplan.compat import without_dispatch_modes, without_function_modes
+from tpplan.compiler.ir.pytree import tensors_in, with_items
 from tpplan.compiler.ir.trace import Location, quoted
-from tpplan.compiler.trace.capture import BodyError, ReplacedModuleError
+from tpplan.compiler.trace.capture import CALLING, BodyError, ReplacedModuleError
 from tpplan.compiler.trace.counts import Count
 from tpplan.compiler.trace.noted import PackedSequencesError, UnfollowedError
-from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError
+from tpplan.compiler.trace.recorder import INTERNAL, DataDependentError, Recorder
 from tpplan.compiler.trace.state import StateError
-from tpplan.plan import Diagnostic
+from tpplan.plan import CompileError, Diagnostic, TpplanError
 
 # What torch says of an operator that can't run on shapes alone.
 _NO_META = ("attempted to run this operator with Meta tensors", "There was no fake impl registered")
@@ -24,6 +33,9 @@ _PACKS = "'lengths' argument should be a 1D CPU int64 tensor"
 _NO_NUMBERS = (
     "Cannot copy out of meta tensor", "convert meta device type tensor to numpy", "cannot be called on meta tensors",
 )  # fmt: skip
+_OWN = str(FilePath(__file__).parents[2])
+_SHOWN = "note: the model raised this as it was shown the call on shapes alone, before any rank ran it"
+_FEW = 1 << 22
 
 
 def of_capture(error: BaseException) -> Diagnostic:
@@ -55,7 +67,7 @@ def of_capture(error: BaseException) -> Diagnostic:
             help="keep such state in a buffer that the forward reads as a tensor, or count outside of the forward",
             subject=cause.name.rpartition(".")[0] or None,
         )
-    at, (message, way_out) = _raised_at(cause), _told(cause, quoted(name))
+    at, (message, way_out) = _raised_at(cause), _told(cause, quoted(name)) or _raised(cause, quoted(name))
     return Diagnostic(
         code="TP110",
         message=message,
@@ -65,8 +77,8 @@ def of_capture(error: BaseException) -> Diagnostic:
     )
 
 
-def _told(cause: BaseException, name: str) -> tuple[str, str]:
-    """What a module did that a capture can't follow, or what it raised; and what to do about it."""
+def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
+    """What a module did that a capture can't follow, and what to do about it; None if the error is the module's own."""
     text = str(cause)
     if isinstance(cause, UnfollowedError):
         message = text if text.startswith(("`", "the model")) else f"{name} can't be captured: {text}"
@@ -104,11 +116,55 @@ def _told(cause: BaseException, name: str) -> tuple[str, str]:
             f"{name} calls a higher-order operator such as `torch.cond`, which can't be captured",
             "write the branch or the loop in plain Python, or with `torch.where`",
         )
-    first = text.strip().splitlines()
+    return None
+
+
+def _raised(cause: BaseException, name: str) -> tuple[str, str]:
+    """What a module itself raised."""
+    first = str(cause).strip().splitlines()
     return (
         f"{name} raised {type(cause).__name__}{': ' + first[0] if first else ''}",
         "check that the model runs on these inputs without sharding, or pass `inputs=` that it accepts",
     )
+
+
+def models_own(error: BaseException | None) -> Exception | None:
+    """What the model itself raised, as it does unsharded, where a compilation failed for that."""
+    while error is not None and not isinstance(error, CompileError):
+        error = error.__cause__
+    cause = None if error is None else error.__cause__
+    cause = cause.__cause__ if isinstance(cause, BodyError) else cause
+    if not isinstance(cause, Exception) or isinstance(cause, (ReplacedModuleError, StateError, TpplanError)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    asked = next((frame for frame in reversed(frames) if frame.f_code is Recorder.__torch_dispatch__.__code__), None)
+    last = frames[-1].f_code
+    ours = asked is None and last.co_filename.startswith(_OWN) and last is not CALLING
+    if ours or _told(cause, "") is not None:
+        return None
+    told = cause if asked is None else _by_numbers(asked.f_locals, cause)
+    told.add_note(_SHOWN)
+    return told.with_traceback(cause.__traceback__)
+
+
+def _by_numbers(call: Mapping[str, Any], error: Exception) -> Exception:
+    """What an operation raises for numbers: of shapes alone, torch complains in other words here and there."""
+    held = (call["args"], call["keywords"])
+    if sum(math.prod(tensor.shape) for _, tensor in tensors_in(held)) > _FEW:
+        return error
+    try:
+        with without_dispatch_modes(), without_function_modes(), torch.no_grad():
+            args, keywords = with_items(held, _with_numbers)
+            call["func"](*args, **keywords)
+    except Exception as told:
+        return told if type(told) is type(error) else error
+    return error
+
+
+def _with_numbers(held: Any) -> Any:
+    if isinstance(held, Tensor):
+        return torch.zeros(held.shape, dtype=held.dtype)
+    return torch.device("cpu") if isinstance(held, torch.device) else held
 
 
 def _operator(told: str) -> str:
@@ -127,4 +183,4 @@ def _raised_at(error: BaseException) -> Location | None:
     return own[-1] if own else None
 
 
-__all__ = ["of_capture"]
+__all__ = ["models_own", "of_capture"]

@@ -70,6 +70,11 @@ class DataFlow:
         return frozenset(found)
 
     @cached_property
+    def left(self) -> frozenset[int]:
+        """The values that the call leaves with its caller, as in a cache."""
+        return frozenset(self.trace.left.values())
+
+    @cached_property
     def _frames(self) -> tuple[Frame, ...]:
         return tuple(self.trace.root.walk())
 

@@ -7,10 +7,10 @@ taken where Python calls torch, not where a kernel runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +43,14 @@ class Step(NamedTuple):
         code, offset: where the call stands: a code object, and the instruction in it.
         function: what is called.
         taken: for a branch on a tensor's value, its side.
+        module: whose call makes it; "" where that isn't asked for.
     """
 
     code: CodeType
     offset: int
     function: object
     taken: bool | None = None
+    module: str = ""
 
     @property
     def location(self) -> Location:
@@ -98,11 +100,16 @@ class Stream:
         """Index the calls."""
         self._calls.update({(heard.module, heard.call): heard for heard in _walk(self.root)})
 
-    def flat(self, replaced: frozenset[str]) -> Iterator[Step]:
-        """All steps in order, without those of modules whose bodies are replaced at run time, and of all inside."""
-        return self._flat(self.root, "", "", replaced)
+    def flat(self, replaced: frozenset[str], named: bool = False) -> Iterator[Step]:
+        """All steps in order, without those of modules whose bodies are replaced at run time, and of all inside.
 
-    def _flat(self, heard: Heard, of: str, name: str, replaced: frozenset[str]) -> Iterator[Step]:
+        Args:
+            replaced: these modules.
+            named: whether steps are to tell their modules.
+        """
+        return self._flat(self.root, "", "", replaced, named)
+
+    def _flat(self, heard: Heard, of: str, name: str, replaced: frozenset[str], named: bool) -> Iterator[Step]:
         """The steps of a call; where the call is one inside of `of`, which stands for one inside of `name`."""
         module = renamed(heard.module, of, name)
         if module in replaced:
@@ -110,13 +117,13 @@ class Stream:
         if heard.like is not None:
             known = self._calls.get(heard.like)
             if known is not None:
-                yield from self._flat(known, known.module, module, replaced)
+                yield from self._flat(known, known.module, module, replaced, named)
             return
         for step in heard.steps:
             if isinstance(step, Heard):
-                yield from self._flat(step, of, name, replaced)
+                yield from self._flat(step, of, name, replaced, named)
             else:
-                yield step
+                yield step._replace(module=module) if named else step
 
     def varying_code(self) -> frozenset[CodeType]:
         """The code whose steps aren't compared."""
@@ -135,21 +142,38 @@ def renamed(module: str, of: str, name: str) -> str:
     return f"{name}{module[len(of) :]}"
 
 
-def step_of(function: object, taken: bool | None = None, depth: int = 0) -> Step | None:
+def step_of(
+    function: object,
+    taken: bool | None = None,
+    depth: int = 0,
+    names: Mapping[int, str] = MappingProxyType({}),
+) -> Step | None:
     """The step that a function mode sees; None if no body makes it: torch itself, a hook or the runtime does.
 
-    To be called from the mode's `__torch_function__`, or from `depth` calls below.
+    To be called from the mode's `__torch_function__`, or from `depth` calls below. `names` are those of modules, by id,
+    where a step is to tell its own.
     """
     frame: FrameType | None = sys._getframe(2 + depth)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
         kind = _kind(code)
         if kind == "body":
-            return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken)
+            module = _module_of(frame, names) if names else ""
+            return None if _is_hook(frame) else Step(code, frame.f_lasti, function, taken, module)
         if kind == "other":
             return None
         frame = frame.f_back
     return None
+
+
+def _module_of(frame: FrameType | None, names: Mapping[int, str]) -> str:
+    """The module that the code is of which is running."""
+    while frame is not None:
+        name = names.get(id(frame.f_locals.get("self")))
+        if name is not None:
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _is_hook(frame: FrameType) -> bool:

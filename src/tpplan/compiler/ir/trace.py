@@ -230,29 +230,42 @@ class Assumption:
 
 
 class Sides(frozenset[Location]):
-    """The branches on data that take their true side, by line; of some, the side that each test takes, in order."""
+    """The branches on data that take their true side, by line; of some, the side that each test takes, in order.
+
+    Attributes:
+        exact: these, by line.
+        inside: the same by call of a module and line, which a run knows as well that leaves equal calls out.
+    """
 
     exact: Mapping[Location, tuple[bool, ...]] = MappingProxyType({})
+    inside: Mapping[tuple[str, int, Location], tuple[bool, ...]] = MappingProxyType({})
 
     @classmethod
-    def of(cls, tests: Iterable[tuple[Location, bool]]) -> Sides:
-        """The sides of a run, test by test."""
+    def of(cls, tests: Iterable[tuple[Location, bool]], calls: Iterable[tuple[str, int]] = ()) -> Sides:
+        """The sides of a run, test by test; and the calls of modules that they were met in, if these are known."""
+        tests = [*tests]
         exact: dict[Location, tuple[bool, ...]] = {}
         for location, side in tests:
             exact[location] = (*exact.get(location, ()), side)
+        inside: dict[tuple[str, int, Location], tuple[bool, ...]] = {}
+        for (location, side), call in zip(tests, calls, strict=False):
+            inside[*call, location] = (*inside.get((*call, location), ()), side)
         made = cls(location for location, sides in exact.items() if any(sides))
-        made.exact = MappingProxyType(exact)
+        made.exact, made.inside = MappingProxyType(exact), MappingProxyType(inside)
         return made
 
     def also(self, locations: Iterable[Location]) -> Sides:
         """These, and the true sides of further branches."""
         made = Sides((*self, *locations))
-        made.exact = self.exact
+        made.exact, made.inside = self.exact, self.inside
         return made
 
-    def side(self, location: Location | None, number: int) -> bool:
-        """Which side a test takes that is the `number`th at its line."""
-        sides = self.exact.get(location, ()) if location is not None else ()
+    def side(self, location: Location, number: int, call: tuple[str, int], there: int) -> bool:
+        """Which side a test takes that is the `number`th at its line, and the one numbered `there` in its call."""
+        own = self.inside.get((*call, location), ())
+        if there < len(own):
+            return own[there]
+        sides = self.exact.get(location, ())
         return sides[number] if number < len(sides) else location in self
 
 
@@ -315,6 +328,9 @@ class Trace:
         looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
         effects: values that the run makes for more than its results, such as what it writes and leaves.
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
+        drawn: generators of random numbers, by name, that Python is told numbers of.
+        draws_unseen: whether any such number was drawn otherwise than to compare it.
+        tests: the sides of all branches on data, test by test.
     """
 
     root: Frame
@@ -353,6 +369,9 @@ class Trace:
     effects: frozenset[int] = frozenset()
     picking: frozenset[tuple[int, int]] = frozenset()
     given: frozenset[int] = frozenset()
+    drawn: frozenset[str] = frozenset()
+    draws_unseen: bool = False
+    tests: Sides = field(default_factory=Sides)
 
     def sends_back(self, value: int) -> bool:
         """Whether a gradient comes back for a value that crosses a boundary."""

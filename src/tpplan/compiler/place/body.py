@@ -11,7 +11,7 @@ A state is a tuple of codes, small numbers that stand for layouts, and so quick 
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from tpplan.compiler.ir.layout import REPLICATED, Layout
@@ -91,12 +91,41 @@ class Body:
             )
             self.following.append(self._picker((*before, *made), after))
         self.alone.append(None)
+        self._joined: dict[int, list[tuple[int, ...]]] = {}
+        self._readers: dict[int, list[int]] = defaultdict(list)
+        for position, places in enumerate(self.read):
+            for place in places:
+                self._readers[live[position][place]].append(position)
+        for name in {*(b.source for b in region.exits), *region.outputs}:
+            self._readers[name] += [len(region.nodes)] * 2  # it stays to be read
         ends = [None if i in dead else b.source for i, b in enumerate(region.exits)]
         self.operands.append(self._picker(live[-1], ends))
         self.read.append(_places(live[-1], (*(b.source for b in read), *region.outputs)))
         leaving = [boundary for boundary in read if boundary.final or boundary.dead]
         self.leaving = _leaving(region, leaving, live)
         self.following.append(self._picker((*live[-1], *(b.target for b in region.exits)), region.outputs))
+
+    def joined(self, position: int) -> list[tuple[int, ...]]:
+        """The places, before a node, of values that wait to be joined: of one shape, on their way to one node alone."""
+        if position not in self._joined:
+            groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+            for place, name in enumerate(self.names[position]):
+                where = self._sink(name)
+                if where is not None:
+                    groups[where, self._region.values[name].shape].append(place)
+            self._joined[position] = [tuple(places) for places in groups.values() if len(places) > 1]
+        return self._joined[position]
+
+    def _sink(self, name: int) -> int | None:
+        """The first node on a value's way, on which nothing else reads it, that reads other values as well."""
+        while len(self._readers[name]) == 1:
+            (position,) = self._readers[name]
+            node = self._region.nodes[position]
+            made = [output for output in node.outputs if output is not None]
+            if len(self.read[position]) != 1 or len(made) != 1:
+                return position
+            (name,) = made
+        return None
 
     def _picker(self, names: Sequence[int], wanted: Sequence[int | None]) -> _Picker:
         """Takes the codes of `wanted` out of those of `names`, with the constants after them.

@@ -21,6 +21,7 @@ from tpplan.compiler.place.solution import Cost, Steps
 MANY = 3  # of fewer results the layouts are chosen as they leave
 _FIRST = GONE - 1
 CROWDED = 32  # with fewer states, a step branches into them
+TOO_MANY = 1024  # of so many states, those are kept in which values that will be joined are alike
 
 
 @dataclass(frozen=True, slots=True)

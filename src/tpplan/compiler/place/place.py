@@ -15,6 +15,7 @@ new constraints concern.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS
@@ -25,7 +26,7 @@ from tpplan.compiler.place.boundaries import Boundaries
 from tpplan.compiler.place.dead_results import kept_exits
 from tpplan.compiler.place.entries import Entries, States, combined, keep
 from tpplan.compiler.place.layers import Layers
-from tpplan.compiler.place.open_results import CROWDED, MANY, OpenResults, Option
+from tpplan.compiler.place.open_results import CROWDED, MANY, TOO_MANY, OpenResults, Option
 from tpplan.compiler.place.solution import (
     Called,
     Choice,
@@ -199,6 +200,8 @@ class Placer:
             if body.leaving[position]:
                 states = self._let_go(region, states, body.leaving[position])
             crowded = len(states) >= CROWDED
+            if len(states) >= TOO_MANY:
+                states = _alike(states, body.joined(position))
             if self._open:
                 states = self._decided(region, body, position, states, alone if crowded else None)
                 if not states:
@@ -327,6 +330,9 @@ class Placer:
                     if known is None or total < known[0]:
                         found[after] = (total, steps if trail is None else Steps(trail, steps))
             states = found
+            if len(states) >= TOO_MANY:
+                here = [[other for other in group if other <= place] for group in body.joined(position)]
+                states = _alike(states, [group for group in here if len(group) > 1])
         return states
 
     def _ways(self, region: Region, value: int, code: int) -> list[_Way]:
@@ -481,6 +487,20 @@ class Placer:
         codes = [held[0].code if len(held) == 1 else self._open.code(held) for held in coded]
         cost = (sum(c[0] for c in sure), sum(c[1] for c in sure))
         return tuple(codes), cost, Left(tuple(None if held is None else held[0] for held in single))
+
+
+def _alike(states: States, joined: Iterable[Sequence[int]]) -> States:
+    """Of states that differ in values only which wait to be joined, those in which these have one layout.
+
+    So many states come of a loop, such as a scan over a sequence, whose results are stacked at its end.
+    """
+    for places in joined:
+        others = [place for place in range(len(next(iter(states)))) if place not in places]
+        rest = operator.itemgetter(*others) if others else len
+        even = {state for state in states if len({state[place] for place in places}) == 1}
+        known = set(map(rest, even))
+        states = {state: way for state, way in states.items() if state in even or rest(state) not in known}
+    return states
 
 
 def _makes_one(node: OperationNode | CallNode) -> bool:

@@ -163,7 +163,7 @@ def _stays(flow: DataFlow, frame: Frame, node: Operation) -> bool:
             return False
         if value in trace.gradless or value in flow.written:
             return False
-        if value in trace.kept or value in trace.left.values():
+        if value in trace.kept or value in flow.left:
             return False
         if any(reader is not frame for reader, _ in flow.operations.get(value, ())):
             return False

@@ -46,6 +46,7 @@ class CaptureSettings:
         reducing: modules whose bodies' reductions are recorded as functions over classes.
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
+        replays: whether the generators of Python and of numpy are where a call found them, of which `taken` are sides.
     """
 
     training: bool
@@ -54,6 +55,7 @@ class CaptureSettings:
     reducing: frozenset[str] = frozenset()
     values: bool = False
     looking: frozenset[str] = frozenset()
+    replays: bool = False
 
 
 def record_model(
@@ -98,7 +100,7 @@ def _recorded(
     chosen, training, device = settings.taken, settings.training, settings.device or device_of(model)
 
     def recorder_with(taken: frozenset[Location], values: bool, picking: _Picking) -> Recorder:
-        return Recorder(taken, device, settings.reducing, values, settings.looking, picking)
+        return Recorder(taken, device, settings.reducing, values, settings.looking, picking, settings.replays)
 
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
         around.repeat_draws()

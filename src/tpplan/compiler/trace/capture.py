@@ -37,12 +37,14 @@ from tpplan.compiler.ir.trace import (
     Location,
     Operation,
     Path,
+    Sides,
     Trace,
     operator_name,
     quoted,
 )
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.compiler.trace.backward import record_backwards
+from tpplan.compiler.trace.chance import own_generators
 from tpplan.compiler.trace.constants import ConstantWatcher
 from tpplan.compiler.trace.effects import held_tensors
 from tpplan.compiler.trace.gradient_flow import complete_gradients, unanswered
@@ -205,7 +207,7 @@ def on_shapes(
     recorder.frames.append(OpenFrame("", 0, []))
     recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
     recorder.containers |= {n for _, module in named_modules(model) for n in _stacked(module)}
-    with recorder, ConstantWatcher(recorder):
+    with recorder, ConstantWatcher(recorder), recorder.chances.followed(recorder.compared):
         yield recorder
 
 
@@ -274,12 +276,16 @@ def _record(
         with (
             noting_modules(modules, placed), without_collection(), recorder, ConstantWatcher(recorder),
             torch.enable_grad(), without_packing(), warnings.catch_warnings(),
+            recorder.chances.followed(recorder.compared),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
             if state.boundary is None:
                 read = [*_read_from(skeleton, example, called, around), *wrapped.inner()]
                 recorder.familiar = before | set(map(id, read))
+            own = own_generators(_names(skeleton.model, around))
+            states = [state() for _, state in own]
             skeleton.model(*example[0], **example[1])
+            _refuse_drawn([name for (name, state), before in zip(own, states, strict=True) if state() != before])
             recorder.familiar = None
             backwards = record_backwards(recorder, outer.body)
     except Exception as error:
@@ -338,6 +344,7 @@ def _record(
     root = wrapped.settled(root)
     live = without_dead_operations(root, kept_values)
     root = wrapped.stripped(root, live, kept_values)
+    tests = Sides.of(recorder.tests, recorder.tests_in)
     values = complete_gradients(root, recorder.values, recorder.surprising)
     return Trace(
         live,
@@ -356,7 +363,7 @@ def _record(
         recorder.device or torch.device("cpu"),
         frozenset(recorder.gradless),
         recorder.takes_gradients,
-        recorder.taken,
+        tests if recorder.replays or recorder.taken.exact else recorder.taken,
         frozenset(code for cache in around.caches.values() if (code := getattr(cache.__wrapped__, "__code__", None))),
         dict(recorder.tested),
         frozenset(changes(numbers, told(standing))),
@@ -378,7 +385,25 @@ def _record(
         picking=frozenset(recorder.picking.items()),
         effects=frozenset(kept_values),
         given=frozenset(recorder.given),
+        drawn=frozenset(recorder.chances.drawn),
+        draws_unseen=recorder.chances.unseen,
+        tests=tests,
     )
+
+
+def _names(model: nn.Module, around: Surroundings) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What the attributes of modules, and the names around them, stand for."""
+    yield from ((name, vars(module)) for name, module in named_modules(model))
+    yield from ((name, space.names()) for name, space in around.spaces)
+
+
+def _refuse_drawn(generators: Sequence[str]) -> None:
+    """Refuse numbers of generators of the model's own, which later calls draw and a proof doesn't."""
+    if generators:
+        raise UnfollowedError(
+            f"it draws from `{generators[0]}`, a generator of its own, by which a call may take any way",
+            "draw from torch's default generator, from `random` or from `numpy.random`",
+        )
 
 
 def tell_inputs(
@@ -549,6 +574,10 @@ def _record_call(
     if recorder.listening:
         recorder.frames[-1].steps.append(Heard(name, call, tuple(frame.steps)))
     return result
+
+
+CALLING = _record_call.__code__
+"""What calls a module's own `forward`, of arguments that this may not take."""
 
 
 @functools.cache

@@ -51,6 +51,7 @@ from tpplan.compiler.ir.trace import (
     operator_name,
 )
 from tpplan.compiler.ir.wrappers import is_wrapper
+from tpplan.compiler.trace.chance import TORCH, Chances
 from tpplan.compiler.trace.choices import (
     INDEXING,
     choices_of,
@@ -100,6 +101,7 @@ class Recorder(RecordingMode):
         values: bool = False,
         looking: frozenset[str] = frozenset(),
         picking: frozenset[tuple[int, int]] = frozenset(),
+        replays: bool = False,
     ) -> None:
         """Start a record.
 
@@ -110,8 +112,11 @@ class Recorder(RecordingMode):
             values: whether bodies may read the numbers that follow from the example's inputs and from constants.
             looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
             picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
+            replays: whether the numbers that Python draws are those of the call.
         """
         super().__init__()
+        self.chances = Chances()
+        self.replays = replays
         self.known = Known() if values else None
         self.reads: dict[tuple[str, int], list[object]] = {}  # what bodies were told of numbers, by call
         self.device = device
@@ -138,7 +143,9 @@ class Recorder(RecordingMode):
         self.whole = True  # whether autograd's record reaches across modules, as no reshard cuts it
         self.unused: dict[tuple[str, int, int], list[bool]] = {}  # of inner gradients: which are None
         self.taken = taken if isinstance(taken, Sides) else Sides(taken)
-        self._met: Counter[Location | None] = Counter()  # tests of branches, by line
+        self._met: Counter[object] = Counter()  # tests of branches, by line, and by call and line
+        self.tests: list[tuple[Location, bool]] = []  # all of them, with their sides
+        self.tests_in: list[tuple[str, int]] = []  # the calls in which they were met
         self.last_test: Location | None = None
         self._packing = packs_saved_tensors()
         self._random = random_state()
@@ -532,14 +539,33 @@ class Recorder(RecordingMode):
         value = self.value_of(tensor)
         if tensor.dtype is not torch.bool or (self.known is not None and value in self.known):
             return self.read(tensor).item()
-        location = self.location()
-        number = self._met[location]
-        self._met[location] += 1
-        self.last_test = location
-        taken = self.taken.side(location, number)
-        self.assumptions.append(Assumption(self.frames[-1].module, location, taken, value in self.drawn))
+        location, taken = self._tested()
+        drawn = value in self.drawn
+        if drawn:
+            self.chances.drawn.add(TORCH)
+        self.assumptions.append(Assumption(self.frames[-1].module, location, taken, drawn))
         self.tested.setdefault(value, location)
         return taken
+
+    def compared(self, found: bool) -> bool:
+        """What Python is told of a comparison with a random number that it has drawn; `found` is what holds of that."""
+        location, taken = self._tested(found if self.replays else None)
+        self.assumptions.append(Assumption(self.frames[-1].module, location, taken, True))
+        return taken
+
+    def _tested(self, found: bool | None = None) -> tuple[Location | None, bool]:
+        """The line of a test, and the side that it takes."""
+        location, call = self.location(), (self.frames[-1].module, self.frames[-1].call)
+        self.last_test = location
+        if location is None:
+            return None, bool(found)
+        number, there = self._met[location], self._met[*call, location]
+        self._met[location] = number + 1
+        self._met[*call, location] = there + 1
+        taken = self.taken.side(location, number, call, there) if found is None else found
+        self.tests.append((location, taken))
+        self.tests_in.append(call)
+        return location, taken
 
     def _follow(self, func: OpOverload, operands: list[Tensor], result: Any) -> None:
         """Follow real tensors that each call changes, or that may only pick, up to where their values are read."""

@@ -12,14 +12,15 @@ import functools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import CellType, FunctionType
-from typing import Any
+from types import CellType, FunctionType, GeneratorType
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.ir.hidden import is_plain, members
+from tpplan.compiler.trace.noted import UnfollowedError
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TABLES = frozenset((dict, OrderedDict, set))
@@ -110,7 +111,7 @@ def _copied(modules: list[nn.Module], memo: dict[int, Any], functions: list[Func
 
 
 @functools.cache
-def _is_copied_as_usual(kind: type[nn.Module]) -> bool:
+def _is_copied_as_usual(kind: type[Any]) -> bool:
     stock = all(getattr(kind, name, None) is getattr(object, name, None) for name in _PROTOCOL)
     return stock and kind not in copyreg.dispatch_table
 
@@ -131,9 +132,38 @@ def _duplicate(held: Any, memo: dict[int, Any]) -> object:
         return copied
     try:
         return copy.deepcopy(held, memo)
-    except Exception:  # a lock, an open file: both share it
-        memo[id(held)] = held
-        return held
+    except Exception:  # it is or has a lock, an open file: both share that
+        return _duplicate_around(held, memo)
+
+
+def _duplicate_around(held: Any, memo: dict[int, Any]) -> object:
+    """A copy of what can be copied of something that holds what can't."""
+    kind: Any = type(held)  # pyright: ignore[reportUnknownVariableType]
+    memo[id(held)] = held
+    if kind is GeneratorType:
+        memo[id(held)] = _Untaken()
+    elif kind in (list, tuple):
+        memo[id(held)] = kind(_duplicate(item, memo) for item in cast("list[Any]", held))
+    elif hasattr(held, "__dict__") and kind.__new__ is object.__new__ and _is_copied_as_usual(kind):
+        memo[id(held)] = object.__new__(kind)
+        for name, item in cast("dict[str, Any]", held.__dict__).items():
+            object.__setattr__(memo[id(held)], name, _duplicate(item, memo))
+    return memo[id(held)]
+
+
+class _Untaken:
+    """What stands for a generator, of which there is no copy: what is taken of it, later calls don't get."""
+
+    def __iter__(self) -> _Untaken:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise UnfollowedError(
+            "it takes from a generator that it keeps, of which nobody can see what comes",
+            "keep a list in its place, or pass what it yields as an argument",
+        )
+
+    send = __next__
 
 
 def _memoise_contents(modules: list[nn.Module], memo: dict[int, Any]) -> list[FunctionType]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, cast
@@ -51,7 +52,7 @@ class Slot(NamedTuple):
         value: what it holds.
         holder, key: where that is.
         setter: called with `holder`, `key` and another value, puts it there; None if nobody can.
-        counted: the list whose length it is.
+        counted: the list or deque whose length it is.
         outside: whether it is a hook's or Python's own, and no attribute of a module.
         cached: whether it is the size of a `functools.lru_cache`.
     """
@@ -60,7 +61,7 @@ class Slot(NamedTuple):
     holder: Any = None
     key: Any = None
     setter: Setter | None = None
-    counted: list[Any] | None = None
+    counted: list[Any] | deque[Any] | None = None
     outside: bool = False
     cached: bool = False
 
@@ -113,21 +114,21 @@ class _Collector:
         if id(held) in self._seen or isinstance(held, (nn.Module, type)):
             return
         kind: Any = type(item)
-        stored = issubclass(kind, (list, dict, set))
-        if stored and kind not in CONTAINERS and kind is not WatchedList:
+        stored = issubclass(kind, (list, dict, set, deque))
+        if stored and kind not in CONTAINERS and kind not in (WatchedList, WatchedDeque):
             return  # its class may make anything of what it stores
         if str(getattr(held if kind is FunctionType else kind, "__module__", "")).partition(".")[0] == "torch":
             return  # what torch keeps is no state of the model
         self._seen.add(id(held))
         if stored:
-            counted = held if kind is list else None
+            counted = held if kind in (list, deque) else None
             self.found[f"{name}{_LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
-            if len(held) > _FEW and not issubclass(kind, list):
+            if len(held) > _FEW and not issubclass(kind, (list, deque)):
                 return
         self._look_into(name, held, kind)
 
     def _look_into(self, name: str, held: Any, kind: Any) -> None:
-        if issubclass(kind, list):
+        if issubclass(kind, (list, deque)):
             for i in range(max(0, len(held) - _LAST) if len(held) > _FEW else 0, len(held)):
                 self.collect(f"{name}[{i}]", held[i], held, i, operator.setitem)
         elif kind is FunctionType:
@@ -257,10 +258,18 @@ class WatchedList(list[Any]):
     note: Callable[[], None]
 
 
-def _reading_list(name: str) -> Callable[..., Any]:
-    def method(self: WatchedList, *args: Any) -> Any:
+class WatchedDeque(deque[Any]):
+    """The same of a deque, which may forget what is older."""
+
+    note: Callable[[], None]
+
+
+def _reading_list(kind: type[Any], name: str) -> Callable[..., Any]:
+    plain: Callable[..., Any] = getattr(kind, name)
+
+    def method(self: WatchedList | WatchedDeque, *args: Any) -> Any:
         self.note()
-        return getattr(list, name)(self, *args)
+        return plain(self, *args)
 
     return method
 
@@ -270,7 +279,15 @@ _LIST_READS = (
     "pop",
 )  # fmt: skip
 for _read in _LIST_READS:
-    setattr(WatchedList, _read, _reading_list(_read))
+    setattr(WatchedList, _read, _reading_list(list, _read))
+for _read in (*_LIST_READS, "popleft"):
+    setattr(WatchedDeque, _read, _reading_list(deque, _read))
+
+
+def _watched(stored: list[Any] | deque[Any], note: Callable[[], None]) -> WatchedList | WatchedDeque:
+    made = WatchedDeque(stored, stored.maxlen) if isinstance(stored, deque) else WatchedList(stored)
+    made.note = note
+    return made
 
 
 def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callable[[str], None]) -> set[int]:
@@ -281,15 +298,17 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
     """
     slots = slots_of(model, around)
     tensors: set[int] = set()
-    lists = [n.removesuffix(_LENGTH) for n in names if n in slots and slots[n].counted is not None]
-    for name in sorted(names & slots.keys(), key=len, reverse=True):  # what a list holds before the list
+    counted = {name.removesuffix(_LENGTH): slot.counted for name, slot in slots.items() if slot.counted is not None}
+    numbers = [n for n in names & slots.keys() if not isinstance(slots[n].value, Tensor)]
+    full = {n for n, held in counted.items() if type(held) is deque and any(m.startswith(f"{n}[") for m in numbers)}
+    lists = full.union(name for name in counted if f"{name}{_LENGTH}" in names)
+    changed = (names & slots.keys()).union(f"{name}{_LENGTH}" for name in full)
+    for name in sorted(changed, key=len, reverse=True):  # what a list holds before the list
         slot = slots[name]
         if isinstance(slot.value, Tensor):
             tensors.add(id(slot.value))
         elif slot.counted is not None and slot.setter is not None:
-            longer = WatchedList(slot.counted)
-            longer.note = functools.partial(note, name)
-            slot.put(longer)
+            slot.put(_watched(slot.counted, functools.partial(note, name.removesuffix(_LENGTH))))
         elif type(slot.value) in (int, float) and slot.setter is not None and not name.endswith(_LENGTH):
             slot.put(Watched(slot.value, name, note))
         elif not any(name.startswith(f"{grown}[") for grown in lists):  # whoever reads that reads the list
