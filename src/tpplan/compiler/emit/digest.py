@@ -68,7 +68,7 @@ class _Reader:
         self.steps: list[str] = []
         self.operations: list[str] = []
         self.exchanges: list[tuple[str, str]] = []
-        self._values = trace.values
+        self._values, self._of_buffers = trace.values, trace.of_buffers
         self._exchanging = {module.name: _exchanging(module) for module in program.modules}
         self._made = {value: _hash("argument", path) for path, value in trace.arguments.items()}
         self._made |= {value: _hash("stored", names) for value, names in trace.stored.items()}
@@ -81,7 +81,7 @@ class _Reader:
 
     def _constant(self, value: int) -> str:
         if value not in self._constants:
-            numbers = self._values[value].numbers
+            numbers = None if value in self._of_buffers else self._values[value].numbers
             entries = b"" if numbers is None else numbers.reshape(-1).view(torch.uint8).numpy().tobytes()
             self._constants[value] = _hash(self._geometry(value), hashlib.blake2b(entries).digest())
         return self._constants[value]

@@ -310,6 +310,7 @@ class Trace:
             or of which nobody reads what is made.
         unread: results of calls that nobody reads, outside of them.
         given: values that follow from what the call is passed; all others are there before it, or made of what is.
+        of_buffers: constants that are buffers, whose numbers all ranks take from the first.
         takes_gradients: whether the forward takes gradients itself.
         sides: those that branches on data were told to take.
         cached: the code of functions that keep their results, such as those under `functools.lru_cache`.
@@ -369,6 +370,7 @@ class Trace:
     effects: frozenset[int] = frozenset()
     picking: frozenset[tuple[int, int]] = frozenset()
     given: frozenset[int] = frozenset()
+    of_buffers: frozenset[int] = frozenset()
     drawn: frozenset[str] = frozenset()
     draws_unseen: bool = False
     tests: Sides = field(default_factory=Sides)

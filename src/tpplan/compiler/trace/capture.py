@@ -385,6 +385,11 @@ def _record(
         picking=frozenset(recorder.picking.items()),
         effects=frozenset(kept_values),
         given=frozenset(recorder.given),
+        of_buffers=frozenset(
+            value.identifier
+            for value in recorder.values
+            if value.numbers is not None and any(recorder.is_one_storage(value.identifier, held) for held in buffers)
+        ),
         drawn=frozenset(recorder.chances.drawn),
         draws_unseen=recorder.chances.unseen,
         tests=tests,
