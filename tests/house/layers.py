@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rehearsal",),
     ("runtime",),
     ("compiler",),
+    ("state",),
     ("cost",),
     ("kernels",),
     ("compat",),
@@ -42,7 +43,19 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The one file that may use torch's private names, and the layers that may use this file.
 COMPAT = "compat"
 COMPAT_USERS = frozenset(
-    {"bench", "calls", "parity", "suggest", "initialize", "checkpoint", "rehearsal", "runtime", "compiler", "kernels"}
+    {
+        "bench",
+        "calls",
+        "parity",
+        "suggest",
+        "initialize",
+        "checkpoint",
+        "rehearsal",
+        "runtime",
+        "compiler",
+        "state",
+        "kernels",
+    }
 )
 # Operators are data: the underscore of `torch.ops.aten._softmax` is part of a name that a trace holds.
 OPERATOR_PREFIX = "torch.ops.aten."

@@ -45,9 +45,10 @@ from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
-from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
+from tpplan.state.reads import ANYTHING, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Compiled:
         facts: what the call's bodies read of numbers; None if they were kept from them.
         wraps: whether the call is passed, or leaves, tensors of classes of their own.
         picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
+        reads: the names by which bodies ask their modules for something.
     """
 
     program: Program
@@ -81,6 +83,7 @@ class Compiled:
     facts: Facts | None = None
     wraps: bool = False
     picking: frozenset[tuple[int, int]] = frozenset()
+    reads: frozenset[str] = frozenset((ANYTHING,))
 
     @property
     def digest(self) -> str:
@@ -97,6 +100,15 @@ def compile_call(request: Request) -> Compiled:
     unfit = unfit_findings(request.model)
     if unfit:
         raise CompileError(unfit)
+    with reads() as read:
+        compiled = _compiled(request)
+    unseen = unseen_findings(request.model, read)
+    if unseen:
+        raise CompileError(unseen)
+    return replace(compiled, reads=frozenset(read))
+
+
+def _compiled(request: Request) -> Compiled:
     with without_collection(), without_inference_kernels():
         compiled = _compile_with_later(request)
         if compiled.later:

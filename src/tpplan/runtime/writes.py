@@ -72,6 +72,7 @@ class Writes:
         cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
         dropped: the parameter that was deleted last, with its module and name.
         compiled: whether a compiler was given one of the modules.
+        settle: called when a forward ends that may have written to what modules hold.
     """
 
     _paused = True  # until there is more of it: a copy of a model is set attribute by attribute
@@ -88,6 +89,7 @@ class Writes:
         self.forwards = 0
         self.compiled = False
         self.outside: Callable[[nn.Module], Outside] | None = None
+        self.settle: Callable[[], None] | None = None
         self._units: WeakKeyDictionary[Any, list[tuple[nn.Module, str]]] = WeakKeyDictionary()
         self._paused = False
 
