@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
+from tests.compiler import toys
 from tests.compiler.toys import HIDDEN, MLP, Mlp
 from tests.runtime.simulated import on_ranks, worst
 from tpplan.calls.guard import CallGuard
 
 TOLERANCE = 1e-12
 EXAMPLE = ((torch.zeros(3, 12, HIDDEN, dtype=torch.float64),), {})
+toys.STEEP = False  # pyright: ignore
 OWN = {"on": False}
 NUMBER = 1
 
@@ -194,6 +196,23 @@ def test_what_steers_may_sit_anywhere_in_an_argument(name: str) -> None:
     assert max(errors) < TOLERANCE and proved <= 2, (errors, proved)
 
 
+@pytest.mark.parametrize("name", HELD)
+def test_an_argument_that_has_changed_is_another_call_without_gradients_too(name: str) -> None:
+    make, flag, put = HELD[name]
+    given = {threading.get_ident(): make()}
+
+    def own() -> Any:
+        return given.setdefault(threading.get_ident(), make())
+
+    @torch.no_grad()
+    def twice(model: nn.Module) -> Tensor:
+        model(x(), own())
+        return model(x(), own())
+
+    errors, proved = differing(stock(Flagged, None, flag), lambda _, on: put(own(), on), twice, make())
+    assert max(errors) < TOLERANCE and proved <= 2, (errors, proved)
+
+
 class ByParameter(Mlp):
     """What was set on a parameter decides."""
 
@@ -232,6 +251,14 @@ class ByGlobal(Mlp):
         return self.down(h.softmax(-1) if NUMBER == 2 or OWN["on"] else h)
 
 
+class ByModule(Mlp):
+    """A flag of another module of Python, and one of a class that the forward names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h.softmax(-1) if toys.STEEP or Settings.on else h)
+
+
 class ByProperty(Mlp):
     """A property, which reads an attribute that isn't there at first."""
 
@@ -244,12 +271,27 @@ class ByProperty(Mlp):
         return self.down(h.softmax(-1) if self.on else h)
 
 
+def with_hook() -> Mlp:
+    """A forward hook that looks at what it closes over."""
+    model, on = Mlp(), {"on": False}
+    model.up.register_forward_hook(lambda _, given, h: h.softmax(-1) if on["on"] else h)
+    return model
+
+
+def set_in_hook(model: Any, on: bool) -> None:
+    (hook,) = model.up._forward_hooks.values()
+    hook.__closure__[0].cell_contents.update(on=on)
+
+
 def set_number(on: bool) -> None:
     global NUMBER
     NUMBER = 2 if on else 1
 
 
-WAYS: dict[str, tuple[type[Mlp], Put]] = {
+WAYS: dict[str, tuple[Callable[[], nn.Module], Put]] = {
+    "hook": (with_hook, set_in_hook),
+    "another module": (ByModule, lambda own, on: setattr(toys, "STEEP", on)),
+    "a class that is named": (ByModule, lambda own, on: setattr(Settings, "on", on)),
     "parameter": (ByParameter, lambda own, on: setattr(own.up.weight, "on", on)),
     "buffer": (ByBuffer, lambda own, on: own.on.fill_(on)),
     "own class": (ByClass, lambda own, on: setattr(ByClass, "on", on)),
@@ -285,6 +327,27 @@ def test_what_no_body_reads_is_no_premise() -> None:
         return guard._state
 
     assert on_ranks(stock(Flagged), MLP, 2, EXAMPLE, work) == [0, 0]
+
+
+def test_generating_with_a_static_cache_forgets_no_proof() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=16
+    )
+    model, ids = stock(lambda: transformers.LlamaForCausalLM(config)).eval(), torch.arange(6)[None]
+    rules = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    rules["model.layers.*.mlp.gate_proj"] = "colwise"
+
+    def work(own: Any, guard: CallGuard) -> tuple[int, int]:
+        with torch.no_grad():
+            own(input_ids=ids, use_cache=False)
+            own.generate(ids, do_sample=False, max_new_tokens=3, pad_token_id=0, cache_implementation="static")
+            assert own._previous_max_cache_length > 0
+            before = len(guard._proofs._by_traced)
+            own(input_ids=ids, use_cache=False)
+        return guard._state, len(guard._proofs._by_traced) - before
+
+    assert on_ranks(model, rules, 2, ((), {"input_ids": ids, "use_cache": False}), work) == [(0, 0), (0, 0)]
 
 
 class Counts(Mlp):

@@ -83,6 +83,8 @@ class Changes:
         writes = self._writes
         noted = [module for module, name in writes.noted if name == HOOKS] if writes.noted else ()
         changed = self._hooks.look(noted)
+        if changed:
+            self._held.find()
         if writes.modes:
             writes.modes = False
             self._find_modes()

@@ -17,21 +17,20 @@ import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from tpplan.compat import own_buffers, own_parameters, without_dispatch_modes, without_function_modes
+from tpplan.compat import hook_tables, own_buffers, own_parameters, without_dispatch_modes, without_function_modes
 from tpplan.compiler.ir.objects import without_checkpoint
 from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
 from tpplan.runtime.writes import Watched
-from tpplan.state.content import Difference, Reader, Value, difference, is_constant
+from tpplan.state.content import NOTHING, Difference, Reader, Value, difference, is_constant
 from tpplan.state.flat import Flat
-from tpplan.state.parts import PLAIN, UnseenError, functions_in, loaded, own_bases
+from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, loaded, own_bases
 from tpplan.state.reads import ANYTHING
-
-_NOWHERE = Value(type(None), "nothing")
 
 
 @contextmanager
@@ -42,10 +41,10 @@ def _apart() -> Generator[None]:
 
 
 class Place(NamedTuple):
-    """Where something is held: by a module under a name, or by the class of one."""
+    """Where something is held: by a module or its class under a name, or in a table of its hooks by a number."""
 
     holder: Any
-    name: str
+    name: Any
 
 
 class Held:
@@ -122,22 +121,25 @@ class Held:
         before = dict(self._now)
         self._compare({*self._deep, *self._around()})
         for place, content in self._now.items():
-            known = before.get(place, _NOWHERE)
+            known = before.get(place, NOTHING)
             if content == known:
                 continue
-            if known == self._first.get(place, _NOWHERE):
+            if known == self._first.get(place, NOTHING):
                 self._first[place] = content
             else:
                 self._like[place] = (content, self._seen_as(place, known))
         self._number()
 
-    @_apart()
     def read(self, names: Iterable[str]) -> None:
         """Let what bodies ask for by these names count: earlier proofs, which read none of it, hold for any value."""
         new = frozenset(names) - self._reads
-        if not new:
-            return
-        self._reads |= new
+        if new:
+            self._reads |= new
+            self.find()
+
+    @_apart()
+    def find(self) -> None:
+        """Look at what is there now, too, such as a new hook, as it is."""
         while places := [place for place in self._places() if place not in self._now and place not in self._local]:
             for place, content in self._contents(places):
                 self._now[place] = self._first[place] = content
@@ -149,7 +151,7 @@ class Held:
         if not changed:
             return None
         place = min(changed, key=self._shown)
-        return difference(self._shown(place), self._first.get(place, _NOWHERE), changed[place])
+        return difference(self._shown(place), self._first.get(place, NOTHING), changed[place])
 
     def holders(self) -> Iterator[object]:
         """What stands in the places in which the state differs from that of the first proofs."""
@@ -163,9 +165,9 @@ class Held:
     @_apart()
     def _compare(self, places: Iterable[Place]) -> None:
         for place, content in self._contents(places):
-            if content is _NOWHERE and place not in self._first:
+            if content is NOTHING and place not in self._first:
                 continue
-            self._first.setdefault(place, _NOWHERE)
+            self._first.setdefault(place, NOTHING)
             self._now[place] = content
         self._number()
         self._lay_out()
@@ -195,7 +197,7 @@ class Held:
                 continue
             held = self._standing(place)
             try:
-                yield place, _NOWHERE if held is MISSING else reader(held)
+                yield place, NOTHING if held is MISSING else reader(held)
             except UnseenError as error:
                 raise UnseenError(f"`{self._shown(place)}` is or holds {error}") from None
 
@@ -218,30 +220,36 @@ class Held:
                 if self._is_read(name) or name in self._loaded:
                     yield Place(kind, name)
 
-    def _named(self, module: nn.Module) -> Iterator[str]:
+    def _named(self, module: nn.Module) -> Iterator[Any]:
         own = (name for name in vars(module) if name not in NOT_ATTRIBUTES and (module, name) not in self._local)
         constants = (name for name, held in own_buffers(module).items() if held is not None and is_constant(held))
+        hooks = ((t, k) for t, table in hook_tables(module).items() for k, hook in table.items() if _is_users(hook))
         marked = (name for name, held in own_parameters(module).items() if held is not None and _marks(held))
-        return chain(own, constants, marked)
+        return chain(own, constants, marked, hooks if self._names[module] else ())
 
     def _standing(self, place: Place) -> Any:
+        if isinstance(place.name, tuple):
+            table, key = cast("tuple[str, int]", place.name)
+            return hook_tables(place.holder)[table].get(key, MISSING)
         if isinstance(place.holder, type):
-            own: Mapping[str, Any] = vars(place.holder)  # pyright: ignore
-            return own.get(place.name, MISSING)
+            return cast("Mapping[str, Any]", vars(place.holder)).get(place.name, MISSING)
         parameter = own_parameters(place.holder).get(place.name)
         if parameter is not None:
-            return _marks(parameter) or MISSING
+            marks = _marks(parameter)
+            return SimpleNamespace(**marks) if marks else MISSING
         buffer = own_buffers(place.holder).get(place.name)
         if buffer is not None:
             return buffer if is_constant(buffer) else MISSING
-        return vars(place.holder).get(place.name, MISSING)
+        return cast("dict[str, Any]", vars(place.holder)).get(place.name, MISSING)
 
-    def _is_read(self, name: str) -> bool:
-        return name in self._reads or ANYTHING in self._reads
+    def _is_read(self, name: object) -> bool:
+        return isinstance(name, tuple) or name in self._reads or ANYTHING in self._reads
 
     def _shown(self, place: Place) -> str:
         if isinstance(place.holder, type):
             return f"{place.holder.__module__}.{place.holder.__qualname__}.{place.name}"
+        if isinstance(place.name, tuple):
+            return f"{self._names[place.holder]}.{place.name[0]}[{place.name[1]}]"
         return f"{self._names[place.holder]}.{place.name}".lstrip(".")
 
     def _lay_out(self) -> None:
@@ -270,14 +278,17 @@ class Held:
     def follow(self) -> None:
         """Let the skeleton's modules hold copies of what the model's hold now."""
         now = self._attributes()
-        changed = {place for place, content in now.items() if content != self._copied.get(place, _NOWHERE)}
+        changed = {place for place, content in now.items() if content != self._copied.get(place, NOTHING)}
         for module, name in self._copied.keys() - now.keys() - self._local.keys():
             vars(self._twins[module]).pop(name, None)
         made: Any = transplanted([without_checkpoint(self._standing(place)) for place in changed], self._twins)
         for (module, name), item in zip(changed, made, strict=True):
             twin = self._twins[module]
-            if name in own_parameters(twin):
-                vars(own_parameters(twin)[name]).update(item)
+            if isinstance(name, tuple):
+                table, key = cast("tuple[str, int]", name)
+                hook_tables(twin)[table][key] = item
+            elif name in own_parameters(twin):
+                vars(cast("Tensor", own_parameters(twin)[name])).update(vars(item))
             elif name in own_buffers(twin):
                 own_buffers(twin)[name] = item
             else:
@@ -298,6 +309,13 @@ class Held:
                 except UnseenError as error:
                     found[place] = Value(type(error), str(error))
         return found
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is no library's."""
+    while isinstance(hook, (functools.partial, MethodType)):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__  # pyright: ignore
+    return not is_library(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)  # pyright: ignore
 
 
 def _marks(parameter: Tensor) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tpplan.state.parts import PLAIN, Bytes, Item, Memory, Step, UnseenError, cl
 
 DEEPEST = 100
 _LONGEST = 60
-_NOTHING = object()
+NOTHING = object()
 
 
 class Identity:
@@ -181,6 +181,8 @@ class Difference(NamedTuple):
 
 def difference(place: str, before: object, now: object) -> Difference:
     """The first place at which two contents differ that aren't equal."""
+    if isinstance(now, Node) and not isinstance(before, (Node, Value)):
+        before = Node(now.kind, ())
     if isinstance(before, Node) and isinstance(now, Node) and before.kind is now.kind:
         if isinstance(before.parts, frozenset) or isinstance(now.parts, frozenset):
             lost, added = set(before.parts) - set(now.parts), set(now.parts) - set(before.parts)
@@ -188,8 +190,8 @@ def difference(place: str, before: object, now: object) -> Difference:
             return Difference(place, *texts)
         old, new = dict(before.parts), dict(now.parts)
         for step in (*new, *(step for step in old if step not in new)):
-            if old.get(step, _NOTHING) != new.get(step, _NOTHING):
-                return difference(place_of(place, step), old.get(step, _NOTHING), new.get(step, _NOTHING))
+            if old.get(step, NOTHING) != new.get(step, NOTHING):
+                return difference(place_of(place, step), old.get(step, NOTHING), new.get(step, NOTHING))
     return Difference(place, shown(before), shown(now))
 
 
@@ -225,6 +227,7 @@ def _text(held: object) -> str:
 
 __all__ = [
     "DEEPEST",
+    "NOTHING",
     "Difference",
     "Identity",
     "Node",

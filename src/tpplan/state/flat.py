@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import without_function_modes
 from tpplan.state.content import Identity, Reader, is_constant, plain
-from tpplan.state.parts import PLAIN, Bytes, UnseenError, functions_in, globals_of, is_library, own_bases, parts
+from tpplan.state.parts import PLAIN, Bytes, UnseenError, functions_in, is_library, own_bases, parts, spaces_of
 
 Look = Callable[[], Iterable[object]]
 _VALUES = cast("Any", dict).values
@@ -147,9 +147,10 @@ class _Found:
         inside = [*vars(item).values(), *self._closure(item)]
         if not is_library(item.__module__):
             self.functions.append(item)
-            read = globals_of(item)
-            self.globals.setdefault(id(item.__globals__), (item.__globals__, set()))[1].update(name for name, _ in read)
-            inside += [item.__defaults__, item.__kwdefaults__, *(held for _, held in read)]
+            for name, leaf, space in spaces_of(item):
+                self.globals.setdefault(id(space), (space, set()))[1].add(leaf or name)
+                inside.append(space[leaf or name])
+            inside += [item.__defaults__, item.__kwdefaults__]
         if vars(item):
             self.objects.append(item)
         return inside

@@ -187,13 +187,13 @@ def _function(held: FunctionType) -> Parts:
     """A function's code, what it closes over, its defaults, and the globals that it reads."""
     found: Parts = [("__code__", held.__code__)]
     if is_library(held.__module__):
-        return found if not held.__closure__ else [*found, *_closure(held)]
+        return [*found, *_closure(held)]
     found += _closure(held)
     if held.__defaults__:
         found.append(("__defaults__", held.__defaults__))
     if held.__kwdefaults__:
         found.append(("__kwdefaults__", held.__kwdefaults__))
-    return [*found, *((name, item) for name, item in globals_of(held))]
+    return [*found, *globals_of(held)]
 
 
 def _closure(held: FunctionType) -> Parts:
@@ -207,12 +207,26 @@ def _closure(held: FunctionType) -> Parts:
 
 
 def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
-    """What a function reads of its module that may change: no library's modules, classes or functions."""
-    space = function.__globals__
-    return [(name, space[name]) for name in loaded(function.__code__)[0] if name in space and _may_change(space[name])]
+    """What a function reads of its module, and of the user's modules that it names, and that may change."""
+    return [(f"{name}.{leaf}" if leaf else name, space[leaf or name]) for name, leaf, space in spaces_of(function)]
+
+
+def spaces_of(function: FunctionType) -> list[tuple[str, str, dict[str, Any]]]:
+    """The same by the names in its code: of a global, and of what it reads of that if it's a module of Python."""
+    own, found = function.__globals__, list[tuple[str, str, dict[str, Any]]]()
+    names, attributes = loaded(function.__code__)
+    for name in names & own.keys():
+        held = own[name]
+        if isinstance(held, ModuleType):
+            inner = {} if is_library(held.__name__) else vars(held)
+            found += [(name, leaf, inner) for leaf in attributes & inner.keys() if _may_change(inner[leaf])]
+        elif _may_change(held):
+            found.append((name, "", own))
+    return sorted(found, key=lambda place: place[:2])
 
 
 def _may_change(held: object) -> bool:
+    """Whether it isn't a module of Python, nor a class or a function of a library's."""
     if isinstance(held, (ModuleType, BuiltinFunctionType)):
         return False
     return not (isinstance(held, (type, FunctionType)) and is_library(held.__module__))
