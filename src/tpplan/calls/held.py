@@ -288,7 +288,7 @@ class Held:
                 table, key = cast("tuple[str, int]", name)
                 hook_tables(twin)[table][key] = item
             elif name in own_parameters(twin):
-                vars(cast("Tensor", own_parameters(twin)[name])).update(vars(item))
+                cast("Any", own_parameters(twin)[name]).__dict__.update(vars(item))
             elif name in own_buffers(twin):
                 own_buffers(twin)[name] = item
             else:

@@ -342,7 +342,7 @@ class Model(nn.Module):
 What would run is no longer what was proved: a module or a parameter was added, removed or replaced after `parallelize`,
 as adapter libraries do, or an attribute was set that counts what a rank has (a number of heads), or to something that
 nobody can compare (an iterator). Change the stock model first, and parallelize the result. Flags, settings and
-functions that modules hold may be set at any time; calls are then proved again, or run by the proofs that they had in that state.
+functions that modules hold may be set at any time; calls are then proved again, or run by the proofs of that state.
 Wrappers without parameters, such as activation checkpoints, may be added as well.
 """,
         bad="""
