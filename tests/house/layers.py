@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rehearsal",),
     ("runtime",),
     ("compiler",),
+    ("state",),
     ("cost",),
     ("kernels",),
     ("ambience",),
@@ -44,7 +45,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 COMPAT = "compat"
 COMPAT_USERS = frozenset(
     {"bench", "calls", "parity", "suggest", "initialize", "checkpoint", "rehearsal", "runtime", "compiler", "kernels"}
-    | {"ambience"}
+    | {"ambience", "state"}
 )
 # Operators are data: the underscore of `torch.ops.aten._softmax` is part of a name that a trace holds.
 OPERATOR_PREFIX = "torch.ops.aten."

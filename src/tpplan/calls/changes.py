@@ -1,9 +1,9 @@
 """Changes: what was changed in a sharded model after `parallelize`, and what becomes of its proofs.
 
 in:  what was written to the model's modules since the last call, and the stock skeleton
-out: a skeleton with the new flags, whose calls are proved anew; or a TP130 for what no proof can follow
+out: the state of what modules hold, by which proofs are kept apart; or a TP130 for what no proof can follow
 
-    model.layers[0].act = gelu_tanh            a function: the skeleton gets it, and calls are proved anew
+    model.layers[0].act = gelu_tanh            a function: another state (`held`), whose calls have proofs of their own
     model.layers[0].attn.q = LoraLinear(q)     a module with parameters of its own: refused
 
 A module that only wraps sharded ones (an activation checkpoint) and holds no tensors may take their place.
@@ -11,22 +11,21 @@ A module that only wraps sharded ones (an activation checkpoint) and holds no te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from tpplan.calls.arguments import on_meta
 from tpplan.calls.errors import UnprovedCallError
+from tpplan.calls.held import Held
 from tpplan.calls.hooks import Hooks
-from tpplan.calls.settings import Settings
-from tpplan.calls.tables import Tables
-from tpplan.compiler.ir.objects import fresh_object, without_checkpoint
+from tpplan.compat import own_modules, own_parameters
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
-from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES, is_same
 from tpplan.runtime.writes import HOOKS, WRITES, Writes
+from tpplan.state.content import Difference
+from tpplan.state.flat import Standing
+from tpplan.state.parts import PLAIN, UnseenError
 
 _Place = tuple[nn.Module, str]
 _FORWARD = "forward"
@@ -45,13 +44,14 @@ class Changes:
         modes: the modules that aren't in the mode of the model itself.
     """
 
-    def __init__(self, model: nn.Module, stock: nn.Module, always: bool) -> None:
+    def __init__(self, model: nn.Module, stock: nn.Module, always: bool, reads: Iterable[str]) -> None:
         """Remember the model as it is.
 
         Args:
             model: the sharded model, which notes what is written to it.
             stock: a skeleton of the stock model.
             always: whether to compare the whole model at each call, so that no change is missed.
+            reads: the names by which bodies ask their modules for something.
         """
         self._model = model
         self._writes: Writes = vars(model)[WRITES]
@@ -61,20 +61,27 @@ class Changes:
         self._stock = {module: skeletons[name] for module, name in self._names.items()}
         self._children = {module: contents.children(module) for module in self._names}
         self._tensors = {module: contents.tensors(module) for module in self._names}
-        self._attributes = {module: contents.attributes(module) for module in self._names}
-        for module, name in self._writes.local:  # the next program may well have the stock model's number there
-            self._attributes[module][name] = contents.kept(getattr(self._stock[module], name, MISSING))
         self._kinds = [*dict.fromkeys(map(type, skeletons.values()))]
         self._functions = [*map(_functions, self._kinds)]
         self._hooks = Hooks(model, self._stock, self._writes)
-        self._tables = Tables(self._names)
-        self._settings = self._find_settings()
+        self._remember_tables()
+        self._held = Held(self._names, self._stock, self._writes.local, reads)
         self._broken: dict[_Place, str] = {}
         self.modes: frozenset[str] = frozenset()
         self._find_modes()
 
+    @property
+    def state(self) -> int:
+        """What of the modules' own state proofs are kept apart by; see `Held`."""
+        return self._held.state
+
+    @property
+    def difference(self) -> Difference | None:
+        """Where that differs from the state of the first proofs."""
+        return self._held.difference()
+
     def look(self) -> bool:
-        """Whether something was changed for which calls have to be proved anew.
+        """Whether something was changed for which calls have to be proved anew, whatever state modules are in.
 
         Raises:
             UnprovedCallError: what no proof can follow.
@@ -83,25 +90,33 @@ class Changes:
             self._refuse_replaced_function()
         writes = self._writes
         noted = [module for module, name in writes.noted if name == HOOKS] if writes.noted else ()
-        changed = self._look_at_settings() | self._hooks.look(noted)
+        changed = self._hooks.look(noted)
+        if changed:
+            self._held.find()
         if writes.modes:
             writes.modes = False
             self._find_modes()
         if self._always:
             return self.compare() or changed
-        if not writes.forwards:  # inside of one, a functional call has other tensors in place
-            writes.noted.update(self._tables.differing())
+        if not writes.forwards and not self._stands():  # inside of one, a functional call has other tensors in place
+            writes.noted.update(self._differing())
         if writes.noted or self._broken:
             return self._look_at({*writes.noted, *self._broken}) or changed
+        self._look_at_held(())
         return changed
 
-    def settle(self, forget: bool) -> None:
-        """Take what was written to settings since the last look as written by a forward, which its proof follows.
+    def settle(self) -> None:
+        """Take what was written since the last look as written by a forward, which its proof follows."""
+        self._held.settle()
 
-        Args:
-            forget: whether forwards go on writing, so that these settings can't be looked at any more.
-        """
-        self._settings.settle(forget)
+    def follow(self, reads: Iterable[str] = ()) -> None:
+        """Let the skeleton be as the model is now; bodies may ask for more names."""
+        self._held.read(reads)
+        self._held.follow()
+
+    def expect_writes(self) -> None:
+        """Settle after each forward from now on."""
+        self._writes.settle = self.settle
 
     @property
     def followed(self) -> Sequence[object]:
@@ -113,6 +128,10 @@ class Changes:
         self._find_modes()
         hooks = self._hooks.look_at_all()
         found = set(self._differing()) - self._writes.inside
+        try:
+            self._held.compare(self._writes.inside)
+        except UnseenError as error:
+            raise _unseen(error) from None
         return self._look_at({*self._writes.noted, *self._broken, *found}) or hooks
 
     def _refuse_replaced_function(self) -> None:
@@ -125,21 +144,44 @@ class Changes:
     def _look_at(self, places: set[_Place]) -> bool:
         self._writes.noted.clear()
         self._broken.clear()
-        changed = [self._look_at_one(*place) for place in places if place[0] in self._names]
-        if any(changed):
-            self._settings = self._find_settings()
+        known = [place for place in places if place[0] in self._names]
+        attributes = [place for place in known if self._is_attribute(*place)]
+        changed = [self._look_at_one(*place) for place in known if place not in attributes]
+        self._look_at_held(attributes)
         if places and not self._broken:
-            self._tables = Tables(self._names)
+            self._remember_tables()
         if self._broken:
             raise UnprovedCallError(f"TP130 changed-model: {min(self._broken.values())} {_HELP}")
         return any(changed)
+
+    def _look_at_held(self, written: Iterable[_Place]) -> None:
+        try:
+            self._held.look(written)
+        except UnseenError as error:
+            raise _unseen(error) from None
+        if self._held.state and self._writes.local:
+            self._refuse_counted()
+
+    def _is_attribute(self, module: nn.Module, name: str) -> bool:
+        """Whether it isn't looked at here, but by `Held`."""
+        known = (HOOKS, *self._children[module], *contents.children(module), *self._tensors[module])
+        local = (module, name) in self._writes.local
+        return not (local or name in known or contents.tensor(module, name) is not None)
+
+    def _remember_tables(self) -> None:
+        """Remember the children and parameters of all modules, as they stand in these."""
+        self._held_children = [held for module in self._names if (held := own_modules(module)) or _stores(module)]
+        self._known_children = [*map(dict, self._held_children)]
+        self._standing = Standing(held for module in self._names if (held := own_parameters(module)) or _stores(module))
+
+    def _stands(self) -> bool:
+        """Whether the same children and parameters stand there."""
+        return self._held_children == self._known_children and self._standing.is_same()
 
     def _look_at_one(self, module: nn.Module, name: str) -> bool:
         """Whether calls have to be proved anew for what is at one place; notes what is `_broken`."""
         shown = f"`{f'{self._names[module]}.{name}'.lstrip('.')}`"
         changed, broken = False, ""
-        if name == HOOKS:
-            return False
         if name == _FORWARD:  # what it calls of torch shows in the next call; around the root it sees whole tensors
             return module is not self._model
         if (module, name) in self._writes.local:
@@ -147,10 +189,8 @@ class Changes:
                 broken = f"{shown}, which counts what this rank holds, was set"
         elif name in self._children[module] or name in contents.children(module):
             changed, broken = self._child(module, name, shown)
-        elif name in self._tensors[module] or contents.tensor(module, name) is not None:
+        elif name != HOOKS:
             broken = self._tensor(module, name, shown)
-        else:
-            changed = self._attribute(module, name)
         if broken:
             self._broken[module, name] = broken
         return changed
@@ -192,31 +232,14 @@ class Changes:
             return f"{shown} was replaced by a {type(now).__name__} of shape {tuple(now.shape)}"
         return ""
 
-    def _attribute(self, module: nn.Module, name: str) -> bool:
-        known, now = self._attributes[module], vars(module).get(name, MISSING)
-        if name in NOT_ATTRIBUTES or is_same(known.get(name, MISSING), now):
-            return False
-        stock = self._stock[module]
-        if now is MISSING:
-            del known[name]
-            vars(stock).pop(name, None)
-        else:
-            known[name] = contents.kept(now)
-            shown = on_meta((), now) if isinstance(now, Tensor) else fresh_object(without_checkpoint(now))
-            setattr(stock, name, shown)
-        return True
-
     # -- the whole model ------------------------------------------------------------------------------------------
     def _differing(self) -> Iterator[_Place]:
         """The places at which the model differs from what it was."""
         for module in self._names:
-            tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-                (self._children[module], contents.children(module)),
-                (self._attributes[module], {n: v for n, v in vars(module).items() if n not in NOT_ATTRIBUTES}),
-            )
-            for before, now in tables:
-                names = {n for n in (*before, *now) if self._writes.local.get((module, n), MISSING) != now.get(n)}
-                yield from ((module, n) for n in names if not is_same(before.get(n, MISSING), now.get(n, MISSING)))
+            before, now = self._children[module], contents.children(module)
+            yield from ((module, name) for name in {*before, *now} if before.get(name) is not now.get(name))
+            local = [(name, held) for (owner, name), held in self._writes.local.items() if owner is module]
+            yield from ((module, name) for name, held in local if vars(module).get(name) is not held)
             before, now = self._tensors[module], contents.tensors(module)
             yield from ((module, name) for name in {*before, *now} if before.get(name) != now.get(name))
 
@@ -226,27 +249,28 @@ class Changes:
             stock.training = module.training
         self.modes = modes_of(self._stock[self._model])
 
-    # -- settings -------------------------------------------------------------------------------------------------
-    def _find_settings(self) -> Settings:
-        local = self._writes.local
-        shared = {
-            module: {name: held for name, held in attributes.items() if (module, name) not in local}
-            for module, attributes in self._attributes.items()
-        }
-        return Settings(shared, self._stock)
+    def _refuse_counted(self) -> None:
+        """TP130 for changed settings of which a module has its own, with counts: it wouldn't see the change."""
+        own: dict[type, _Place] = {type(held): at for at, held in self._writes.local.items() if type(held) not in PLAIN}
+        place = next((own[type(held)] for held in self._held.holders() if type(held) in own), None) if own else None
+        if place is not None:
+            raise UnprovedCallError(
+                f"TP130 changed-model: {self.difference}; `{self._names[place[0]]}.{place[1]}` is a copy that counts "
+                f"what this rank holds {_HELP}"
+            )
 
-    def _look_at_settings(self) -> bool:
-        changed = self._settings.changed()
-        for kind, name in changed:
-            for module, holder in self._writes.local:
-                if type(vars(module).get(holder)) is kind:  # with counts of its own, it wouldn't see the change
-                    raise UnprovedCallError(
-                        f"TP130 changed-model: `{name}` of the settings in `{self._names[module]}.{holder}` was set "
-                        f"{_HELP}"
-                    )
-        if changed:
-            self._settings.follow()
-        return bool(changed)
+
+def _unseen(error: UnseenError) -> UnprovedCallError:
+    """A TP130 for what can't be compared."""
+    return UnprovedCallError(
+        f"TP130 changed-model: {error}, and nobody can tell whether it changes\n  help: keep what steers a forward in "
+        "numbers, texts, containers or plain objects"
+    )
+
+
+def _stores(module: nn.Module) -> bool:
+    """Whether a module is there to hold others, or parameters."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict))
 
 
 def modes_of(model: nn.Module) -> frozenset[str]:

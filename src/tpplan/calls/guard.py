@@ -78,6 +78,7 @@ from tpplan.runtime.communicator import ProcessGroupCommunicator
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.reshard import UnevenShardError
 from tpplan.runtime.watched import WatchedCall
+from tpplan.state.parts import UnseenError
 
 _NOTHING = Asked()
 _MANY = 8
@@ -141,7 +142,7 @@ class CallGuard:
         self._device = torch.device(program.device)
         self._proofs = Proofs(Proof(plan, program), self._cover)
         self._whole: Proof | None = None
-        self._alone: Proof | None = None
+        self._alone: dict[int, Proof] = {}
         self._sequence_dims = program.sequence_dims
         self._flattens = _splits_rows(program)
         self._frozen: list[tuple[dict[str, Any], dict[str, Any], str, str]] = []
@@ -152,8 +153,8 @@ class CallGuard:
         self._compared: set[Kind] = set()
         self._uncompared: set[Kind] = set()
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
-        self._changed = False
-        self._writes = compiled.keeps_writing
+        self._changed = ""
+        self._reads = compiled.reads
         self._wrote = compiled.writes
         self._asked = compiled.asked
         self._members = compiled.members
@@ -180,7 +181,9 @@ class CallGuard:
         """
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._model = model
-        self._changes = Changes(model, self._stock, always)
+        self._changes = Changes(model, self._stock, always, self._reads)
+        if self._wrote:
+            self._changes.expect_writes()
         for name, module in named_modules(model):
             stock = self._stock.get_submodule(name)
             for leaf, held in own_parameters(stock).items():
@@ -203,7 +206,7 @@ class CallGuard:
         self._look()
         repeats = self._asked == _NOTHING and self._lockstep is None and not torch.is_grad_enabled()
         if repeats and not has_left():
-            known = self._repeats.find((training, self._modes), arguments, keywords)
+            known = self._repeats.find((training, self._modes, self._state), arguments, keywords)
             if known is not None:
                 return known, None
         call, decision = self._decide(training, arguments, keywords)
@@ -218,7 +221,7 @@ class CallGuard:
             if repeats and settled and not self._steering.is_known(decision.plain):
                 # Whether a sequence is odd is part of a key, but of calls that continue a cache.
                 holds = self._proofs.conditions(key) if call.parts or not self._sequence_dims else None
-                self._repeats.note((training, self._modes), arguments, keywords, proof.program, holds)
+                self._repeats.note((training, self._modes, self._state), arguments, keywords, proof.program, holds)
             return proof.program, None
         self._require_alike(call, key.kind)
         passed = Passed(arguments, keywords)
@@ -235,8 +238,13 @@ class CallGuard:
             self._follow_thawed()
         if self._changes is not None:
             if self._changes.look():
-                self._forget()
+                self._forget("hooks or wrappers")
             self._modes = self._changes.modes
+
+    @property
+    def _state(self) -> int:
+        """What of the modules' own state proofs are kept apart by."""
+        return 0 if self._changes is None else self._changes.state
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
         """The call, and the proof that covers it; it is made now if there is none."""
@@ -249,8 +257,11 @@ class CallGuard:
         if proof is None or has_left() or key.kind in self._uncompared:
             self._require_alike(call, key.kind)
         if proof is None:
+            state = self._state
             if self._changes is not None and self._changes.compare():
-                self._forget()
+                self._forget("hooks or wrappers")
+            if state != self._state:
+                return self._decide(training, arguments, keywords)
             try:
                 proof, compiled = self._prove(call)
             except UnprovedCallError as error:
@@ -308,10 +319,10 @@ class CallGuard:
             plain["the random state"] = random_state()
         refuse_different(exchange(self._axis.group, _PROMPT, facts_of(Call(False, (), plain, Parts()), ())))
 
-    def _forget(self) -> None:
-        self._changed = True
+    def _forget(self, changed: str) -> None:
+        self._changed = changed
         self._repeats.forget()
-        self._alone = None
+        self._alone.clear()
         self._proofs.forget()
         self._paths.forget()
         self._steering.forget()
@@ -336,8 +347,6 @@ class CallGuard:
     def accept(self, decision: Decision) -> None:
         """Take a call as proved: it kept to a proved path on every rank."""
         decision.proof.met.add(decision.key.kind)
-        if self._changes is not None:
-            self._changes.settle(self._writes)
 
     def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
         """The proof of a call at its own sizes, by these sides of branches on data, and whether it changes attributes.
@@ -429,13 +438,13 @@ class CallGuard:
             UnprovedCallError: the model was changed in a way that no proof can follow.
         """
         if self._changes is not None and self._changes.look():
-            self._forget()
+            self._forget("hooks or wrappers")
         if torch.is_grad_enabled():
             self._follow_thawed()
             self._refuse_thawed()
-        if self._alone is None:
-            self._alone = self._of_single_modules()
-        return self._alone.program
+        if self._state not in self._alone:
+            self._alone[self._state] = self._of_single_modules()
+        return self._alone[self._state].program
 
     def _of_single_modules(self) -> Proof:
         """The example's proof with all sequences whole; once settings were changed, as it is under these.
@@ -443,7 +452,7 @@ class CallGuard:
         That a program of before covers it isn't enough: modules may return what they didn't, as attention its weights.
         """
         base = self._with_whole_sequences() if self._sequence_dims else self.main
-        if not self._changed:
+        if not (self._changed or self._state):
             return base
         example = Call(self.main.program.training, *self._example, Parts())
         _, compiled = self._proved(example, base)
@@ -456,11 +465,19 @@ class CallGuard:
             more = (*more, *self._answers(call))
         if self._modes:
             more = (*more, self._modes)
+        if self._state:
+            more = (*more, self._state)
         if self._sequence_dims:
             more = (*more, self._is_odd(call), _is_single(call))
         elif self._flattens:
             more = (*more, _is_single(call))
-        return self._read(call.training, call.arguments, call.keywords, more)
+        try:
+            return self._read(call.training, call.arguments, call.keywords, more)
+        except UnseenError as error:
+            raise UnprovedCallError(
+                f"TP117 unproved-call: an argument of this call is or holds {error}, so that nobody can tell it from "
+                "another\n  help: pass numbers, texts, tensors, containers of these, or plain objects"
+            ) from None
 
     def _answers(self, call: Call) -> Iterator[object]:
         """What bodies are told that ask for more than the rest of a key has."""
@@ -485,6 +502,8 @@ class CallGuard:
     def _cover(self, subject: Subject) -> Cover | None:
         """The sizes for which a proof holds, on all ranks; None if it is proved of those of its call alone."""
         found: Cover | None = None
+        if self._changes is not None:
+            self._changes.follow()
         with suppress(NotCoveredError), ambience(self.followed_hooks()):
             found = cover(subject, self._read.sizes, self._rank)
         if self._lockstep is not None:
@@ -548,7 +567,6 @@ class CallGuard:
             advice = f"\n  help: if this is about the cache: {_OF_CACHES}" if _passes_objects(call) else ""
             raise UnprovedCallError(f"{self._headline(call)}: it can't be proved\n{error}{advice}") from error
         program = compiled.program
-        self._writes |= compiled.keeps_writing
         self._wrote |= compiled.writes
         self._asked |= compiled.asked
         there = (*(() if first is None else (first,)), base, *self._proofs)
@@ -594,7 +612,9 @@ class CallGuard:
         modes = (self.main.program.training, call.training)
         shown = call_difference(self._described, described(call.arguments, call.keywords, self._names), modes)
         differs = f"this call differs from the example ({shown})" if shown else ""
-        changed = "the model or its hooks changed after `parallelize`" if self._changed else ""
+        difference = None if self._changes is None else self._changes.difference
+        changed = f"{self._changed} changed after `parallelize`" if self._changed else ""
+        changed = changed if difference is None else str(difference)
         broken = self._proofs.broken(self._key(call))
         size = f"calls like it are proved where {' and '.join(broken)}" if broken else ""
         reasons = ", and ".join(filter(None, (changed, differs, size))) or "this call isn't covered by a proof"
@@ -606,6 +626,8 @@ class CallGuard:
         compiled: Compiled | None = None
         if self._lockstep is not None:
             self._lockstep.meet("the proof of a call of a new kind")
+        if self._changes is not None:
+            self._changes.follow()
         try:
             with ambience(self.followed_hooks()):
                 compiled = compile_it()
@@ -616,6 +638,10 @@ class CallGuard:
         if compiled is None:
             assert error is not None
             raise error
+        if self._changes is not None:
+            self._changes.follow(compiled.reads)
+            if compiled.writes:
+                self._changes.expect_writes()
         return compiled
 
     # -- whole sequences ------------------------------------------------------------------------------------------
@@ -660,8 +686,8 @@ class CallGuard:
             self._frozen.remove(held)
         if thawed:
             self._thawed = thawed[0][3].lstrip(".")
-            self._whole = self._alone = None
-            self._forget()
+            self._whole = None
+            self._forget("parameters that were frozen")
 
     def _refuse_thawed(self) -> None:
         """TP117 for a module that is called by itself: its program has no sum for parameters that were thawed since."""

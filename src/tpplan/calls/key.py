@@ -10,29 +10,28 @@ Two calls of one kind take the same path through the model unless it asks for si
 is `traced`: a capture sees it. The rest (`ambient`) is the machine's: devices, whether gradients are recorded.
 
 A positional argument has its name in the key, so that it doesn't matter how it is spelled. A flag counts by its type
-and value (`True` is neither 1 nor 1.0), an object by its type and its attributes, or by its identity if it hides these.
+and value (`True` is neither 1 nor 1.0), all else by its content to the bottom (`state.parts`). What can't be read, such
+as a generator, is refused.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from itertools import groupby
-from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.compiler.cover import LEAST_LENGTH
-from tpplan.compiler.ir.objects import PLAIN, is_opaque
+from tpplan.compiler.ir.objects import is_opaque
 from tpplan.compiler.ir.pytree import children, is_record, shows_its_state
 from tpplan.compiler.trace.capture import argument_names
+from tpplan.state.content import DEEPEST, Identity, Reader, leaf, plain
+from tpplan.state.parts import PLAIN, Bytes, UnseenError, class_data, parts
 
 Part = tuple[object, ...]
-_DEPTH = 7
 _READ_OTHERWISE = frozenset((float, complex, slice))
 
 
@@ -59,28 +58,6 @@ class CallKey(NamedTuple):
 
     kind: Kind
     sizes: tuple[object, ...]
-
-
-class Identity:
-    """An object that counts by its identity; it is held, so that no other object can be given the same one."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: object) -> None:
-        """Stand for `held`."""
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-    def __deepcopy__(self, memo: object) -> Identity:
-        return self
-
-    def __repr__(self) -> str:
-        return f"<{type(self.held).__name__}>"
 
 
 _forms: dict[object, Identity] = {}
@@ -135,7 +112,7 @@ class KeyReader:
 class _Seen:
     """What a call's arguments show while they are read."""
 
-    __slots__ = ("_lengths", "_recorded", "devices", "sizes", "tensors")
+    __slots__ = ("_lengths", "_open", "_recorded", "devices", "sizes", "tensors")
 
     def __init__(self, recorded: bool) -> None:
         self._recorded = recorded
@@ -143,6 +120,7 @@ class _Seen:
         self.sizes: list[torch.Size] = []
         self.tensors: list[int] = []
         self._lengths: list[int] = []
+        self._open: list[int] = []
 
     def all_sizes(self) -> tuple[object, ...]:
         """The sizes of all tensors, then the lengths that objects note, each with how often it comes in a row."""
@@ -157,48 +135,62 @@ class _Seen:
         tensors = self.tensors
         return tuple(map(tensors.index, tensors)) if len(set(tensors)) < len(tensors) else ()
 
-    def read(self, held: Any, depth: int = _DEPTH) -> object:
-        """What counts of one argument."""
+    def read(self, held: Any) -> object:
+        """What counts of one argument.
+
+        Raises:
+            UnseenError: it can be neither compared nor counted.
+        """
         if isinstance(held, Tensor):
             self.devices.append(held.device.type)
             self.sizes.append(held.shape)
             self.tensors.append(id(held))
             found: Part = (held.dtype, held.dim(), self._recorded and held.requires_grad)
             if held.__dict__:  # what its owner has noted on it
-                found = (*found, self.read(held.__dict__, depth))
+                found = (*found, self.read(held.__dict__))
             return found if type(held) is Tensor else (type(held), *found)
         kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
-        if kind is float or kind is complex:
-            return kind, repr(held)  # tells 0.0 from -0.0, and finds nan again
-        if kind is slice:
-            return kind, held.start, held.stop, held.step
         if kind in PLAIN:
-            return kind, held
-        return self._read_further(kind, held, depth - 1) if depth else Identity(held)
+            return plain(held) if kind in _READ_OTHERWISE else (kind, held)
+        open_ = self._open
+        if id(held) in open_:
+            return kind, open_.index(id(held))
+        if len(open_) == DEEPEST:
+            raise UnseenError(f"a `{kind.__name__}`, {DEEPEST} objects deep")
+        open_.append(id(held))
+        try:
+            return self._read_further(kind, held)
+        finally:
+            open_.pop()
 
-    def _read_further(self, kind: type[Any], held: Any, depth: int) -> object:
-        if isinstance(held, (tuple, list)):
-            return kind, *[self.read(item, depth) for item in held]  # pyright: ignore
-        if isinstance(held, dict):
-            return kind, *[(self.read(key), self.read(item, depth)) for key, item in held.items()]  # pyright: ignore
-        if isinstance(held, (set, frozenset)):
-            return kind, frozenset(self.read(item, depth) for item in held)  # pyright: ignore
-        if isinstance(held, Enum):
-            return kind, held.name
+    def _read_further(self, kind: type[Any], held: Any) -> object:
+        if kind is tuple or kind is list:
+            return kind, *[self.read(item) for item in held]
+        if kind is dict:
+            return kind, *[(self.read(key), self.read(item)) for key, item in held.items()]
         if is_record(held):
-            return kind, *[(name, self.read(item, depth)) for name, item in children(held) or ()]
-        if shows_its_state(kind):
-            return kind, self._read_state(cast("dict[str, Any]", vars(held)), depth)
-        if is_opaque(held):
-            return (kind, Identity(held)) if isinstance(held, nn.Module) else kind
-        return self._read_object(kind, held, depth)
+            found = [(name, self.read(item)) for name, item in children(held) or ()]
+        elif shows_its_state(kind):
+            return kind, self._read_state(held)
+        elif isinstance(held, nn.Module) or is_opaque(held):  # a proof leaves it out
+            return kind, Reader({}, _of_hidden)(held)
+        else:
+            inner = parts(held)
+            if inner is None:
+                return leaf(held)
+            found = [(step, item if isinstance(step, Bytes) else self.read(item)) for step, item in inner]
+        if isinstance(held, type):
+            return leaf(held), *found
+        if isinstance(held, (set, frozenset)):
+            return kind, frozenset(found)
+        return kind, *found, *[(name, self.read(item)) for name, item in class_data(kind)]
 
-    def _read_state(self, state: dict[str, Any], depth: int) -> object:
+    def _read_state(self, held: Any) -> object:
         """What counts of an object; whole numbers beside tensors, if not small, are lengths: they count as sizes."""
-        found: list[object] = []
+        found: list[object] = [(name, self.read(item)) for name, item in class_data(cast("type[Any]", type(held)))]
         lengths: list[tuple[str, int]] = []
         tensors = len(self.tensors)
-        for name, item in state.items():
+        for name, item in held.__dict__.items():
             kind = cast("type[Any]", type(item))
             if kind is int and item >= LEAST_LENGTH:
                 lengths.append((name, item))
@@ -207,7 +199,7 @@ class _Seen:
             elif kind is torch.SymInt:
                 lengths.append((name, item))
             else:
-                found.append((name, self.read(item, depth)))
+                found.append((name, self.read(item)))
         if len(self.tensors) == tensors:
             found += lengths
         else:
@@ -216,19 +208,10 @@ class _Seen:
         form = tuple(found)
         return _forms.setdefault(form, Identity(form))
 
-    def _read_object(self, kind: type[Any], held: Any, depth: int) -> object:
-        if isinstance(held, FunctionType):
-            cells: tuple[CellType, ...] = held.__closure__ or ()
-            closure = [self.read(_content(cell), depth) for cell in cells]
-            defaults = self.read((held.__defaults__, held.__kwdefaults__), depth)
-            return kind, Identity(held.__code__), Identity(held.__globals__), defaults, *closure
-        if isinstance(held, MethodType):
-            return kind, Identity(held.__func__), self.read(held.__self__, depth)
-        if isinstance(held, functools.partial):
-            return kind, *[self.read(part, depth) for part in (held.func, held.args, held.keywords)]  # pyright: ignore
-        if isinstance(held, (torch.Stream, torch.Event)):
-            return kind  # a cache may have one of its own
-        return kind, Identity(held)
+
+def _of_hidden(held: Tensor) -> object:
+    """What counts of a tensor in an object that a proof leaves out."""
+    return type(held), held.dtype, held.dim()
 
 
 def _ambient() -> Part:
@@ -248,13 +231,6 @@ def _autocast(device: str) -> object:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable isn't set yet
-        return None
-
-
 def _none_by_default(forward: Callable[..., Any]) -> frozenset[str]:
     """The arguments for which None says the same as leaving them out."""
     try:
@@ -264,4 +240,4 @@ def _none_by_default(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters.items() if parameter.default is None)
 
 
-__all__ = ["CallKey", "Identity", "KeyReader", "Kind", "ambient_state"]
+__all__ = ["CallKey", "KeyReader", "Kind", "ambient_state"]

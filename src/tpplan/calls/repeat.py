@@ -28,9 +28,10 @@ from torch import Tensor
 
 from tpplan.calls.key import ambient_state
 from tpplan.compiler.cover import LEAST_LENGTH
-from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.ir.program import Program
 from tpplan.compiler.ir.pytree import has_own_state, tensors_in
+from tpplan.state.flat import Flat
+from tpplan.state.parts import PLAIN, own_bases
 
 Sizes = tuple[object, ...]
 Reader = Callable[[Sequence[Any]], Sizes | None]
@@ -171,6 +172,7 @@ class _Written:
         self._tensors: list[tuple[str, Tensor]] = []
         self._plain: list[tuple[str, object]] = []
         self._numbers: list[str] = []
+        self._classes: list[type[Any]] = []
 
     def dims(self) -> list[int]:
         """How many dims each tensor has, in the order of the sizes."""
@@ -186,6 +188,8 @@ class _Written:
         self._require(f"[*map(facts, tensors)] == {self._named([_FACTS(held) for _, held in self._tensors])}")
         self._require(f"len({{*map(id, tensors)}}) == {len(self._tensors)}")  # one tensor twice is another call
         self._require(f"{{*map(type, lengths := [{', '.join(self._numbers)}])}} <= {self._named({int})}")
+        if self._classes:  # of the user's, which may have flags of their own
+            self._require(f"{self._named(Flat(self._classes, ()))}.is_same()")
         source = ["def read(held):", *self._lines, "return (*map(shape, tensors), *lengths)"]
         exec("\n ".join(source), self._constants)  # of names and structure alone, none of which is the caller's text
         return cast("Reader", self._constants["read"])
@@ -208,7 +212,7 @@ class _Written:
         return known
 
     def _look(self, name: str, held: Any, depth: int, lengths: list[str] | None) -> bool:
-        kind = cast("type[Any]", type(held))
+        kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
         if kind is Tensor:
             self._tensors.append((name, held))
             return not (held.requires_grad or vars(held))
@@ -217,6 +221,7 @@ class _Written:
             return True
         if kind in _COMPARED or isinstance(held, type):
             self._plain.append((name, held))
+            self._classes += own_bases(held) if isinstance(held, type) else ()
             return True
         if not depth:
             return False
@@ -238,6 +243,7 @@ class _Written:
     def _state(self, name: str, held: Any, depth: int) -> bool:
         """Look at an object's attributes: whole numbers beside tensors are lengths."""
         own, state = self._variable(), cast("dict[str, Any]", vars(held))
+        self._classes += own_bases(cast("type[Any]", type(held)))
         self._require(f"type({name}) is {self._named(cast('object', type(held)))}")
         self._lines.append(f"{own} = {name}.__dict__")
         self._require(f"(*{own},) == {self._named((*state,))}")

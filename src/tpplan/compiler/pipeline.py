@@ -51,9 +51,10 @@ from tpplan.compiler.rewrite.lemmas import justify
 from tpplan.compiler.rules.propagate import FILLS, Propagator
 from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
-from tpplan.compiler.trace.preconditions import unfit_findings
+from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
+from tpplan.state.reads import ANYTHING, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Compiled:
             alone, as numbers are read, or as calls after the first take another way.
         called: the modules that the call runs, with those of their arguments to which a gradient comes back.
         drawn, draws_unseen, tests: see `Trace`.
+        reads: the names by which bodies ask their modules for something.
     """
 
     program: Program
@@ -96,6 +98,7 @@ class Compiled:
     drawn: frozenset[str] = frozenset()
     draws_unseen: bool = False
     tests: Sides = field(default_factory=Sides)
+    reads: frozenset[str] = frozenset((ANYTHING,))
 
     @property
     def digest(self) -> Digest:
@@ -113,6 +116,15 @@ def compile_call(request: Request) -> Compiled:
     unfit = unfit_findings(request.model)
     if unfit:
         raise CompileError(unfit)
+    with reads() as read:
+        compiled = _compiled(request)
+    unseen = unseen_findings(request.model, read)
+    if unseen:
+        raise CompileError(unseen)
+    return replace(compiled, reads=frozenset(read))
+
+
+def _compiled(request: Request) -> Compiled:
     with without_collection(), without_inference_kernels():
         compiled = _compile_with_later(request)
         if compiled.later:

@@ -5,13 +5,10 @@ Of tensors only the shape is remembered, since their memory may be wanted.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import COMPILED_CALL, COMPOSED, own_buffers, own_modules, own_parameters
-from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.trace.preconditions import MARK
 from tpplan.runtime.packed import PackedShard
 from tpplan.runtime.writes import CHECKS, WRITES
@@ -48,34 +45,4 @@ def form(held: Tensor) -> TensorForm:
     return tuple(held.shape), placement.layout if isinstance(placement, PackedShard) else placement
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's other attributes, its settings among them."""
-    return {name: kept(held) for name, held in vars(module).items() if name not in NOT_ATTRIBUTES}
-
-
-def kept(held: Any) -> Any:
-    """What to remember of an attribute."""
-    return (Tensor, tuple(held.shape), held.dtype) if isinstance(held, Tensor) else held
-
-
-def is_same(before: Any, now: Any) -> bool:
-    """Whether an attribute, or an entry of settings, is what it was."""
-    if before is now:
-        return True
-    if isinstance(now, Tensor):
-        return isinstance(before, tuple) and bool(before == kept(now))
-    return type(before) is type(now) and type(now) in PLAIN and before == now
-
-
-__all__ = [
-    "MISSING",
-    "NOT_ATTRIBUTES",
-    "TensorForm",
-    "attributes",
-    "children",
-    "form",
-    "is_same",
-    "kept",
-    "tensor",
-    "tensors",
-]
+__all__ = ["MISSING", "NOT_ATTRIBUTES", "TensorForm", "children", "form", "tensor", "tensors"]

@@ -223,6 +223,8 @@ class ShardedRoot(ShardedModule):
                 direct.take()
             if writes is not None:
                 writes.forwards -= 1
+                if writes.settle is not None and not writes.forwards:
+                    writes.settle()
             runtime.handed_out.close()
 
 

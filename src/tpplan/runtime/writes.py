@@ -74,6 +74,7 @@ class Writes:
         dropped: the parameter that was deleted last, with its module and name.
         compiled: whether a compiler was given one of the modules.
         onlookers: what is known of hooks of all modules.
+        settle: called when a forward ends that may have written to what modules hold.
     """
 
     _paused = True  # until there is more of it: a copy of a model is set attribute by attribute
@@ -91,6 +92,7 @@ class Writes:
         self.compiled = False
         self.onlookers = Onlookers()
         self.outside: Callable[[nn.Module], Outside] | None = None
+        self.settle: Callable[[], None] | None = None
         self._units: WeakKeyDictionary[Any, list[tuple[nn.Module, str]]] = WeakKeyDictionary()
         self._paused = False
 

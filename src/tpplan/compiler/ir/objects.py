@@ -25,11 +25,8 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from tpplan.compat import SYMBOLIC
 from tpplan.compiler.ir.hidden import hidden_tensors
 from tpplan.compiler.ir.pytree import is_record, is_record_class, leaves, shows_its_state
+from tpplan.state.parts import PLAIN
 
-PLAIN = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 SHARED = (type, ModuleType, BuiltinFunctionType, Enum, *SYMBOLIC)
 _DEPTH = 6

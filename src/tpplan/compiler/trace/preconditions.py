@@ -8,7 +8,7 @@ out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,33 @@ from torch.nn.parameter import is_lazy
 from tpplan.compat import computes_otherwise, has_gradient_hooks, named_modules, own_buffers
 from tpplan.plan import Diagnostic
 from tpplan.plan.wording import with_article
+from tpplan.state.content import Reader
+from tpplan.state.parts import UnseenError
 
 MARK = "_tpplan"
 WANTS_GRADIENT = "requires grad, and isn't a parameter, so that no sum over the ranks is placed for its gradient"
 NO_PARAMETER = "make it an `nn.Parameter`"
+_STOCK = frozenset(vars(nn.Module()))
+
+
+def unseen_findings(model: nn.Module, reads: Set[str]) -> list[Diagnostic]:
+    """Findings about attributes that bodies read, and that nobody can compare without using them up."""
+    findings: list[Diagnostic] = []
+    reader = Reader({module: name for name, module in named_modules(model)})
+    for name, module in named_modules(model):
+        for leaf in vars(module).keys() & reads - _STOCK:
+            try:
+                reader(vars(module)[leaf])
+            except UnseenError as error:
+                finding = Diagnostic(
+                    code="TP129",
+                    message=f"what the model computes depends on how often it was called before: "
+                    f"`{f'{name}.{leaf}'.lstrip('.')}` is or holds {error}",
+                    help="keep what steers a forward in numbers, texts, containers or plain objects",
+                    subject=name,
+                )
+                findings.append(finding)
+    return findings
 
 
 def unfit_findings(model: nn.Module) -> list[Diagnostic]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import named_modules, own_buffers, own_parameters
 from tpplan.compiler.ir.hidden import is_plain, members
+from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.trace.noted import UnfollowedError
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -62,7 +63,8 @@ def make_skeleton(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
             if id(parameter) not in parameters:
                 shape = (shapes or {}).get(name, tuple(parameter.shape))
                 meta = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                parameters[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+                copied = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+                parameters[id(parameter)] = note_alike(copied, parameter)
     memo.update(parameters)
     buffers = _buffers(model, shapes or {}, memo)
     modules = [module for _, module in named_modules(model)]
@@ -223,5 +225,5 @@ def _without_closure(held: FunctionType) -> FunctionType:
 
 def _to_meta(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and not isinstance(tensor, nn.Parameter) and tensor.dim() == 0:
-        return tensor.detach().clone()  # a scalar constant: the model may read its value
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return note_alike(tensor.detach().clone(), tensor)  # a scalar constant: the model may read its value
+    return note_alike(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), tensor)

@@ -320,7 +320,8 @@ def forward(self, x):
 A forward may count its calls, cache a table, or leave tensors in attributes and buffers: that is recorded, and the
 calls after the first are proved too. But what it computes must not depend on a number, a string or the length of a list
 that each call changes: only the first calls were proved, and the tenth may do something else.
-Keep such state in a buffer, and compute with it as a tensor; or count outside of the forward.
+Keep such state in a buffer, and compute with it as a tensor; or count outside of the forward. An iterator that a
+forward reads is such state, too.
 """,
         bad="""
 class Model(nn.Module):
@@ -341,9 +342,10 @@ class Model(nn.Module):
         summary="A module or parameter of a sharded model was replaced after `parallelize`.",
         explanation="""
 What would run is no longer what was proved: a module or a parameter was added, removed or replaced after `parallelize`,
-as adapter libraries do, or an attribute was set that counts what a rank has (a number of heads). Change the stock model
-first, and parallelize the result. Flags and functions that modules hold may be set at any time; calls are then proved
-again. Wrappers without parameters, such as activation checkpoints, may be added as well.
+as adapter libraries do, or an attribute was set that counts what a rank has (a number of heads), or to something that
+nobody can compare (an iterator). Change the stock model first, and parallelize the result. Flags, settings and
+functions that modules hold may be set at any time; calls are then proved again, or run by the proofs of that state.
+Wrappers without parameters, such as activation checkpoints, may be added as well.
 """,
         bad="""
 model = tpplan.parallelize(model, plan)

@@ -1,0 +1,326 @@
+"""Held: what the modules of a model hold beside modules and tensors, as a premise of its proofs.
+
+in:  a sharded model, and the names by which bodies have asked their modules for something
+out: a number for the state that they would see now; the place in which it differs from that of the first proofs
+
+    model.config.scale = 3     ->   state 1: calls are proved anew
+    model.config.scale = 2     ->   state 0: they run by the first proofs again
+
+An attribute that no body has read is no premise: `generate` notes on a model what it did. What a forward writes itself
+is for its proof to follow, and no change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from tpplan.compat import hook_tables, own_buffers, own_parameters, without_dispatch_modes, without_function_modes
+from tpplan.compiler.ir.objects import without_checkpoint
+from tpplan.compiler.trace.skeleton import transplanted
+from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
+from tpplan.runtime.writes import Watched
+from tpplan.state.content import NOTHING, Difference, Reader, Value, difference, is_constant
+from tpplan.state.flat import Flat
+from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, loaded, own_bases
+from tpplan.state.reads import ANYTHING
+
+
+@contextmanager
+def _apart() -> Generator[None]:
+    """A block that nobody's modes see."""
+    with without_function_modes(), without_dispatch_modes():
+        yield
+
+
+class Place(NamedTuple):
+    """Where something is held: by a module or its class under a name, or in a table of its hooks by a number."""
+
+    holder: Any
+    name: Any
+
+
+class Held:
+    """What the modules of one model hold.
+
+    Attributes:
+        state: 0 in the state of the first proofs; in another one that bodies could tell from it, another number.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        twins: Mapping[nn.Module, nn.Module],
+        local: Mapping[tuple[nn.Module, str], Any],
+        reads: Iterable[str],
+    ) -> None:
+        """Look.
+
+        Args:
+            names: the modules, with their names.
+            twins: for each of them that of the skeleton.
+            local: the attributes that hold what this rank counts, which are looked at by themselves.
+            reads: the names that bodies have asked for.
+        """
+        self._names, self._twins, self._local = names, twins, local
+        self._kinds = dict.fromkeys(kind for module in names for kind in own_bases(type(module)))
+        self._kinds = {kind: None for kind in self._kinds if not issubclass(kind, Watched)}
+        self._reads, self._loaded = frozenset[str](), frozenset[str]()
+        self._copied = self._attributes()
+        self._now: dict[Place, object] = {}
+        self._first: dict[Place, object] = {}
+        self._like: dict[Place, tuple[object, object]] = {}
+        self._states: dict[frozenset[tuple[Place, object]], int] = {frozenset(): 0}
+        self.state = 0
+        self._lay_out()
+        self.read(reads)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        """That of a copy of the model, which is looked at when it is called: it is being made."""
+        made = Held.__new__(Held)
+        memo[id(self)] = made
+        again = functools.partial(copy.deepcopy, memo=memo)
+
+        def moved(held: Mapping[Place, Any]) -> dict[Place, Any]:
+            return {Place(again(place.holder), place.name): content for place, content in held.items()}
+
+        vars(made).update(vars(self), _names=again(self._names), _twins=again(self._twins), _local=again(self._local))
+        made._copied, made._now, made._first = moved(self._copied), moved(self._now), moved(self._first)
+        made._like, made._flat = moved(self._like), None
+        made._states = {frozenset(moved(dict(held)).items()): state for held, state in self._states.items()}
+        return made
+
+    # -- at each call ---------------------------------------------------------------------------------------------
+    def look(self, written: Iterable[tuple[nn.Module, str]] = ()) -> None:
+        """See what was changed since the last look.
+
+        Args:
+            written: attributes of modules that were set or deleted.
+        """
+        written = [Place(*place) for place in written if self._is_read(place[1])]
+        if not written and self._is_same():
+            return
+        self._compare({*self._deep, *self._around(), *written})
+
+    @_apart()
+    def compare(self, without: Iterable[tuple[nn.Module, str]]) -> None:
+        """As `look`, for all that there is, however it was written, but for what forwards write."""
+        self._compare({*self._now, *self._places()}.difference(Place(*place) for place in without))
+
+    def settle(self) -> None:
+        """Take what was written since the last look as written by a forward, which its proof follows."""
+        if self._is_same():
+            return
+        before = dict(self._now)
+        self._compare({*self._deep, *self._around()})
+        for place, content in self._now.items():
+            known = before.get(place, NOTHING)
+            if content == known:
+                continue
+            if known == self._first.get(place, NOTHING):
+                self._first[place] = content
+            else:
+                self._like[place] = (content, self._seen_as(place, known))
+        self._number()
+
+    def read(self, names: Iterable[str]) -> None:
+        """Let what bodies ask for by these names count: earlier proofs, which read none of it, hold for any value."""
+        new = frozenset(names) - self._reads
+        if new:
+            self._reads |= new
+            self.find()
+
+    @_apart()
+    def find(self) -> None:
+        """Look at what is there now, too, such as a new hook, as it is."""
+        while places := [place for place in self._places() if place not in self._now and place not in self._local]:
+            for place, content in self._contents(places):
+                self._now[place] = self._first[place] = content
+            self._lay_out()
+
+    def difference(self) -> Difference | None:
+        """The first place in which the state differs from that of the first proofs."""
+        changed = self._changed()
+        if not changed:
+            return None
+        place = min(changed, key=self._shown)
+        return difference(self._shown(place), self._first.get(place, NOTHING), changed[place])
+
+    def holders(self) -> Iterator[object]:
+        """What stands in the places in which the state differs from that of the first proofs."""
+        return (self._standing(place) for place in self._changed())
+
+    def _is_same(self) -> bool:
+        flat = self._flat
+        return flat is not None and flat.is_same() and [*map(len, self._marks)] == self._marked
+
+    # -- contents -------------------------------------------------------------------------------------------------
+    @_apart()
+    def _compare(self, places: Iterable[Place]) -> None:
+        for place, content in self._contents(places):
+            if content is NOTHING and place not in self._first:
+                continue
+            self._first.setdefault(place, NOTHING)
+            self._now[place] = content
+        self._number()
+        self._lay_out()
+
+    def _number(self) -> None:
+        changed = frozenset(self._changed().items())
+        self.state = self._states.setdefault(changed, len(self._states))
+
+    def _changed(self) -> dict[Place, object]:
+        seen = ((place, self._seen_as(place, content)) for place, content in self._now.items())
+        return {place: content for place, content in seen if content != self._first[place]}
+
+    def _seen_as(self, place: Place, content: object) -> object:
+        """What a content that a forward has made counts as: what was there before it."""
+        made, known = self._like.get(place, (None, None))
+        return known if content == made else content
+
+    def _contents(self, places: Iterable[Place]) -> Iterator[tuple[Place, object]]:
+        """What stands in these places.
+
+        Raises:
+            UnseenError: a body reads something that can be neither compared nor counted.
+        """
+        reader = Reader(self._names)
+        for place in places:
+            if place in self._local:
+                continue
+            held = self._standing(place)
+            try:
+                yield place, NOTHING if held is MISSING else reader(held)
+            except UnseenError as error:
+                raise UnseenError(f"`{self._shown(place)}` is or holds {error}") from None
+
+    def _places(self) -> Iterator[Place]:
+        """All that bodies read."""
+        for module in self._names:
+            for name in self._named(module):
+                if self._is_read(name):
+                    yield Place(module, name)
+        yield from self._around()
+
+    def _around(self) -> Iterator[Place]:
+        """Those of classes, and of parameters on which something was set."""
+        for module in self._names:
+            for name, parameter in own_parameters(module).items():
+                if parameter is not None and _marks(parameter):
+                    yield Place(module, name)
+        for kind in self._kinds:
+            for name in vars(kind):
+                if self._is_read(name) or name in self._loaded:
+                    yield Place(kind, name)
+
+    def _named(self, module: nn.Module) -> Iterator[Any]:
+        own = (name for name in vars(module) if name not in NOT_ATTRIBUTES and (module, name) not in self._local)
+        constants = (name for name, held in own_buffers(module).items() if held is not None and is_constant(held))
+        hooks = ((t, k) for t, table in hook_tables(module).items() for k, hook in table.items() if _is_users(hook))
+        marked = (name for name, held in own_parameters(module).items() if held is not None and _marks(held))
+        return chain(own, constants, marked, hooks if self._names[module] else ())
+
+    def _standing(self, place: Place) -> Any:
+        if isinstance(place.name, tuple):
+            table, key = cast("tuple[str, int]", place.name)
+            return hook_tables(place.holder)[table].get(key, MISSING)
+        if isinstance(place.holder, type):
+            return cast("Mapping[str, Any]", vars(place.holder)).get(place.name, MISSING)
+        parameter = own_parameters(place.holder).get(place.name)
+        if parameter is not None:
+            marks = _marks(parameter)
+            return SimpleNamespace(**marks) if marks else MISSING
+        buffer = own_buffers(place.holder).get(place.name)
+        if buffer is not None:
+            return buffer if is_constant(buffer) else MISSING
+        return cast("dict[str, Any]", vars(place.holder)).get(place.name, MISSING)
+
+    def _is_read(self, name: object) -> bool:
+        return isinstance(name, tuple) or name in self._reads or ANYTHING in self._reads
+
+    def _shown(self, place: Place) -> str:
+        if isinstance(place.holder, type):
+            return f"{place.holder.__module__}.{place.holder.__qualname__}.{place.name}"
+        if isinstance(place.name, tuple):
+            return f"{self._names[place.holder]}.{place.name[0]}[{place.name[1]}]"
+        return f"{self._names[place.holder]}.{place.name}".lstrip(".")
+
+    def _lay_out(self) -> None:
+        """Remember what stands where, for `look`."""
+        standing = [(place, self._standing(place)) for place in self._now]
+        self._deep = [
+            place
+            for place, held in standing
+            if type(held) not in PLAIN and held is not MISSING and place not in self._local
+        ]
+        functions = [held for place in self._deep for held in self._written(place)]
+        self._loaded = frozenset(chain.from_iterable(loaded(held.__code__)[1] for held in functions))
+        parameters = [p for module in self._names for p in own_parameters(module).values() if p is not None]
+        self._marks = [*map(vars, parameters)]
+        self._marked = [*map(len, self._marks)]
+        marked = [vars(parameter) for parameter in parameters if _marks(parameter)]
+        deep = [held for place, held in standing if place in self._deep]
+        self._flat: Flat | None = Flat([*deep, *functions, *self._kinds, *marked], self._names)
+
+    def _written(self, place: Place) -> list[Any]:
+        """The functions that a class has in a place."""
+        return functions_in(self._standing(place)) if isinstance(place.holder, type) else []
+
+    # -- the skeleton ---------------------------------------------------------------------------------------------
+    @_apart()
+    def follow(self) -> None:
+        """Let the skeleton's modules hold copies of what the model's hold now."""
+        now = self._attributes()
+        changed = {place for place, content in now.items() if content != self._copied.get(place, NOTHING)}
+        for module, name in self._copied.keys() - now.keys() - self._local.keys():
+            vars(self._twins[module]).pop(name, None)
+        made: Any = transplanted([without_checkpoint(self._standing(place)) for place in changed], self._twins)
+        for (module, name), item in zip(changed, made, strict=True):
+            twin = self._twins[module]
+            if isinstance(name, tuple):
+                table, key = cast("tuple[str, int]", name)
+                hook_tables(twin)[table][key] = item
+            elif name in own_parameters(twin):
+                cast("Any", own_parameters(twin)[name]).__dict__.update(vars(item))
+            elif name in own_buffers(twin):
+                own_buffers(twin)[name] = item
+            else:
+                setattr(twin, name, item)
+        self._copied = now
+
+    def _attributes(self) -> dict[Place, object]:
+        """What all modules have, whether bodies read it or not."""
+        reader, found = Reader(self._names), dict[Place, object]()
+        for module in self._names:
+            for name in self._named(module):
+                place = Place(module, name)
+                held = self._standing(place)
+                if held is MISSING:
+                    continue
+                try:
+                    found[place] = reader(held)
+                except UnseenError as error:
+                    found[place] = Value(type(error), str(error))
+        return found
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is no library's."""
+    while isinstance(hook, (functools.partial, MethodType)):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__  # pyright: ignore
+    return not is_library(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)  # pyright: ignore
+
+
+def _marks(parameter: Tensor) -> dict[str, Any]:
+    """What was set on a parameter."""
+    return {name: held for name, held in vars(parameter).items() if type(held) in PLAIN and not name.startswith("_")}
+
+
+__all__ = ["Held"]

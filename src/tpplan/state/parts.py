@@ -1,0 +1,358 @@
+"""Parts: the one walk over what Python can see of an object, a step at a time.
+
+in:  any object
+out: what it is made of, each part by the step that leads there; and what of it can't be taken apart
+
+    LlamaConfig      ->   hidden_size, rope_parameters, …            .hidden_size
+    {"causal": True} ->   True                                       ['causal']
+    lambda h: h * k  ->   k, and the globals that its code reads     .k
+
+Whatever has no parts is a leaf: numbers, texts, functions of libraries. What hides its state in C is asked how it is
+pickled. What can't be compared without using it up, as a generator, is refused.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import io
+import logging
+import struct
+import sys
+import sysconfig
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""Types whose values never change, and say all that they are."""
+
+_ATOMS = PLAIN | {torch.Size, CodeType, type(NotImplemented), MemberDescriptorType, GetSetDescriptorType}
+_TOOLS = (
+    *(ModuleType, torch.Generator, torch.Stream, torch.Event),
+    *(io.IOBase, logging.Logger, threading.Thread),
+)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_FEW = 4096  # bytes that are kept as they are
+_POINTER = struct.calcsize("P")
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
+_STOCK = frozenset(vars(nn.Module()))
+_OF_CLASSES = (FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType)
+_OF_EACH = frozenset(
+    name
+    for names in (
+        ("__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__", "__slots__"),
+        ("__parameters__", "__orig_bases__", "__match_args__", "__abstractmethods__", "_abc_impl"),
+        ("__dataclass_params__", "__dataclass_fields__", "__static_attributes__", "__firstlineno__", "__annotate__"),
+    )
+    for name in names
+)
+_LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
+_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+
+
+class UnseenError(Exception):
+    """Something can neither be compared nor counted; the argument says what it is."""
+
+
+class Item(NamedTuple):
+    """The step to what stands at a key or a place; `True` is no 1."""
+
+    key: object
+    kind: type[Any]
+
+
+class Bytes(NamedTuple):
+    """The step to what lies in an object's memory."""
+
+
+class Memory(NamedTuple):
+    """What lies there: its form, its shape, and its bytes, or a digest of many."""
+
+    form: str
+    shape: tuple[int, ...] | None
+    numbers: bytes
+
+
+Step = str | Item | Bytes
+Parts = list[tuple[Step, Any]]
+
+
+def parts(held: Any) -> Parts | None:
+    """What an object is made of; None of a leaf.
+
+    Raises:
+        UnseenError: nobody can tell.
+    """
+    kind = cast("type[Any]", type(held))
+    if kind in _ATOMS or isinstance(held, (PurePath, *_TOOLS)):
+        return None
+    if isinstance(held, Tensor):
+        return [*vars(held).items()]
+    if isinstance(held, type):
+        return class_parts(held)
+    known = next((taken for base, taken in _KNOWN.items() if isinstance(held, base)), None)
+    if known is not None:
+        return [*known(held), *_attributes(held)]
+    if isinstance(held, enum.Enum):
+        return [(name, item) for name, item in _attributes(held) if name != "__objclass__"]
+    if isinstance(held, nn.Module):
+        return [(n, item) for n, item in _attributes(held) if item or n not in _STOCK]
+    memory = _memory(held)
+    if memory is not None:
+        return [*memory, *_attributes(held)]
+    if is_written_in_python(kind) or isinstance(held, SimpleNamespace):
+        return _attributes(held)
+    return _hidden(held)
+
+
+def _attributes(held: Any) -> Parts:
+    own = getattr(held, "__dict__", None)
+    found: Parts = [*own.items()] if type(own) is dict and own is not held else []
+    slots = slots_of(cast("type[Any]", type(held)))
+    return [*found, *((name, getattr(held, name)) for name in slots if hasattr(held, name))] if slots else found
+
+
+@functools.cache
+def slots_of(kind: type[Any]) -> tuple[str, ...]:
+    """The names in the `__slots__` of a class that is written in Python."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        names: Any = vars(base).get("__slots__", ())
+        private = f"_{base.__name__.lstrip('_')}"
+        found += [private + n if n.startswith("__") and not n.endswith("__") else n
+                  for n in ([names] if isinstance(names, str) else names)]  # fmt: skip
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_written_in_python(kind: type[Any]) -> bool:
+    """Whether all that an object of this class is stands in its attributes and slots."""
+    return all(base.__flags__ & _HEAP_TYPE and not _stores_more(base) for base in kind.__mro__[:-1])
+
+
+def _stores_more(kind: type[Any]) -> bool:
+    """Whether objects of a class have room for more than what it says."""
+    own: Any = vars(kind).get("__slots__", ())
+    names = {own} if isinstance(own, str) else set(own)
+    room = len(names - {"__dict__", "__weakref__"}) + ("__dict__" in vars(kind)) + ("__weakref__" in vars(kind))
+    return kind.__base__ is None or kind.__basicsize__ - kind.__base__.__basicsize__ > _POINTER * room
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+def _sequence(held: Any) -> Parts:
+    return [(Item(i, int), item) for i, item in enumerate(_iterated(held))]
+
+
+def _iterated(held: Any) -> Iterator[Any]:
+    """What is stored in a container of C's, whatever its class makes of it."""
+    base: Any = next(base for base in (tuple, list, deque, set, frozenset) if isinstance(held, base))
+    return base.__iter__(held)
+
+
+def _unordered(held: Any) -> Parts:
+    return [(Item(None, set), item) for item in _iterated(held)]
+
+
+def _mapping(held: dict[Any, Any]) -> Parts:
+    items: Any = OrderedDict.items if isinstance(held, OrderedDict) else dict.items  # pyright: ignore
+    found: Parts = [(Item(key, type(key)), item) for key, item in items(held)]
+    return [*found, ("default_factory", held.default_factory)] if isinstance(held, defaultdict) else found
+
+
+# -- functions and classes --------------------------------------------------------------------------------------------
+def _function(held: FunctionType) -> Parts:
+    """A function's code, what it closes over, its defaults, and the globals that it reads."""
+    found: Parts = [("__code__", held.__code__)]
+    if is_library(held.__module__):
+        return [*found, *_closure(held)]
+    found += _closure(held)
+    if held.__defaults__:
+        found.append(("__defaults__", held.__defaults__))
+    if held.__kwdefaults__:
+        found.append(("__kwdefaults__", held.__kwdefaults__))
+    return [*found, *globals_of(held)]
+
+
+def _closure(held: FunctionType) -> Parts:
+    found: Parts = []
+    for name, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=True):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:  # the variable isn't set yet
+            continue
+    return found
+
+
+def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
+    """What a function reads of its module, and of the user's modules that it names, and that may change."""
+    return [(f"{name}.{leaf}" if leaf else name, space[leaf or name]) for name, leaf, space in spaces_of(function)]
+
+
+def spaces_of(function: FunctionType) -> list[tuple[str, str, dict[str, Any]]]:
+    """The same by the names in its code: of a global, and of what it reads of that if it's a module of Python."""
+    own, found = function.__globals__, list[tuple[str, str, dict[str, Any]]]()
+    names, attributes = loaded(function.__code__)
+    for name in names & own.keys():
+        held = own[name]
+        if isinstance(held, ModuleType):
+            inner = {} if is_library(held.__name__) else vars(held)
+            found += [(name, leaf, inner) for leaf in attributes & inner.keys() if _may_change(inner[leaf])]
+        elif _may_change(held):
+            found.append((name, "", own))
+    return sorted(found, key=lambda place: place[:2])
+
+
+def _may_change(held: object) -> bool:
+    """Whether it isn't a module of Python, nor a class or a function of a library's."""
+    if isinstance(held, (ModuleType, BuiltinFunctionType)):
+        return False
+    return not (isinstance(held, (type, FunctionType)) and is_library(held.__module__))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a function reads as globals, and those that it reads as attributes."""
+    names, attributes = set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _LOADS:
+            names.add(instruction.argval)
+        elif instruction.opname in _ATTRIBUTES:
+            attributes.add(instruction.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            further = loaded(inner)
+            names |= further[0]
+            attributes |= further[1]
+    return frozenset(names), frozenset(attributes)
+
+
+def class_parts(kind: type[Any]) -> Parts | None:
+    """What a class of the user's has of its own and from its bases, of functions what they are; None of a library's."""
+    if is_library(kind.__module__):
+        return None
+    found: dict[str, Any] = {}
+    for base in reversed(own_bases(kind)):
+        found |= {name: _of_class(item) for name, item in vars(base).items() if name not in _OF_EACH}
+    return [*found.items()]
+
+
+def class_data(kind: type[Any]) -> Parts:
+    """What objects find in their class beside functions, if it is one of the user's."""
+    return [
+        (name, item)
+        for base in own_bases(kind)
+        for name, item in vars(base).items()
+        if not (name.startswith("__") or isinstance(item, _OF_CLASSES))
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def own_bases(kind: type[Any]) -> tuple[type[Any], ...]:
+    """A class and those that it derives from, but for those of libraries."""
+    return tuple(base for base in kind.__mro__ if not is_library(base.__module__))
+
+
+def _of_class(item: Any) -> Any:
+    """A function of a class without the globals that it reads: most of them aren't called."""
+    functions = functions_in(item)
+    if not functions:
+        return item
+    made = [(f.__code__, f.__defaults__, f.__kwdefaults__, *(held for _, held in _closure(f))) for f in functions]
+    return (type(item), *made)
+
+
+def functions_in(item: Any) -> list[FunctionType]:
+    """The functions of an entry in a class: a method, or a property."""
+    found = [item.fget, item.fset] if isinstance(item, property) else [getattr(item, "__func__", item)]
+    return [function for function in found if isinstance(function, FunctionType)]
+
+
+@functools.cache
+def is_library(name: str | None) -> bool:
+    """Whether a module of Python is part of Python, of torch or of another library, or of tpplan."""
+    if name is None or name.partition(".")[0] in ("torch", "tpplan", "builtins"):
+        return True
+    if name == "__main__":
+        return False
+    file: str | None = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return name.partition(".")[0] in sys.stdlib_module_names
+    return file.startswith(_LIBRARIES)
+
+
+def _bound_to(held: Any) -> Parts:
+    """What a function that is written in C belongs to; of most that is a module of Python."""
+    return [("__self__", held.__self__)] if held.__self__ is not None else []
+
+
+# -- what is written in C ---------------------------------------------------------------------------------------------
+def _memory(held: Any) -> Parts | None:
+    """What lies in the memory of arrays, of numpy's or not, which say how to be looked at."""
+    try:
+        view = memoryview(held)
+    except (TypeError, ValueError, BufferError):
+        return None
+    if "O" in view.format:
+        return [
+            (Item(i, int), item) for i, item in enumerate(held.ravel().tolist() if hasattr(held, "ravel") else held)
+        ]
+    numbers = view.tobytes()
+    return [(Bytes(), Memory(view.format, view.shape, numbers if len(numbers) <= _FEW else blake2b(numbers).digest()))]
+
+
+def _hidden(held: Any) -> Parts | None:
+    """What an object that is written in C tells when it is pickled; None if it tells nothing."""
+    if hasattr(held, "__next__") and not hasattr(held, "fileno"):
+        raise UnseenError(f"a `{type(held).__name__}`, which can be read only once")
+    try:
+        made: Any = held.__reduce_ex__(4)
+    except Exception:  # a lock, a stream: it has no state that is anybody's to see
+        return _attributes(held) or None
+    if isinstance(made, str):
+        return None  # the name of a global
+    function, arguments, *rest = made
+    state = [*rest, None, None, None, None]
+    inner = [arguments, state[0], [*(state[1] or ())], [*(state[2] or ())]]
+    return [(f"__reduce{i}__", item) for i, item in enumerate((function, *inner)) if item is not held]
+
+
+_KNOWN: dict[type[Any], Callable[[Any], Parts]] = {
+    dict: _mapping,
+    list: _sequence,
+    tuple: _sequence,
+    deque: _sequence,
+    set: _unordered,
+    frozenset: _unordered,
+    FunctionType: _function,
+    MethodType: lambda held: [("__func__", held.__func__), ("__self__", held.__self__)],
+    BuiltinFunctionType: lambda held: [("__name__", held.__name__), *_bound_to(held)],
+    MethodWrapperType: lambda held: [("__name__", held.__name__), ("__self__", held.__self__)],
+    functools.partial: lambda held: [("func", held.func), ("args", held.args), ("keywords", held.keywords)],
+    property: lambda held: [("fget", held.fget)],
+    classmethod: lambda held: [("__func__", held.__func__)],
+    staticmethod: lambda held: [("__func__", held.__func__)],
+    MappingProxyType: lambda held: [(Item(key, type(key)), item) for key, item in held.items()],
+}
