@@ -65,7 +65,7 @@ class Changes:
         self._functions = [*map(_functions, self._kinds)]
         self._hooks = Hooks(model, self._stock, self._writes)
         self._remember_tables()
-        self._held = Held(self._names, self._stock, self._writes.local, reads)
+        self._held = Held(self._names, self._stock, self._writes, reads)
         self._broken: dict[_Place, str] = {}
         self.modes: frozenset[str] = frozenset()
         self._find_modes()
@@ -109,10 +109,9 @@ class Changes:
         """Take what was written since the last look as written by a forward, which its proof follows."""
         self._held.settle()
 
-    def follow(self, reads: Iterable[str] = ()) -> None:
-        """Let the skeleton be as the model is now; bodies may ask for more names."""
-        self._held.read(reads)
-        self._held.follow()
+    def follow(self, reads: Iterable[str] = ()) -> bool:
+        """Let the skeleton be as the model is now; whether a capture that asked for these names was given otherwise."""
+        return self._held.follow(reads)
 
     def expect_writes(self) -> None:
         """Settle after each forward from now on."""
@@ -129,7 +128,7 @@ class Changes:
         hooks = self._hooks.look_at_all()
         found = set(self._differing()) - self._writes.inside
         try:
-            self._held.compare(self._writes.inside)
+            self._held.compare()
         except UnseenError as error:
             raise _unseen(error) from None
         return self._look_at({*self._writes.noted, *self._broken, *found}) or hooks

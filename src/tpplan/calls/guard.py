@@ -347,6 +347,8 @@ class CallGuard:
     def accept(self, decision: Decision) -> None:
         """Take a call as proved: it kept to a proved path on every rank."""
         decision.proof.met.add(decision.key.kind)
+        if self._changes is not None:
+            self._changes.settle()
 
     def prove_path(self, call: Call, decision: Decision, taken: Sides, branches: bool) -> tuple[Proof, bool]:
         """The proof of a call at its own sizes, by these sides of branches on data, and whether it changes attributes.
@@ -639,7 +641,8 @@ class CallGuard:
             assert error is not None
             raise error
         if self._changes is not None:
-            self._changes.follow(compiled.reads)
+            if self._changes.follow(compiled.reads):
+                return self._compiled(compile_it)
             if compiled.writes:
                 self._changes.expect_writes()
         return compiled

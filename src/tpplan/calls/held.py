@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import FunctionType, MethodType, SimpleNamespace
@@ -26,10 +26,10 @@ from tpplan.compat import hook_tables, own_buffers, own_parameters, without_disp
 from tpplan.compiler.ir.objects import without_checkpoint
 from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
-from tpplan.runtime.writes import Watched
-from tpplan.state.content import NOTHING, Difference, Reader, Value, difference, is_constant
+from tpplan.runtime.writes import Watched, Writes
+from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, is_constant
 from tpplan.state.flat import Flat
-from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, loaded, own_bases
+from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
 from tpplan.state.reads import ANYTHING
 
 
@@ -58,7 +58,7 @@ class Held:
         self,
         names: Mapping[nn.Module, str],
         twins: Mapping[nn.Module, nn.Module],
-        local: Mapping[tuple[nn.Module, str], Any],
+        writes: Writes,
         reads: Iterable[str],
     ) -> None:
         """Look.
@@ -66,21 +66,23 @@ class Held:
         Args:
             names: the modules, with their names.
             twins: for each of them that of the skeleton.
-            local: the attributes that hold what this rank counts, which are looked at by themselves.
+            writes: what was written to the modules. What this rank counts itself is looked at elsewhere.
             reads: the names that bodies have asked for.
         """
-        self._names, self._twins, self._local = names, twins, local
+        self._names, self._twins, self._writes, self._local = names, twins, writes, writes.local
         self._kinds = dict.fromkeys(kind for module in names for kind in own_bases(type(module)))
         self._kinds = {kind: None for kind in self._kinds if not issubclass(kind, Watched)}
-        self._reads, self._loaded = frozenset[str](), frozenset[str]()
-        self._copied = self._attributes()
+        self._reads, self._loaded, self._stored = frozenset[str](), frozenset[str](), frozenset[str]()
         self._now: dict[Place, object] = {}
         self._first: dict[Place, object] = {}
         self._like: dict[Place, tuple[object, object]] = {}
+        self._changed: dict[Place, object] = {}
+        self._copied: dict[Place, object] = {}
+        self._unread: set[Place] = set()
         self._states: dict[frozenset[tuple[Place, object]], int] = {frozenset(): 0}
         self.state = 0
         self._lay_out()
-        self.read(reads)
+        self._read(reads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Held:
         """That of a copy of the model, which is looked at when it is called: it is being made."""
@@ -91,9 +93,11 @@ class Held:
         def moved(held: Mapping[Place, Any]) -> dict[Place, Any]:
             return {Place(again(place.holder), place.name): content for place, content in held.items()}
 
-        vars(made).update(vars(self), _names=again(self._names), _twins=again(self._twins), _local=again(self._local))
-        made._copied, made._now, made._first = moved(self._copied), moved(self._now), moved(self._first)
-        made._like, made._flat = moved(self._like), None
+        vars(made).update(vars(self), _names=again(self._names), _twins=again(self._twins), _flat=None)
+        made._writes, made._local = again(self._writes), again(self._local)
+        made._now, made._first, made._like = moved(self._now), moved(self._first), moved(self._like)
+        made._changed, made._copied = moved(self._changed), moved(self._copied)
+        made._unread, made._deep = {*moved(dict.fromkeys(self._unread))}, [*moved(dict.fromkeys(self._deep))]
         made._states = {frozenset(moved(dict(held)).items()): state for held, state in self._states.items()}
         return made
 
@@ -104,58 +108,65 @@ class Held:
         Args:
             written: attributes of modules that were set or deleted.
         """
-        written = [Place(*place) for place in written if self._is_read(place[1])]
-        if not written and self._is_same():
-            return
-        self._compare({*self._deep, *self._around(), *written})
+        known = {Place(*place) for place in written}
+        read = {place for place in known if self._is_read(place.name)}
+        self._unread |= known - read
+        if read or not self._is_same():
+            self._compare({*self._deep, *self._around(), *read})
 
     @_apart()
-    def compare(self, without: Iterable[tuple[nn.Module, str]]) -> None:
+    def compare(self) -> None:
         """As `look`, for all that there is, however it was written, but for what forwards write."""
-        self._compare({*self._now, *self._places()}.difference(Place(*place) for place in without))
+        self._compare({*self._now, *self._places()}.difference(Place(*place) for place in self._writes.inside))
 
     def settle(self) -> None:
         """Take what was written since the last look as written by a forward, which its proof follows."""
-        if self._is_same():
-            return
-        before = dict(self._now)
-        self._compare({*self._deep, *self._around()})
-        for place, content in self._now.items():
-            known = before.get(place, NOTHING)
-            if content == known:
+        places = {Place(*place) for place in self._writes.inside if self._is_read(place[1])}
+        self._writes.inside.clear()
+        places |= set() if self._is_same() else {*self._deep, *self._around()}
+        if places:
+            self._accept(self._compare(places))
+
+    def _accept(self, before: Mapping[Place, object]) -> None:
+        """Let what stands in these places now count as what was there before."""
+        for place, known in before.items():
+            content = self._now.get(place, NOTHING)
+            first = self._first.get(place, NOTHING)
+            if content in (known, first):
                 continue
-            if known == self._first.get(place, NOTHING):
+            if known == first:
                 self._first[place] = content
             else:
                 self._like[place] = (content, self._seen_as(place, known))
-        self._number()
-
-    def read(self, names: Iterable[str]) -> None:
-        """Let what bodies ask for by these names count: earlier proofs, which read none of it, hold for any value."""
-        new = frozenset(names) - self._reads
-        if new:
-            self._reads |= new
-            self.find()
+        self._number(before)
 
     @_apart()
-    def find(self) -> None:
-        """Look at what is there now, too, such as a new hook, as it is."""
+    def _read(self, names: Iterable[str]) -> list[Place]:
+        """Let what bodies ask for by these names count: earlier proofs, which read none of it, hold for any value."""
+        self._reads |= frozenset(names)
+        return self.find()
+
+    @_apart()
+    def find(self) -> list[Place]:
+        """Look at what is there now, too, such as a new hook, as it is; returns the places."""
+        found: list[Place] = []
         while places := [place for place in self._places() if place not in self._now and place not in self._local]:
             for place, content in self._contents(places):
                 self._now[place] = self._first[place] = content
             self._lay_out()
+            found += places
+        return found
 
     def difference(self) -> Difference | None:
         """The first place in which the state differs from that of the first proofs."""
-        changed = self._changed()
-        if not changed:
+        if not self._changed:
             return None
-        place = min(changed, key=self._shown)
-        return difference(self._shown(place), self._first.get(place, NOTHING), changed[place])
+        place = min(self._changed, key=self._shown)
+        return difference(self._shown(place), self._first.get(place, NOTHING), self._changed[place])
 
     def holders(self) -> Iterator[object]:
         """What stands in the places in which the state differs from that of the first proofs."""
-        return (self._standing(place) for place in self._changed())
+        return (self._standing(place) for place in self._changed)
 
     def _is_same(self) -> bool:
         flat = self._flat
@@ -163,22 +174,30 @@ class Held:
 
     # -- contents -------------------------------------------------------------------------------------------------
     @_apart()
-    def _compare(self, places: Iterable[Place]) -> None:
+    def _compare(self, places: Collection[Place]) -> dict[Place, object]:
+        """Read these places; returns what was there before."""
+        before = {place: self._now.get(place, NOTHING) for place in places}
+        deep = self._flat is None or not self._flat.is_same() or [*map(len, self._marks)] != self._marked
         for place, content in self._contents(places):
             if content is NOTHING and place not in self._first:
                 continue
             self._first.setdefault(place, NOTHING)
+            deep |= not isinstance(content, Value) or isinstance(self._now.get(place), Node)
             self._now[place] = content
-        self._number()
-        self._lay_out()
+        self._number(places)
+        if deep:
+            self._lay_out()
+        return before
 
-    def _number(self) -> None:
-        changed = frozenset(self._changed().items())
-        self.state = self._states.setdefault(changed, len(self._states))
-
-    def _changed(self) -> dict[Place, object]:
-        seen = ((place, self._seen_as(place, content)) for place, content in self._now.items())
-        return {place: content for place, content in seen if content != self._first[place]}
+    def _number(self, places: Iterable[Place]) -> None:
+        """Find the state, after these places were looked at."""
+        for place in places:
+            content = self._seen_as(place, self._now.get(place, NOTHING))
+            if content == self._first.get(place, NOTHING):
+                self._changed.pop(place, None)
+            else:
+                self._changed[place] = content
+        self.state = self._states.setdefault(frozenset(self._changed.items()), len(self._states))
 
     def _seen_as(self, place: Place, content: object) -> object:
         """What a content that a forward has made counts as: what was there before it."""
@@ -217,7 +236,7 @@ class Held:
                     yield Place(module, name)
         for kind in self._kinds:
             for name in vars(kind):
-                if self._is_read(name) or name in self._loaded:
+                if (self._is_read(name) or name in self._loaded) and name not in self._stored:
                     yield Place(kind, name)
 
     def _named(self, module: nn.Module) -> Iterator[Any]:
@@ -261,7 +280,9 @@ class Held:
             if type(held) not in PLAIN and held is not MISSING and place not in self._local
         ]
         functions = [held for place in self._deep for held in self._written(place)]
-        self._loaded = frozenset(chain.from_iterable(loaded(held.__code__)[1] for held in functions))
+        named = [names_in(held.__code__) for held in functions]
+        self._loaded = frozenset[str]().union(*(names.attributes for names in named))
+        self._stored = frozenset[str]().union(*(names.put for names in named))
         parameters = [p for module in self._names for p in own_parameters(module).values() if p is not None]
         self._marks = [*map(vars, parameters)]
         self._marked = [*map(len, self._marks)]
@@ -275,40 +296,49 @@ class Held:
 
     # -- the skeleton ---------------------------------------------------------------------------------------------
     @_apart()
-    def follow(self) -> None:
-        """Let the skeleton's modules hold copies of what the model's hold now."""
-        now = self._attributes()
-        changed = {place for place, content in now.items() if content != self._copied.get(place, NOTHING)}
-        for module, name in self._copied.keys() - now.keys() - self._local.keys():
-            vars(self._twins[module]).pop(name, None)
-        made: Any = transplanted([without_checkpoint(self._standing(place)) for place in changed], self._twins)
-        for (module, name), item in zip(changed, made, strict=True):
-            twin = self._twins[module]
-            if isinstance(name, tuple):
-                table, key = cast("tuple[str, int]", name)
-                hook_tables(twin)[table][key] = item
-            elif name in own_parameters(twin):
-                cast("Any", own_parameters(twin)[name]).__dict__.update(vars(item))
-            elif name in own_buffers(twin):
-                own_buffers(twin)[name] = item
-            else:
-                setattr(twin, name, item)
-        self._copied = now
+    def follow(self, reads: Iterable[str] = ()) -> bool:
+        """Let the skeleton's modules hold copies of what the model's hold now.
 
-    def _attributes(self) -> dict[Place, object]:
-        """What all modules have, whether bodies read it or not."""
-        reader, found = Reader(self._names), dict[Place, object]()
-        for module in self._names:
-            for name in self._named(module):
-                place = Place(module, name)
-                held = self._standing(place)
-                if held is MISSING:
-                    continue
-                try:
-                    found[place] = reader(held)
-                except UnseenError as error:
-                    found[place] = Value(type(error), str(error))
-        return found
+        Args:
+            reads: names that a capture of the skeleton has asked for.
+
+        Returns:
+            Whether it was given something else by one of these: what it may have changed before wasn't followed.
+        """
+        twins = {twin: self._names[module] for module, twin in self._twins.items()}
+        new = [place for place in self._read(reads) if not isinstance(place.holder, type)]
+        reader = Reader(twins)
+        for place in new:
+            held = self._standing(Place(self._twins[place.holder], place.name))
+            self._copied[place] = NOTHING if held is MISSING else reader(held)
+        places = new if new else (place for place in self._now if not isinstance(place.holder, type))
+        changed = [
+            p for p in places if p not in self._local and self._followed(p) != self._copied.get(p, self._first[p])
+        ]
+        standing = {place: self._standing(place) for place in (*changed, *self._unread)}
+        made: Any = transplanted([without_checkpoint(held) for held in standing.values()], self._twins)
+        for (place, held), item in zip(standing.items(), made, strict=True):
+            self._put(self._twins[place.holder], place.name, MISSING if held is MISSING else item)
+        self._copied |= {place: self._followed(place) for place in changed}
+        self._unread.clear()
+        return bool(new and changed)
+
+    def _followed(self, place: Place) -> object:
+        return self._seen_as(place, self._now[place])
+
+    def _put(self, twin: nn.Module, name: Any, item: Any) -> None:
+        """Let a module of the skeleton have something."""
+        if isinstance(name, tuple):
+            table, key = cast("tuple[str, int]", name)
+            hook_tables(twin)[table][key] = item
+        elif name in own_parameters(twin):
+            cast("Any", own_parameters(twin)[name]).__dict__.update(vars(item))
+        elif name in own_buffers(twin):
+            own_buffers(twin)[name] = item
+        elif item is MISSING:
+            vars(twin).pop(name, None)
+        else:
+            setattr(twin, name, item)
 
 
 def _is_users(hook: Any) -> bool:

@@ -70,7 +70,9 @@ _OF_EACH = frozenset(
     for name in names
 )
 _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
+_STORES = frozenset(("STORE_GLOBAL", "STORE_ATTR"))
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+_FILLING = frozenset(("setdefault", "append", "extend", "insert", "update", "add", "pop", "popitem", "clear", "remove"))
 
 
 class UnseenError(Exception):
@@ -212,41 +214,61 @@ def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
 
 
 def spaces_of(function: FunctionType) -> list[tuple[str, str, dict[str, Any]]]:
-    """The same by the names in its code: of a global, and of what it reads of that if it's a module of Python."""
+    """The same by the names in its code: of a global, and of what it reads of that if it's a module of Python.
+
+    What it writes to itself, such as tables that it fills, is for proofs to follow.
+    """
     own, found = function.__globals__, list[tuple[str, str, dict[str, Any]]]()
-    names, attributes = loaded(function.__code__)
-    for name in names & own.keys():
+    names = names_in(function.__code__)
+    for name in names.globals & own.keys():
         held = own[name]
-        if isinstance(held, ModuleType):
-            inner = {} if is_library(held.__name__) else vars(held)
-            found += [(name, leaf, inner) for leaf in attributes & inner.keys() if _may_change(inner[leaf])]
-        elif _may_change(held):
-            found.append((name, "", own))
+        inner = vars(held) if isinstance(held, ModuleType) and not is_library(held.__name__) else {}
+        found += [(name, leaf, inner) for leaf in names.attributes & inner.keys()]
+        found += [] if isinstance(held, ModuleType) else [(name, "", own)]
+    found = [
+        (name, leaf, space) for name, leaf, space in found if _is_premise(space[leaf or name], leaf or name, names)
+    ]
     return sorted(found, key=lambda place: place[:2])
 
 
-def _may_change(held: object) -> bool:
-    """Whether it isn't a module of Python, nor a class or a function of a library's."""
-    if isinstance(held, (ModuleType, BuiltinFunctionType)):
+def _is_premise(held: object, name: str, names: Names) -> bool:
+    """Whether a global may change, as no library's does, and isn't written to by the function that reads it."""
+    if isinstance(held, (ModuleType, BuiltinFunctionType)) or name in names.put:
         return False
-    return not (isinstance(held, (type, FunctionType)) and is_library(held.__module__))
+    if isinstance(held, (type, FunctionType)):
+        return not is_library(held.__module__)
+    return not names.fills or type(held) in PLAIN
+
+
+class Names(NamedTuple):
+    """What a function's code says of names.
+
+    Attributes:
+        globals: those that it reads as globals.
+        attributes: those that it reads as attributes.
+        put: those that it sets, in its module or in an object.
+        fills: whether it puts something into a container.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    put: frozenset[str]
+    fills: bool
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def loaded(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a function reads as globals, and those that it reads as attributes."""
-    names, attributes = set[str](), set[str]()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _LOADS:
-            names.add(instruction.argval)
-        elif instruction.opname in _ATTRIBUTES:
-            attributes.add(instruction.argval)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            further = loaded(inner)
-            names |= further[0]
-            attributes |= further[1]
-    return frozenset(names), frozenset(attributes)
+def names_in(code: CodeType) -> Names:
+    """What a function's code says of names, and that of functions in it."""
+    found = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+    inner = [names_in(held) for held in code.co_consts if isinstance(held, CodeType)]
+
+    def of(kinds: frozenset[str], field: str) -> frozenset[str]:
+        own = frozenset(str(name) for kind, name in found if kind in kinds)
+        return own.union(*(getattr(names, field) for names in inner))
+
+    attributes = of(_ATTRIBUTES, "attributes")
+    fills = not _FILLING.isdisjoint(attributes) or any(kind == "STORE_SUBSCR" for kind, _ in found)
+    return Names(of(_LOADS, "globals"), attributes, of(_STORES, "put"), fills or any(names.fills for names in inner))
 
 
 def class_parts(kind: type[Any]) -> Parts | None:
