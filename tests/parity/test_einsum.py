@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.marking import in_turns
-from tests.runtime.simulated import Call, worst
+from tests.runtime.simulated import Call, verdicts, worst
 from tpplan.plan import CompileError, Style
 from tpplan.suggest import search, write_plan
 
@@ -112,7 +112,10 @@ def test_a_plan_writes_itself(kind: type[nn.Module], tp: int) -> None:
     wanted = {f"{block}.{name}" for block in ("first", "second") for name in KINDS[kind]}
     assert wanted | {"layers.up", "layers.up_bias"} <= columns
     assert "all-gather" not in found.program.count_collectives()
-    assert max(worst(model, write_plan(found, "net"), tp, example, [example, call(2, 5), call(1, 1)])) < 1e-12
+    seen = verdicts(model, write_plan(found, "net"), tp, example, [example, call(2, 5), call(1, 1)])
+    # Of one token in all, einsum multiplies otherwise: that is proved by itself, or refused by name.
+    assert all(not isinstance(held, str) and held < 1e-12 for held in seen[:2])
+    assert seen[2].startswith("TP117") if isinstance(seen[2], str) else seen[2] < 1e-12
 
 
 RULES: dict[str, Any] = {"*.{q,k,v,q_bias}": "colwise", "*.{o,o_bias}": "rowwise"}

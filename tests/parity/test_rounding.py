@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_reduction_that_is_dropped_is_seen_all_the_same(common: float) -> None
 @pytest.mark.parametrize("common", [0.0, 1e4])
 def test_a_weight_of_another_model_is_seen_all_the_same(common: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, program, example = compiled(common)
-    other = verify_program.__globals__["run_simulated"]
+    other = inspect.unwrap(verify_program).__globals__["run_simulated"]
 
     def disturbed(whole: nn.Module, *rest: object) -> object:
         changed = copy.deepcopy(whole)
@@ -72,7 +73,7 @@ def test_a_weight_of_another_model_is_seen_all_the_same(common: float, monkeypat
             changed.get_parameter("up.weight")[0] *= 1 + 1e-7
         return other(changed, *rest)
 
-    monkeypatch.setitem(verify_program.__globals__, "run_simulated", disturbed)
+    monkeypatch.setitem(inspect.unwrap(verify_program).__globals__, "run_simulated", disturbed)
     report = verify_program(model, program, example)
     assert not report.ok and not report.notes
 

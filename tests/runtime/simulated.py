@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
 
 from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
+from tpplan.compiler.cover import Cover, Subject
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.pipeline import compile_call
+from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.parity.materialise import copy_structure
@@ -28,6 +31,41 @@ def plan_of(rules: dict[str, Any] | str) -> Plan:
     return load_plan(rules if isinstance(rules, str) else {"version": 1, "modules": rules})
 
 
+class _Turns:
+    """Lets ranks that are threads, and share globals, prove one after the other, while no forward runs."""
+
+    def __init__(self, ranks: int) -> None:
+        self._meeting = threading.Barrier(ranks)
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._meet()
+        try:
+            with self._turn:
+                yield
+        finally:
+            self._meet()
+
+    def _meet(self) -> None:
+        with suppress(threading.BrokenBarrierError):  # of a rank that proves alone, as what both hold has changed
+            self._meeting.wait(5)
+
+
+class _Guard(CallGuard):
+    """A guard of a rank that is a thread."""
+
+    turns: _Turns
+
+    def _compiled(self, compile_it: Callable[[], Compiled]) -> Compiled:
+        with self.turns():
+            return super()._compiled(compile_it)
+
+    def _cover(self, subject: Subject) -> Cover | None:
+        with self.turns():
+            return super()._cover(subject)
+
+
 def on_ranks(
     stock: nn.Module, rules: dict[str, Any] | str, tp: int, example: Call, work: Callable[[nn.Module, CallGuard], Any]
 ) -> list[Any]:
@@ -35,8 +73,11 @@ def on_ranks(
     plan = plan_of(rules)
     compiled = compile_call(Request(stock, plan, tp, *example))
 
+    turns = _Turns(tp)
+
     def one(axis: ThreadCommunicator) -> Any:
-        guard = CallGuard(make_skeleton(stock).model, plan, compiled, *example, rank=axis.rank)
+        guard = _Guard(make_skeleton(stock).model, plan, compiled, *example, rank=axis.rank)
+        guard.turns = turns
         own = lower(copy_structure(stock), compiled.program, SimulatedDistributor(axis), guard)
         guard.watch(own)
         return work(own, guard)

@@ -106,8 +106,8 @@ class BreaksOnOne(Branches):
 
 
 def broken_on_one(member: Member) -> tuple[str, float]:
-    model, x = build(BreaksOnOne, member, MLP), torch.ones(SHAPE, dtype=torch.float64)
     BreaksOnOne.rank = member.rank
+    model, x = build(BreaksOnOne, member, MLP), torch.ones(SHAPE, dtype=torch.float64)
     text = error_of(model, x, wide=True)
     return text, float(model(x).abs().max())
 

@@ -134,9 +134,7 @@ def test_a_hook_that_reads_a_value_is_refused_with_the_reason() -> None:
         return str(raised.value)
 
     for text in on_ranks(stock(), MLP, 2, CALL, work):
-        assert text.startswith(
-            "TP117 unproved-call: the model or its hooks changed after `parallelize`: it can't be proved"
-        )
+        assert text.startswith("TP117 unproved-call: hooks or wrappers changed after `parallelize`: it can't be proved")
         assert "TP110" in text
 
 

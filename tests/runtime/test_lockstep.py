@@ -107,7 +107,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "another norm": (other_norm, "TP178 wrong-placement: "),
     "another gradient": (other_gradient, "TP178 wrong-placement: the gradient of the result of `layers.2`"),
     "more collectives": (called_again, "TP179 other-collectives: call 2"),
-    "a new kind": (new_kind, "the proof of a call of a new kind"),
+    "a new kind": (new_kind, "the ranks' comparison of a call of a new kind"),
 }
 
 

@@ -173,3 +173,24 @@ def test_a_number_that_python_makes_of_a_flag_is_followed(between: Between) -> N
     calls = [((small.detach() * scale,), {}) for scale in (1.0, 1000.0, 1.0, 1000.0, 1.0)]
     for verdict in verdicts(of(Features, between), MLP, 2, calls[0], calls):
         assert verdict.startswith(("TP117", "TP131")) if isinstance(verdict, str) else verdict < TOLERANCE
+
+
+def _sized_on_one_side(h: Tensor) -> Tensor:
+    return h / (32 if h.shape[1] <= 8 else h.shape[-1]) if h.detach().abs().max() > 100 else h.relu()
+
+
+def _looked_up_beside_a_branch(h: Tensor) -> Tensor:
+    return (h * 2 if h.detach().abs().max() > 100 else h) * {8: 2.0}.get(h.shape[1], 3.0)
+
+
+@pytest.mark.parametrize("between", [_sized_on_one_side, _looked_up_beside_a_branch])
+def test_each_side_of_a_branch_has_conditions_of_its_own(between: Between) -> None:
+    def scaled(length: int, scale: float) -> Any:
+        (x,), _ = call(length)
+        return ((x.detach() * scale).requires_grad_(),), {}
+
+    places = [(8, 1.0), (8, 1e3), (8, 1e3), (16, 1.0), (16, 1e3), (16, 1e3), (8, 1e3), (16, 1.0)]
+    found = verdicts(of(Features, between), MLP, 2, call(8), [scaled(*place) for place in places])
+    for verdict in found:
+        assert verdict.startswith(("TP117", "TP131")) if isinstance(verdict, str) else verdict < TOLERANCE
+    assert not isinstance(found[-1], str)

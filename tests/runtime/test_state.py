@@ -374,7 +374,7 @@ def generated() -> Iterator[int]:
 
 @pytest.mark.parametrize("make", [generated, lambda: iter([1]), lambda: zip([1], [2], strict=False)])
 def test_what_can_be_read_only_once_is_refused_by_name(make: Callable[[], Any]) -> None:
-    with pytest.raises(tpplan.CompileError, match=r"TP129.*`held` is or holds a `.*`, which can be read only once"):
+    with pytest.raises(tpplan.CompileError, match=r"which can be read only once|takes from a generator that it keeps"):
         on_ranks(stock(Flagged, [make()], lambda held: next(held[0], 0) == 5), MLP, 2, EXAMPLE, lambda *_: None)
 
     def work(own: Any, _: CallGuard) -> str:
@@ -395,7 +395,7 @@ class Refuses(Flagged):
 
     def forward(self, x: Tensor, given: Any = None) -> Tensor:
         if self.held["deep"]["scale"] > 2:
-            raise ValueError("too much")
+            x = x * float(x.sum())
         return super().forward(x)
 
 

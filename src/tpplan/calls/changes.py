@@ -163,7 +163,7 @@ class Changes:
 
     def _is_attribute(self, module: nn.Module, name: str) -> bool:
         """Whether it isn't looked at here, but by `Held`."""
-        known = (HOOKS, *self._children[module], *contents.children(module), *self._tensors[module])
+        known = (HOOKS, _FORWARD, *self._children[module], *contents.children(module), *self._tensors[module])
         local = (module, name) in self._writes.local
         return not (local or name in known or contents.tensor(module, name) is not None)
 

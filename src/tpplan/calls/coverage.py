@@ -10,7 +10,6 @@ call of another size first comes. Where they can't be, the sizes that were prove
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from tpplan.compiler.cover import Cover, Subject
@@ -28,46 +27,53 @@ def flat(sizes: Sizes) -> list[int]:
     return found
 
 
-@dataclass(slots=True, eq=False)
 class Coverage:
-    """What is known of the sizes of calls that run by one program.
+    """What is known of the sizes of calls that run by one program."""
 
-    Attributes:
-        exact: sizes that were proved by themselves.
-        subjects: what was checked: for each combination of sides of branches on data, which must all hold.
-    """
-
-    exact: set[Sizes]
-    subjects: list[Subject | None]
-    _covers: list[Cover | None] = field(default_factory=list[Cover | None])
+    def __init__(self, sizes: Sizes, subject: Subject | None) -> None:
+        """Be proved at these sizes; `subject` is what was checked, None if it holds for no others."""
+        self._exact = {sizes}
+        self._waiting = [subject]  # for their conditions to be found
+        self._covers: list[Cover | None] = []
 
     def holds(self, sizes: Sizes, find: FindCover) -> bool:
         """Whether calls of these sizes are covered; `find` finds the conditions where these aren't known yet."""
-        if sizes in self.exact:
+        if sizes in self._exact:
             return True
-        self._find(find)
+        self._covers += [None if subject is None else find(subject) for subject in self._waiting]
+        self._waiting.clear()
         return self.covers(flat(sizes))
 
     def covers(self, numbers: Sequence[int]) -> bool:
         """Whether calls of these sizes satisfy the conditions, as far as these are known."""
-        return len(self._covers) == len(self.subjects) and all(
-            [cover is not None and cover.holds(numbers) for cover in self._covers]
-        )
+        return not self._waiting and all([cover is not None and cover.holds(numbers) for cover in self._covers])
 
-    def join(self, sizes: Sizes, subject: Subject | None) -> None:
-        """Let what was checked besides, at these sizes, be a condition as well."""
-        self.exact = {sizes}
-        self.subjects.append(subject)
+    @property
+    def is_exact(self) -> bool:
+        """Whether no more than the sizes that were proved are covered."""
+        return None in (self._covers if not self._waiting else self._waiting)
+
+    def add(self, sizes: Sizes) -> None:
+        """Be proved at these sizes by themselves as well."""
+        self._exact.add(sizes)
+
+    def joined(self, sizes: Sizes, subject: Subject | None) -> Coverage:
+        """That of calls which lean on what was checked besides, at these sizes, as well."""
+        made = Coverage(sizes, subject)
+        made._waiting = [*self._waiting, subject]
+        made._covers = [*self._covers]
+        return made
+
+    def without(self, sizes: Sizes) -> bool:
+        """Leave these sizes to another; whether any are left."""
+        self._exact.discard(sizes)
+        return bool(self._exact) and self.is_exact
 
     def broken(self, sizes: Sizes) -> Iterator[str]:
         """The conditions that these sizes don't satisfy, in words."""
         numbers = flat(sizes)
         for cover in self._covers:
             yield from () if cover is None else cover.broken(numbers)
-
-    def _find(self, find: FindCover) -> None:
-        for subject in self.subjects[len(self._covers) :]:
-            self._covers.append(None if subject is None else find(subject))
 
 
 __all__ = ["Coverage", "FindCover", "Sizes", "flat"]

@@ -213,7 +213,7 @@ class CallGuard:
         proof, key = decision.proof, decision.key
         path = self._paths.of(key.kind)
         if path.drawn and self._axis is not None:
-            refuse_different(exchange(self._axis.group, _DRAWN, drawn_next(path.drawn)))
+            refuse_different(self._exchange(_DRAWN, drawn_next(path.drawn)))
         if path.sides and not path.both and key.kind in proof.met:
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
@@ -275,6 +275,7 @@ class CallGuard:
             if self._steering.count(plain) == _MANY:
                 warnings.warn(_TP186, stacklevel=3)
             self._paths.note(key.kind, proof, compiled)
+            self._paths.of(key.kind).begin_again(proof, key.kind)
             key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now
             self._proofs.cover(key, proof, compiled.subject)
         return call, Decision(proof, key, plain)
@@ -296,7 +297,7 @@ class CallGuard:
         nobody wanted more than shapes.
         """
         if self._axis is not None and (kind not in self._compared or has_left()):
-            refuse_different(exchange(self._axis.group, _NEW, facts_of(call, self._names)))
+            refuse_different(self._exchange(_NEW, facts_of(call, self._names)))
             (self._uncompared if wants_shapes_alone() else self._compared).add(kind)
             self._uncompared -= self._compared
 
@@ -317,7 +318,7 @@ class CallGuard:
         plain = {name: held for name, held in named.items() if isinstance(held, (Tensor, bool, int, float, str))}
         if draws:
             plain["the random state"] = random_state()
-        refuse_different(exchange(self._axis.group, _PROMPT, facts_of(Call(False, (), plain, Parts()), ())))
+        refuse_different(self._exchange(_PROMPT, facts_of(Call(False, (), plain, Parts()), ())))
 
     def _forget(self, changed: str) -> None:
         self._changed = changed
@@ -337,6 +338,13 @@ class CallGuard:
         if self._model is None or not self._paths.of(decision.key.kind).is_named:
             return {}
         return {id(module): name for name, module in named_modules(self._model)}
+
+    def _exchange(self, what: str, held: Any) -> list[Any]:
+        """What all ranks have, which must come here."""
+        assert self._axis is not None
+        if self._lockstep is not None:
+            self._lockstep.meet(what)
+        return exchange(self._axis.group, what, held)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
@@ -508,11 +516,9 @@ class CallGuard:
             self._changes.follow()
         with suppress(NotCoveredError), ambience(self.followed_hooks()):
             found = cover(subject, self._read.sizes, self._rank)
-        if self._lockstep is not None:
-            self._lockstep.meet(_SIZES)
         if self._axis is not None:
             shown = None if found is None else found.conditions
-            every = exchange(self._axis.group, _SIZES, shown)
+            every = self._exchange(_SIZES, shown)
             found = None if any(other != shown for other in every) else found
         return found
 

@@ -330,7 +330,10 @@ class Held:
         """Let a module of the skeleton have something."""
         if isinstance(name, tuple):
             table, key = cast("tuple[str, int]", name)
-            hook_tables(twin)[table][key] = item
+            if item is MISSING:
+                hook_tables(twin)[table].pop(key, None)
+            else:
+                hook_tables(twin)[table][key] = item
         elif name in own_parameters(twin):
             cast("Any", own_parameters(twin)[name]).__dict__.update(vars(item))
         elif name in own_buffers(twin):

@@ -51,6 +51,13 @@ class Path:
         """Whether steps are compared with their modules, as a branch on a number of Python's takes none."""
         return not self.drawn <= {TORCH}
 
+    def begin_again(self, proof: Proof, kind: Kind) -> None:
+        """Have calls at new sizes watched, and the other sides of branches proved there, if there are any."""
+        if self.sides:
+            self.both = False
+            self.free.clear()
+            proof.met.discard(kind)
+
     def known_steps(self, proof: Proof, replaced: frozenset[str]) -> Proved:
         """The steps of calls that run by the program of `proof`, the latest first."""
         key = id(proof), replaced, self.is_named

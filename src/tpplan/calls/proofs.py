@@ -72,15 +72,28 @@ class Proofs:
         return proof
 
     def cover(self, key: CallKey, proof: Proof, subject: Subject | None) -> None:
-        """Note that a call is covered by `proof`, of which `subject` was checked; the latest comes first."""
-        self._covered.setdefault(key.kind.traced, []).insert(0, (proof, Coverage({key.sizes}, [subject])))
-        self._known.pop(key.kind.traced, None)
+        """Note that a call is covered by `proof`, of which `subject` was checked; the latest comes first.
+
+        Where nothing was found of other sizes once, nothing is looked for again.
+        """
+        kind = key.kind.traced
+        every = self._covered.setdefault(kind, [])
+        own = next((coverage for other, coverage in every if other is proof and coverage.is_exact), None)
+        if own is not None and every[0][1] is own:
+            own.add(key.sizes)
+        else:
+            every.insert(0, (proof, Coverage(key.sizes, subject)))
+        self._known.pop(kind, None)
 
     def join(self, key: CallKey, subject: Subject | None) -> None:
         """Let a covered call lean on another side of a branch, too, which the same program was proved for."""
+        every = self._covered[key.kind.traced]
         found = self._coverage(key)
         assert found is not None
-        found[1].join(key.sizes, subject)
+        proof, coverage = found
+        every[every.index(found)] = (proof, coverage.joined(key.sizes, subject))
+        if coverage.without(key.sizes):
+            every.append(found)
         self._known.pop(key.kind.traced, None)
 
     def conditions(self, key: CallKey) -> Callable[[Sequence[int]], bool] | None:

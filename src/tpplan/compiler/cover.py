@@ -407,13 +407,33 @@ def _hold_view(whole: Trace, layouts: Mapping[int, Layout], node: Operation) -> 
     reached = [_product(shape[: held.dim]) * held.interleave for shape, held in ((before, source), (after, target))]
     if simple and _is_equal(*reached):
         return
-    while len(before) - 1 > source.dim and len(after) - 1 > target.dim and _is_equal(before[-1], after[-1]):
-        before.pop()
-        after.pop()
-    while before and after and _is_equal(before[0], after[0]):
-        before.pop(0)
-        after.pop(0)
-    fix((*before, *after))
+    for mine, its in _groups(before, after):
+        if source.dim in mine or target.dim in its:
+            fix([*(before[dim] for dim in mine), *(after[dim] for dim in its)])
+
+
+def _groups(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[list[int], list[int]]]:
+    """The dims of a view's operand and result that have the same entries: as few as can be told at all sizes."""
+    dims: tuple[list[int], list[int]] = ([], [])
+    shapes, ends = (before, after), [0, 0]
+    while ends[0] < len(before) or ends[1] < len(after):
+        products = [_product([shape[dim] for dim in held]) for shape, held in zip(shapes, dims, strict=True)]
+        first = hint_of(products[0]) <= hint_of(products[1]) and ends[0] < len(before)
+        side = 0 if first or ends[1] == len(after) else 1
+        dims[side].append(ends[side])
+        ends[side] += 1
+        products = [_product([shape[dim] for dim in held]) for shape, held in zip(shapes, dims, strict=True)]
+        if all(dims) and _is_equal(*products) and not _goes_on(shapes, ends):
+            yield dims
+            dims = ([], [])
+    if any(dims):
+        yield dims
+
+
+def _goes_on(shapes: Sequence[Sequence[Any]], ends: Sequence[int]) -> bool:
+    """Whether dims of one entry follow, which count to what is before."""
+    following = [shape[end] for shape, end in zip(shapes, ends, strict=True) if end < len(shape)]
+    return any(isinstance(size, int) and size == 1 for size in following)
 
 
 def _product(sizes: Sequence[Any]) -> Any:
