@@ -37,13 +37,21 @@ class _Turns:
     def __init__(self, ranks: int) -> None:
         self._meeting = threading.Barrier(ranks)
         self._turn = threading.Lock()
+        self._taken: int | None = None  # by which thread
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        if self._taken == threading.get_ident():
+            yield
+            return
         self._meet()
         try:
             with self._turn:
-                yield
+                self._taken = threading.get_ident()
+                try:
+                    yield
+                finally:
+                    self._taken = None
         finally:
             self._meet()
 
