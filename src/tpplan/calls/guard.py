@@ -692,8 +692,9 @@ class CallGuard:
         for held in thawed:
             _, stock, leaf, _ = held
             stock[leaf].requires_grad_(True)
-            self._frozen.remove(held)
         if thawed:
+            followed = {*map(id, thawed)}  # they hold tensors, which `==` would compute with
+            self._frozen = [held for held in self._frozen if id(held) not in followed]
             self._thawed = thawed[0][3].lstrip(".")
             self._whole = None
             self._forget("parameters that were frozen")
