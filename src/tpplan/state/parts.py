@@ -109,7 +109,7 @@ def parts(held: Any) -> Parts | None:
         UnseenError: nobody can tell.
     """
     kind = cast("type[Any]", type(held))
-    if kind in _ATOMS or isinstance(held, (PurePath, *_TOOLS)):
+    if kind in _ATOMS or isinstance(held, (PurePath, *_TOOLS)) or _is_compilers(kind, held):
         return None
     if isinstance(held, Tensor):
         return [*vars(held).items()]
@@ -135,6 +135,12 @@ def _attributes(held: Any) -> Parts:
     found: Parts = [*own.items()] if type(own) is dict and own is not held else []
     slots = slots_of(cast("type[Any]", type(held)))
     return [*found, *((name, getattr(held, name)) for name in slots if hasattr(held, name))] if slots else found
+
+
+def _is_compilers(kind: type[Any], held: Any) -> bool:
+    """Whether it is torch's compiler's, or what that has made: a tool, which holds all that it has seen."""
+    made = str(getattr(held, "__module__", "") if isinstance(held, FunctionType) else kind.__module__)
+    return made.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
 
 
 @functools.cache
