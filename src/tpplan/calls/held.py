@@ -108,7 +108,7 @@ class Held:
         Args:
             written: attributes of modules that were set or deleted.
         """
-        known = {Place(*place) for place in written}
+        known = {Place(*place) for place in written if place[1] not in NOT_ATTRIBUTES}
         read = {place for place in known if self._is_read(place.name)}
         self._unread |= known - read
         if read or not self._is_same():
@@ -121,7 +121,8 @@ class Held:
 
     def settle(self) -> None:
         """Take what was written since the last look as written by a forward, which its proof follows."""
-        places = {Place(*place) for place in self._writes.inside if self._is_read(place[1])}
+        inside = {Place(*place) for place in self._writes.inside if place[1] not in NOT_ATTRIBUTES}
+        places = {place for place in inside if self._is_read(place.name)}
         self._writes.inside.clear()
         places |= set() if self._is_same() else {*self._deep, *self._around()}
         if places:
