@@ -86,6 +86,19 @@ def _by_class(h: Tensor) -> Tensor:
     return h / (h.shape[-1] if isinstance(n, int) and n > 8 else 32)
 
 
+def _by_type(h: Tensor) -> Tensor:
+    n = h.shape[1]
+    return h / (h.shape[-1] if type(n) is int and n > 8 else 32)
+
+
+def _by_pattern(h: Tensor) -> Tensor:
+    match h.shape[1]:
+        case int(n) if n > 8:
+            return h / h.shape[-1]
+        case _:
+            return h / 32
+
+
 FEATURES: dict[str, Between] = {
     "a divisor": lambda h: h / (32 if h.shape[1] <= 8 else h.shape[-1]),
     "a dim": lambda h: h.cumsum(1 if h.shape[1] <= 8 else 2),
@@ -96,6 +109,8 @@ FEATURES: dict[str, Between] = {
     "a number in a dict": _by_dict,
     "text": _by_text,
     "a test of a class": _by_class,
+    "a test of a type": _by_type,
+    "a pattern": _by_pattern,
     "a logarithm": lambda h: h * (1.0 if math.log2(h.shape[1]) <= 3 else h.shape[-1]),
     "a slice of features": lambda h: h[..., : 32 if h.shape[1] <= 8 else 16].sum(-1, keepdim=True) * h,
     "groups": lambda h: h.reshape(h.shape[0], -1, h.shape[1] * 4).softmax(-1).reshape(h.shape),

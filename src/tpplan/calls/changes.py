@@ -11,7 +11,7 @@ A module that only wraps sharded ones (an activation checkpoint) and holds no te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from torch import nn
@@ -74,6 +74,11 @@ class Changes:
     def state(self) -> int:
         """What of the modules' own state proofs are kept apart by; see `Held`."""
         return self._held.state
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The names of the model's modules, by id, whatever wraps them now."""
+        return {id(module): name for module, name in self._names.items()}
 
     @property
     def difference(self) -> Difference | None:

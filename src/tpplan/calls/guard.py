@@ -335,9 +335,9 @@ class CallGuard:
 
     def names(self, decision: Decision) -> Mapping[int, str]:
         """See `Prover`."""
-        if self._model is None or not self._paths.of(decision.key.kind).is_named:
+        if self._changes is None or not self._paths.of(decision.key.kind).is_named:
             return {}
-        return {id(module): name for name, module in named_modules(self._model)}
+        return self._changes.names
 
     def _exchange(self, what: str, held: Any) -> list[Any]:
         """What all ranks have, which must come here."""

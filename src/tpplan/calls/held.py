@@ -17,7 +17,7 @@ import functools
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from tpplan.runtime.writes import Watched, Writes
 from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, is_constant
 from tpplan.state.flat import Flat
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
-from tpplan.state.reads import ANYTHING
+from tpplan.state.reads import ANYTHING, function_content, shown, space_of
 
 
 @contextmanager
@@ -41,10 +41,23 @@ def _apart() -> Generator[None]:
 
 
 class Place(NamedTuple):
-    """Where something is held: by a module or its class under a name, or in a table of its hooks by a number."""
+    """Where something is held: by a module or its class under a name, or in a table of its hooks by a number.
+
+    Functions are held by modules of Python, and by `Tensor`.
+    """
 
     holder: Any
     name: Any
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether no module of the model's holds it."""
+        return not isinstance(self.holder, nn.Module)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it holds a function that code reads, of a library's or by a name of one."""
+        return isinstance(self.holder, ModuleType) or self.holder is Tensor
 
 
 class Held:
@@ -73,6 +86,7 @@ class Held:
         self._kinds = dict.fromkeys(kind for module in names for kind in own_bases(type(module)))
         self._kinds = {kind: None for kind in self._kinds if not issubclass(kind, Watched)}
         self._reads, self._loaded, self._stored = frozenset[str](), frozenset[str](), frozenset[str]()
+        self._functions: set[Place] = set()
         self._now: dict[Place, object] = {}
         self._first: dict[Place, object] = {}
         self._like: dict[Place, tuple[object, object]] = {}
@@ -91,7 +105,10 @@ class Held:
         again = functools.partial(copy.deepcopy, memo=memo)
 
         def moved(held: Mapping[Place, Any]) -> dict[Place, Any]:
-            return {Place(again(place.holder), place.name): content for place, content in held.items()}
+            return {
+                place if place.is_shared else Place(again(place.holder), place.name): content
+                for place, content in held.items()
+            }
 
         vars(made).update(vars(self), _names=again(self._names), _twins=again(self._twins), _flat=None)
         made._writes, made._local = again(self._writes), again(self._local)
@@ -144,7 +161,9 @@ class Held:
     @_apart()
     def _read(self, names: Iterable[str]) -> list[Place]:
         """Let what bodies ask for by these names count: earlier proofs, which read none of it, hold for any value."""
-        self._reads |= frozenset(names)
+        new = frozenset(names) - self._reads
+        self._reads |= new
+        self._functions |= {Place(space_of(name), name.partition(":")[2]) for name in new if ":" in name}
         return self.find()
 
     @_apart()
@@ -217,7 +236,10 @@ class Held:
                 continue
             held = self._standing(place)
             try:
-                yield place, NOTHING if held is MISSING else reader(held)
+                if place.is_function:
+                    yield place, function_content(place.holder, held)
+                else:
+                    yield place, NOTHING if held is MISSING else reader(held)
             except UnseenError as error:
                 raise UnseenError(f"`{self._shown(place)}` is or holds {error}") from None
 
@@ -230,7 +252,8 @@ class Held:
         yield from self._around()
 
     def _around(self) -> Iterator[Place]:
-        """Those of classes, and of parameters on which something was set."""
+        """Those of functions and of classes, and of parameters on which something was set."""
+        yield from self._functions
         for module in self._names:
             for name, parameter in own_parameters(module).items():
                 if parameter is not None and _marks(parameter):
@@ -251,7 +274,7 @@ class Held:
         if isinstance(place.name, tuple):
             table, key = cast("tuple[str, int]", place.name)
             return hook_tables(place.holder)[table].get(key, MISSING)
-        if isinstance(place.holder, type):
+        if place.is_shared:
             return cast("Mapping[str, Any]", vars(place.holder)).get(place.name, MISSING)
         parameter = own_parameters(place.holder).get(place.name)
         if parameter is not None:
@@ -266,8 +289,8 @@ class Held:
         return isinstance(name, tuple) or name in self._reads or ANYTHING in self._reads
 
     def _shown(self, place: Place) -> str:
-        if isinstance(place.holder, type):
-            return f"{place.holder.__module__}.{place.holder.__qualname__}.{place.name}"
+        if place.is_shared:
+            return f"{shown(place.holder)}.{place.name}"
         if isinstance(place.name, tuple):
             return f"{self._names[place.holder]}.{place.name[0]}[{place.name[1]}]"
         return f"{self._names[place.holder]}.{place.name}".lstrip(".")
@@ -278,7 +301,7 @@ class Held:
         self._deep = [
             place
             for place, held in standing
-            if type(held) not in PLAIN and held is not MISSING and place not in self._local
+            if type(held) not in PLAIN and held is not MISSING and place not in self._local and not place.is_function
         ]
         functions = [held for place in self._deep for held in self._written(place)]
         named = [names_in(held.__code__) for held in functions]
@@ -289,11 +312,14 @@ class Held:
         self._marked = [*map(len, self._marks)]
         marked = [vars(parameter) for parameter in parameters if _marks(parameter)]
         deep = [held for place, held in standing if place in self._deep]
-        self._flat: Flat | None = Flat([*deep, *functions, *self._kinds, *marked], self._names)
+        spaces: dict[Any, list[str]] = {}
+        for place in self._functions:
+            spaces.setdefault(place.holder, []).append(place.name)
+        self._flat: Flat | None = Flat([*deep, *functions, *self._kinds, *marked], self._names, spaces)
 
     def _written(self, place: Place) -> list[Any]:
         """The functions that a class has in a place."""
-        return functions_in(self._standing(place)) if isinstance(place.holder, type) else []
+        return functions_in(self._standing(place)) if isinstance(place.holder, type) and not place.is_function else []
 
     # -- the skeleton ---------------------------------------------------------------------------------------------
     @_apart()
@@ -307,12 +333,12 @@ class Held:
             Whether it was given something else by one of these: what it may have changed before wasn't followed.
         """
         twins = {twin: self._names[module] for module, twin in self._twins.items()}
-        new = [place for place in self._read(reads) if not isinstance(place.holder, type)]
+        new = [place for place in self._read(reads) if not place.is_shared]
         reader = Reader(twins)
         for place in new:
             held = self._standing(Place(self._twins[place.holder], place.name))
             self._copied[place] = NOTHING if held is MISSING else reader(held)
-        places = new if new else (place for place in self._now if not isinstance(place.holder, type))
+        places = new if new else (place for place in self._now if not place.is_shared)
         changed = [
             p for p in places if p not in self._local and self._followed(p) != self._copied.get(p, self._first[p])
         ]

@@ -48,8 +48,11 @@ class Path:
 
     @property
     def is_named(self) -> bool:
-        """Whether steps are compared with their modules, as a branch on a number of Python's takes none."""
-        return not self.drawn <= {TORCH}
+        """Whether steps are compared with their modules: not where experts, all alike, are called by what data say.
+
+        A branch on a number of Python's takes no step, and a set of modules has another order in the stock model.
+        """
+        return not self.sides or not self.drawn <= {TORCH}
 
     def begin_again(self, proof: Proof, kind: Kind) -> None:
         """Have calls at new sizes watched, and the other sides of branches proved there, if there are any."""

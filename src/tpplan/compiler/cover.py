@@ -37,6 +37,8 @@ from tpplan.compiler.rules.packed import SPLITS
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
+from tpplan.state.parts import names_in
+from tpplan.state.reads import reached
 
 LEAST_LENGTH = 6
 """A whole number that an object keeps beside tensors is a length from here on; a smaller one may name a dim."""
@@ -93,13 +95,11 @@ class Cover:
         conditions: on sizes, as they are told.
         holds: whether a call is covered, by its sizes in the order in which they were given.
         each: whether each condition holds for these.
-        streams: for each rank, the steps that bodies take.
     """
 
     conditions: tuple[Condition, ...]
     holds: Callable[[Sequence[int]], bool]
     each: Callable[[Sequence[int]], Sequence[bool]]
-    streams: Mapping[int, Stream]
 
     def broken(self, sizes: Sequence[int]) -> Iterator[str]:
         """The conditions that don't hold, with the lines that make them."""
@@ -157,8 +157,6 @@ def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) ->
         recorder=functools.partial(SymbolicRecorder.remembering, results),
         symbolic=True,
     )
-    streams: dict[int, Stream] = {}
-    alike = local_run.ranks_alike(given)
     for rank in local_run.different_ranks(given):
         found, stream = local_run.run_rank(
             replace(symbolic, rank=rank), subject.attributes, subject.recorded, subject.recorded
@@ -166,8 +164,16 @@ def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) ->
         if isinstance(found, Mismatch):
             raise NotCoveredError(found.reason)
         if stream is not None:
-            streams.update((other, stream) for other, first in enumerate(alike) if first == rank)
-    return named.cover(sizes_of(*local_run.local_call(replace(symbolic, rank=own))), streams)
+            _require_no_types(stream, given.model)
+    return named.cover(sizes_of(*local_run.local_call(replace(symbolic, rank=own))))
+
+
+def _require_no_types(stream: Stream, model: nn.Module) -> None:
+    """Raise if code may tell a symbol from a number by its type, which leaves no condition."""
+    for code in reached(stream.code(), {type(module) for module in model.modules()}):
+        if names_in(code).tells_integers:
+            line = f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
+            raise NotCoveredError(f"`{code.co_name}` ({line}) may ask for the type of a size")
 
 
 # -- the call ---------------------------------------------------------------------------------------------------------
@@ -191,7 +197,7 @@ class _Named:
             self._whole[f"{parts}*{symbol}"] = name  # which it divides
         return made * parts
 
-    def cover(self, pattern: Sequence[Any], streams: Mapping[int, Stream]) -> Cover:
+    def cover(self, pattern: Sequence[Any]) -> Cover:
         """The cover of calls whose sizes are of a pattern: numbers, symbols, and multiples of symbols."""
         places: dict[str, str] = {}
         checks: list[str] = []
@@ -222,7 +228,6 @@ class _Named:
             told,
             _function(f"{bound}\n    return {' and '.join(f'({test})' for test in (*checks, *found)) or True}"),
             _function(f"{bound}\n    return [{', '.join(f'({test})' for test in found)}]"),
-            streams,
         )
 
     def _told(self, text: str) -> str:

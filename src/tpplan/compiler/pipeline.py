@@ -11,6 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 
 from tpplan.ambience import ambience
 from tpplan.compat import named_modules, without_inference_kernels
@@ -54,7 +55,7 @@ from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
-from tpplan.state.reads import ANYTHING, reads
+from tpplan.state.reads import ANYTHING, functions_read, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Compiled:
             alone, as numbers are read, or as calls after the first take another way.
         called: the modules that the call runs, with those of their arguments to which a gradient comes back.
         drawn, draws_unseen, tests: see `Trace`.
-        reads: the names by which bodies ask their modules for something.
+        reads: the names by which bodies ask their modules for something, and those of functions that their code reads.
     """
 
     program: Program
@@ -117,7 +118,16 @@ def compile_call(request: Request) -> Compiled:
     if unfit:
         raise CompileError(unfit)
     with reads() as read:
-        compiled = _compiled(request)
+        try:
+            compiled = _compiled(request)
+        except CompileError as error:
+            unseen = unseen_findings(request.model, read)
+            if unseen:
+                raise CompileError([*unseen, *error.diagnostics]) from error
+            raise
+    streams = (*compiled.streams.values(), *compiled.later.values())
+    code = frozenset[CodeType]().union(*(stream.code() for stream in streams))
+    read |= functions_read(code, {type(module) for module in request.model.modules()})
     unseen = unseen_findings(request.model, read)
     if unseen:
         raise CompileError(unseen)

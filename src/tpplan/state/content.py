@@ -138,6 +138,8 @@ class Reader:
         if isinstance(held, Tensor):
             return Node(kind, (("", self._tensor(held)), *found)) if found else self._tensor(held)
         if isinstance(held, (set, frozenset)):
+            if sum(isinstance(item, (nn.Module, Tensor)) for _, item in inner) > 1:
+                raise UnseenError("a set of modules or tensors, whose order depends on where they lie in memory")
             return Node(kind, frozenset(found))
         if isinstance(held, type):
             found.append(("", leaf(held)))

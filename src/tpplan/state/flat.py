@@ -9,8 +9,9 @@ there: if others do, they may still be equal, which their `content` says.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType, MappingProxyType
@@ -62,8 +63,19 @@ class Standing:
 class Flat:
     """What some objects hold, as it was."""
 
-    def __init__(self, held: Iterable[Any], modules: Container[nn.Module]) -> None:
-        """Look; these modules aren't looked into."""
+    def __init__(
+        self,
+        held: Iterable[Any],
+        modules: Container[nn.Module],
+        names: Mapping[Any, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """Look.
+
+        Args:
+            held: the objects.
+            modules: these aren't looked into.
+            names: of what has names, such as modules of Python, those by which something else may stand there.
+        """
         found = _Found(held, modules)
         self._tables = [*found.tables, *map(_OWN, found.objects)]
         self._rows = found.rows
@@ -85,6 +97,10 @@ class Flat:
         looks += [_named(space, names) for space, names in found.globals.values() if names]
         self._looks = [(look, [*look()]) for look in looks]
         others: list[Look] = [*found.others, *([lambda: _versions(found.tensors)] if found.tensors else [])]
+        for space, listed in names.items():
+            own: Any = vars(space)
+            others += [_named(own, there)] if (there := [name for name in listed if name in own]) else []
+            others += [functools.partial(_size, own)] if len(there) < len(listed) else []
         self._others = [(look, [*look()]) for look in others]
 
     def is_same(self) -> bool:
@@ -193,6 +209,10 @@ class _Found:
 def _versions(tensors: list[Tensor]) -> list[object]:
     with without_function_modes():
         return [*map(_VERSION, tensors)]
+
+
+def _size(space: Sized) -> Iterable[object]:
+    return (len(space),)
 
 
 def _named(space: dict[str, Any], names: Iterable[str]) -> Look:

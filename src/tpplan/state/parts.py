@@ -231,13 +231,11 @@ def spaces_of(function: FunctionType) -> list[tuple[str, str, dict[str, Any]]]:
         inner = vars(held) if isinstance(held, ModuleType) and not is_library(held.__name__) else {}
         found += [(name, leaf, inner) for leaf in names.attributes & inner.keys()]
         found += [] if isinstance(held, ModuleType) else [(name, "", own)]
-    found = [
-        (name, leaf, space) for name, leaf, space in found if _is_premise(space[leaf or name], leaf or name, names)
-    ]
+    found = [(name, leaf, space) for name, leaf, space in found if is_premise(space[leaf or name], leaf or name, names)]
     return sorted(found, key=lambda place: place[:2])
 
 
-def _is_premise(held: object, name: str, names: Names) -> bool:
+def is_premise(held: object, name: str, names: Names) -> bool:
     """Whether a global may change, as no library's does, and isn't written to by the function that reads it."""
     if isinstance(held, (ModuleType, BuiltinFunctionType)) or name in names.put:
         return False
@@ -254,12 +252,19 @@ class Names(NamedTuple):
         attributes: those that it reads as attributes.
         put: those that it sets, in its module or in an object.
         fills: whether it puts something into a container.
+        matches: whether it has a pattern for objects of a class.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
     put: frozenset[str]
     fills: bool
+    matches: bool
+
+    @property
+    def tells_integers(self) -> bool:
+        """Whether the code may ask whether something is an `int`, and not of a class that is like it."""
+        return "int" in self.globals and (self.matches or "type" in self.globals or "__class__" in self.attributes)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -274,7 +279,9 @@ def names_in(code: CodeType) -> Names:
 
     attributes = of(_ATTRIBUTES, "attributes")
     fills = not _FILLING.isdisjoint(attributes) or any(kind == "STORE_SUBSCR" for kind, _ in found)
-    return Names(of(_LOADS, "globals"), attributes, of(_STORES, "put"), fills or any(names.fills for names in inner))
+    fills |= any(names.fills for names in inner)
+    matches = any(kind == "MATCH_CLASS" for kind, _ in found) or any(names.matches for names in inner)
+    return Names(of(_LOADS, "globals"), attributes, of(_STORES, "put"), fills, matches)
 
 
 def class_parts(kind: type[Any]) -> Parts | None:

@@ -1,9 +1,10 @@
-"""Reads: by what names a model's Python asks its modules for something.
+"""Reads: by what names a model's Python asks for something.
 
-in:  a block in which modules run
-out: the names; `ANYTHING` if a body looks at all that its module has
+in:  a block in which modules run; code
+out: the names by which it asks modules, `ANYTHING` if a body looks at all that its module has; those of functions
 
     self.scale * self.up(x)      ->   "scale", "up"
+    F.linear(x, self.weight)     ->   "torch.nn.functional:linear"
 
 What is never read is no premise: `generate` may note what it likes on a model.
 """
@@ -12,15 +13,19 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-from tpplan.state.parts import is_library
+from tpplan.state.content import Identity, Reader, Value
+from tpplan.state.parts import UnseenError, functions_in, is_library, is_premise, names_in
 
 ANYTHING = "__dict__"
+_TORCH: tuple[ModuleType | type, ...] = (torch, torch.nn.functional, torch.Tensor)
 _lock = threading.Lock()
 _blocks = 0
 
@@ -66,9 +71,97 @@ def _noted(module: nn.Module, name: str) -> Any:
     return object.__getattribute__(module, name)
 
 
+def reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeType, tuple[str, ...]]:
+    """Code, and that of forwards, and of the functions that these name; with the modules of Python it belongs to.
+
+    Args:
+        code: that of bodies. What torch's calls isn't looked for.
+        kinds: the classes of the modules that run, whose functions it may name.
+    """
+    files: dict[str, list[str]] = {}
+    for name, module in [*sys.modules.items()]:
+        files.setdefault(getattr(module, "__file__", None) or "", []).append(name)
+    methods: dict[str, list[FunctionType]] = {}
+    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not _is_torchs(base.__module__)):
+        for name, held in vars(base).items():
+            methods.setdefault(name, []).extend(functions_in(held))
+    found: dict[CodeType, tuple[str, ...]] = {}
+    waiting = [*code, *(function.__code__ for function in methods.get("forward", ()))]
+    while waiting:
+        each = waiting.pop()
+        if each in found:
+            continue
+        found[each] = spaces = tuple(files.get(each.co_filename, ()))
+        names = names_in(each)
+        for space in spaces:
+            held = (vars(sys.modules[space]).get(name) for name in names.globals)
+            functions = [function for function in held if isinstance(function, FunctionType)]
+            waiting += [function.__code__ for function in functions if not _is_torchs(function.__module__)]
+        if not any(map(_is_torchs, spaces)):
+            waiting += [function.__code__ for name in names.attributes for function in methods.get(name, ())]
+    return found
+
+
+def _is_torchs(name: str | None) -> bool:
+    return name is None or name.partition(".")[0] in ("torch", "tpplan")
+
+
+def functions_read(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> frozenset[str]:
+    """What code reads of torch, and of its own file if that is no premise of the functions that it belongs to.
+
+    Each by the name of a module of Python, or of `Tensor`, and its own: a user may replace what stands there.
+
+    Args:
+        code, kinds: see `reached`.
+    """
+    found: set[str] = set()
+    for each, spaces in reached(code, kinds).items():
+        names = names_in(each)
+        for space in _TORCH:
+            functions = (leaf for leaf in names.attributes if _is_function(getattr(space, leaf, None)))
+            found.update(f"{shown(space)}:{leaf}" for leaf in functions)
+        for name in spaces:
+            module = sys.modules[name]
+            own = ((leaf, vars(module)[leaf]) for leaf in (names.globals - names.put) & vars(module).keys())
+            found.update(
+                f"{name}:{leaf}"
+                for leaf, held in own
+                if (is_library(name) or not is_premise(held, leaf, names))
+                and (_is_function(held) or (isinstance(held, ModuleType) and not is_library(name)))
+            )
+    return frozenset(found)
+
+
+def _is_function(held: object) -> bool:
+    return callable(held) and not isinstance(held, type)
+
+
+def shown(space: ModuleType | type) -> str:
+    """The name of a module of Python, or of a class."""
+    return space.__name__ if isinstance(space, ModuleType) else f"{space.__module__}.{space.__qualname__}"
+
+
+def space_of(name: str) -> ModuleType | type:
+    """The module of Python or class of one of `functions_read`."""
+    module = name.partition(":")[0]
+    return next((space for space in _TORCH if shown(space) == module), None) or sys.modules[module]
+
+
+def function_content(space: ModuleType | type, held: Any) -> object:
+    """The content of what stands in the place of a function: the user's by what it is, a library's by which one.
+
+    Raises:
+        UnseenError: a method of `Tensor` was replaced, which torch calls once more under a function mode.
+    """
+    is_users = isinstance(held, (FunctionType, MethodType)) and not is_library(held.__module__)
+    if is_users and space is torch.Tensor:
+        raise UnseenError("a function in place of torch's, which torch's function modes call twice")
+    return Reader({})(held) if is_users else Value(type(held), Identity(held))
+
+
 def _caller() -> str | None:
     """The module of Python whose code asks for an attribute."""
     return sys._getframe(2).f_globals.get("__name__")  # pyright: ignore[reportPrivateUsage]
 
 
-__all__ = ["ANYTHING", "reads"]
+__all__ = ["ANYTHING", "functions_read", "reached", "reads", "shown", "space_of"]

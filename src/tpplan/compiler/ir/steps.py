@@ -125,6 +125,10 @@ class Stream:
             else:
                 yield step._replace(module=module) if named else step
 
+    def code(self) -> frozenset[CodeType]:
+        """All code that calls torch."""
+        return frozenset(step.code for heard in self._calls.values() for step in heard.steps if isinstance(step, Step))
+
     def varying_code(self) -> frozenset[CodeType]:
         """The code whose steps aren't compared."""
         found: set[CodeType] = set(self.cached)

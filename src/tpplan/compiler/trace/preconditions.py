@@ -8,7 +8,8 @@ out: TP108 if it is parallel already; TP110 if it can't be captured; TP112 if a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import functools
+from collections.abc import Callable, Iterator, Set
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from tpplan.plan import Diagnostic
 from tpplan.plan.wording import with_article
 from tpplan.state.content import Reader
 from tpplan.state.parts import UnseenError
+from tpplan.state.reads import function_content, space_of
 
 MARK = "_tpplan"
 WANTS_GRADIENT = "requires grad, and isn't a parameter, so that no sum over the ranks is placed for its gradient"
@@ -29,22 +31,28 @@ _STOCK = frozenset(vars(nn.Module()))
 
 
 def unseen_findings(model: nn.Module, reads: Set[str]) -> list[Diagnostic]:
-    """Findings about attributes that bodies read, and that nobody can compare without using them up."""
+    """Findings about what bodies read, and nobody can compare or copy as it is."""
     findings: list[Diagnostic] = []
+
+    def look(subject: str, shown: str, read: Callable[[], object]) -> None:
+        try:
+            read()
+        except UnseenError as error:
+            finding = Diagnostic(
+                code="TP129",
+                message=f"what the model computes can't be told from what it reads: `{shown}` is or holds {error}",
+                help="keep what steers a forward in numbers, texts, containers or plain objects",
+                subject=subject,
+            )
+            findings.append(finding)
+
     reader = Reader({module: name for name, module in named_modules(model)})
     for name, module in named_modules(model):
         for leaf in vars(module).keys() & reads - _STOCK:
-            try:
-                reader(vars(module)[leaf])
-            except UnseenError as error:
-                finding = Diagnostic(
-                    code="TP129",
-                    message=f"what the model computes depends on how often it was called before: "
-                    f"`{f'{name}.{leaf}'.lstrip('.')}` is or holds {error}",
-                    help="keep what steers a forward in numbers, texts, containers or plain objects",
-                    subject=name,
-                )
-                findings.append(finding)
+            look(name, f"{name}.{leaf}".lstrip("."), functools.partial(reader, vars(module)[leaf]))
+    for name in sorted(read for read in reads if ":" in read):
+        space, leaf = space_of(name), name.partition(":")[2]
+        look("", name.replace(":", "."), functools.partial(function_content, space, vars(space).get(leaf)))
     return findings
 
 

@@ -321,7 +321,8 @@ A forward may count its calls, cache a table, or leave tensors in attributes and
 calls after the first are proved too. But what it computes must not depend on a number, a string or the length of a list
 that each call changes: only the first calls were proved, and the tenth may do something else.
 Keep such state in a buffer, and compute with it as a tensor; or count outside of the forward. An iterator that a
-forward reads is such state, too.
+forward reads is such state, too. So is the order of a set of modules or tensors, which depends on where they lie in
+memory (use a list, a tuple or a dict), and a method of `torch.Tensor` that was replaced.
 """,
         bad="""
 class Model(nn.Module):
