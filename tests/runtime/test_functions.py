@@ -102,7 +102,8 @@ def test_a_method_that_is_replaced_is_refused_while_it_is() -> None:
                 assert told.startswith("TP130")
                 assert "`torch.Tensor.sigmoid` is or holds a function in place of torch's" in told
     finally:
-        vars(torch.Tensor).get("sigmoid") and delattr(torch.Tensor, "sigmoid")
+        if "sigmoid" in vars(torch.Tensor):
+            delattr(torch.Tensor, "sigmoid")
 
 
 def test_what_replaces_a_function_later_may_not_fit_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ class Flat:
         self._looks = [(look, [*look()]) for look in looks]
         others: list[Look] = [*found.others, *([lambda: _versions(found.tensors)] if found.tensors else [])]
         for space, listed in names.items():
-            own: Any = vars(space)
+            own = cast("dict[str, Any]", vars(space))
             others += [_named(own, there)] if (there := [name for name in listed if name in own]) else []
             others += [functools.partial(_size, own)] if len(there) < len(listed) else []
         self._others = [(look, [*look()]) for look in others]
