@@ -174,7 +174,6 @@ def _parallelize(
     axis = ranks_of(group)
     guard = CallGuard(make_skeleton(inner.model).model, inner.plan, compiled, *inner.call, axis)
     lower(inner.model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
-    guard.watch(inner.model)
     if inner.name:
         wrap_around(model, inner.name)
     follow_wrappers()

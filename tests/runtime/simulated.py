@@ -87,7 +87,6 @@ def on_ranks(
         guard = _Guard(make_skeleton(stock).model, plan, compiled, *example, rank=axis.rank)
         guard.turns = turns
         own = lower(copy_structure(stock), compiled.program, SimulatedDistributor(axis), guard)
-        guard.watch(own)
         return work(own, guard)
 
     return run_ranks(tp, one)

@@ -87,7 +87,6 @@ def simulated(stock: nn.Module, plan_name: str, ids: Tensor) -> list[list[Step]]
     def work(axis: ThreadCommunicator) -> list[Step]:
         guard = CallGuard(make_skeleton(stock).model, plan, compiled, *example, rank=axis.rank)
         own = lower(copy_structure(stock), compiled.program, SimulatedDistributor(axis), guard).eval()
-        guard.watch(own)
         generating(own, ids)
         seen: list[tuple[Counter[str], Program]] = []
 

@@ -112,8 +112,6 @@ def ran(stock: nn.Module, plan_name: str, tp: int, kind: str, settings: dict[str
         meter = Meter(axis)
         guard = CallGuard(make_skeleton(stock).model, plan, compiled, *example, rank=axis.rank) if guarded else None
         own = lower(copy_structure(stock), compiled.program, SimulatedDistributor(axis), guard)
-        if guard is not None:
-            guard.watch(own)
         seen: list[Any] = []
         call = first_call(kind, stock)
         with torch.no_grad():

@@ -162,7 +162,9 @@ class CallGuard:
         self._left = Left(program, self._rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._lockstep = axis if isinstance(axis, LockstepCommunicator) else None
-        self._paths = Paths(self._rank, always)
+        first = {id(module): name for name, module in reversed(named_modules(stock, remove_duplicate=False))}
+        names = {name: first[id(module)] for name, module in named_modules(stock, remove_duplicate=False)}
+        self._paths = Paths(self._rank, always, names)
         self._steering = Steering()
         key = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts()))
         key = self._steering.note(key, compiled.facts)

@@ -6,7 +6,7 @@ if a branch on a tensor's value has a side that isn't proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpplan.calls.key import CallKey, Kind, Part
@@ -61,13 +61,13 @@ class Path:
             self.free.clear()
             proof.met.discard(kind)
 
-    def known_steps(self, proof: Proof, replaced: frozenset[str]) -> Proved:
-        """The steps of calls that run by the program of `proof`, the latest first."""
+    def known_steps(self, proof: Proof, replaced: frozenset[str], names: Mapping[str, str]) -> Proved:
+        """The steps of calls that run by the program of `proof`, the latest first; `names` are modules' first ones."""
         key = id(proof), replaced, self.is_named
         count, proved = self._known.get(key, (0, None))
         if proved is None or count != len(self.streams):
             streams = [stream for owner, stream in reversed(self.streams) if owner is proof]
-            proved = Proved.of(streams, replaced, self.is_named)
+            proved = Proved.of(streams, replaced, names if self.is_named else None)
             self._known[key] = len(self.streams), proved
         return proved
 
@@ -86,10 +86,11 @@ class Path:
 class Paths:
     """The paths of all kinds of calls of one model, as one rank takes them."""
 
-    def __init__(self, rank: int, always: bool = False) -> None:
-        """Be `rank`; watch each call if `always`."""
+    def __init__(self, rank: int, always: bool, names: Mapping[str, str]) -> None:
+        """Be `rank`; watch each call if `always`; `names` are the first names of modules, by all of theirs."""
         self._rank = rank
         self._always = always
+        self._names = names
         self._paths: dict[Part, Path] = {}
 
     def forget(self) -> None:
@@ -139,7 +140,7 @@ class Paths:
         a call may be put together from pieces of several proofs, if one of them took the same sides of all branches.
         """
         path = self.of(key.kind)
-        known = path.known_steps(proof, replaced)
+        known = path.known_steps(proof, replaced, self._names)
         real, proved = known.without_varying(steps), known.steps
         departures = [departure(each, real) for each in proved]
         if None in departures:

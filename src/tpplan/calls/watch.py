@@ -71,11 +71,11 @@ class Proved:
     varying: frozenset[CodeType]
 
     @classmethod
-    def of(cls, streams: Sequence[Stream], replaced: frozenset[str], named: bool) -> Proved:
-        """The steps of these proofs; modules in `replaced` have other bodies at run time, and so no steps."""
+    def of(cls, streams: Sequence[Stream], replaced: frozenset[str], names: Mapping[str, str] | None) -> Proved:
+        """The steps of these proofs; see `Stream.flat`."""
         varying = frozenset[CodeType]().union(*(stream.varying_code() for stream in streams))
         return cls(
-            [[step for step in stream.flat(replaced, named) if step.code not in varying] for stream in streams], varying
+            [[step for step in stream.flat(replaced, names) if step.code not in varying] for stream in streams], varying
         )
 
     def without_varying(self, steps: Sequence[Step]) -> list[Step]:

@@ -55,6 +55,10 @@ class Guard(Protocol):
         """The program for a module that is called by itself; None for the one that is in place."""
         ...
 
+    def watch(self, model: nn.Module) -> None:
+        """Follow the changes of a sharded model, from its state now."""
+        ...
+
     def require_alike_prompt(self, arguments: tuple[Any, ...], keywords: dict[str, Any], draws: bool) -> None:
         """Raise if ranks were asked to generate from different prompts, or from other seeds, if they draw."""
         ...
@@ -109,6 +113,8 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
             replaced += 1
         for module in listing:
             module.__dict__[WEIGHTS_LISTED] = weights_to_list(module)
+        if guard is not None:
+            guard.watch(model)
     except BaseException as error:
         for change in reversed(done):
             change.undo()

@@ -43,7 +43,7 @@ class Step(NamedTuple):
         code, offset: where the call stands: a code object, and the instruction in it.
         function: what is called.
         taken: for a branch on a tensor's value, its side.
-        module: whose call makes it; "" where that isn't asked for.
+        module: whose code makes it; "" where that isn't asked for.
     """
 
     code: CodeType
@@ -100,16 +100,18 @@ class Stream:
         """Index the calls."""
         self._calls.update({(heard.module, heard.call): heard for heard in _walk(self.root)})
 
-    def flat(self, replaced: frozenset[str], named: bool = False) -> Iterator[Step]:
+    def flat(self, replaced: frozenset[str], names: Mapping[str, str] | None = None) -> Iterator[Step]:
         """All steps in order, without those of modules whose bodies are replaced at run time, and of all inside.
 
         Args:
             replaced: these modules.
-            named: whether steps are to tell their modules.
+            names: each module's first name, by its names; None if steps aren't to tell their modules.
         """
-        return self._flat(self.root, "", "", replaced, named)
+        return self._flat(self.root, "", "", replaced, names)
 
-    def _flat(self, heard: Heard, of: str, name: str, replaced: frozenset[str], named: bool) -> Iterator[Step]:
+    def _flat(
+        self, heard: Heard, of: str, name: str, replaced: frozenset[str], names: Mapping[str, str] | None
+    ) -> Iterator[Step]:
         """The steps of a call; where the call is one inside of `of`, which stands for one inside of `name`."""
         module = renamed(heard.module, of, name)
         if module in replaced:
@@ -117,13 +119,14 @@ class Stream:
         if heard.like is not None:
             known = self._calls.get(heard.like)
             if known is not None:
-                yield from self._flat(known, known.module, module, replaced, named)
+                yield from self._flat(known, known.module, module, replaced, names)
             return
         for step in heard.steps:
             if isinstance(step, Heard):
-                yield from self._flat(step, of, name, replaced, named)
+                yield from self._flat(step, of, name, replaced, names)
             else:
-                yield step._replace(module=module) if named else step
+                own = "" if names is None else renamed(step.module, of, name)
+                yield step._replace(module=own if names is None else names.get(own, own))
 
     def code(self) -> frozenset[CodeType]:
         """All code that calls torch."""

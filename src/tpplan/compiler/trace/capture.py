@@ -251,6 +251,7 @@ def _record(
     for parameter, names in skeleton.parameters:
         parameters[recorder.new_value(parameter, parameter.requires_grad)] = names
     modules = dict(named_modules(skeleton.model))
+    recorder.modules = {id(module): name for name, module in modules.items()}
     recorder.containers = frozenset(_alike(modules.values()))
     recorder.stacks = {name: sizes for name, module in modules.items() if (sizes := frozenset(_stacked(module)))}
     for name, module in modules.items():

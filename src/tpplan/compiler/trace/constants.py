@@ -202,7 +202,7 @@ class ConstantWatcher(TorchFunctionMode):
 
     def _note_step(self, func: Callable[..., Any], result: Any, args: tuple[Any, ...]) -> None:
         if self._recorder.listening and func.__name__ != "__get__":
-            step = step_of(func, side_of(func, result, args), depth=1)
+            step = step_of(func, side_of(func, result, args), depth=1, names=self._recorder.modules)
             if step is not None and self._recorder.frames:
                 self._recorder.frames[-1].steps.append(step)
 

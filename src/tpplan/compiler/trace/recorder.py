@@ -158,6 +158,7 @@ class Recorder(RecordingMode):
         self.drawn: set[int] = set()  # random numbers, and what is made of them alone
         self.tested: dict[int, Location | None] = {}  # values that the model branches on
         self.listening = False  # whether the steps of bodies are wanted
+        self.modules: dict[int, str] = {}  # the first names of modules, by id
         self.values: list[Value] = []
         self.assumptions: list[Assumption] = []
         self.frames: list[OpenFrame] = []
