@@ -14,6 +14,7 @@ from tpplan.calls.guard import CallGuard
 from tpplan.compat import local_of
 from tpplan.compiler.cover import Cover, Subject
 from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.pipeline import Compiled, compile_call
 from tpplan.compiler.request import Request
 from tpplan.compiler.trace.skeleton import make_skeleton
@@ -38,6 +39,7 @@ class _Turns:
         self._meeting = threading.Barrier(ranks)
         self._turn = threading.Lock()
         self._taken: int | None = None  # by which thread
+        self.covers: dict[int, tuple[Trace, Cover | None]] = {}  # of proofs, by the ids of their traces
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -70,8 +72,14 @@ class _Guard(CallGuard):
             return super()._compiled(compile_it)
 
     def _cover(self, subject: Subject) -> Cover | None:
+        """One for all ranks, of a proof that they share, and of a call that has no parts of their own."""
+        given, known = subject.given, self.turns.covers
         with self.turns():
-            return super()._cover(subject)
+            if given.parts:
+                return super()._cover(subject)
+            if id(given.trace) not in known:
+                known[id(given.trace)] = given.trace, super()._cover(subject)
+            return known[id(given.trace)][1]
 
 
 def on_ranks(

@@ -28,6 +28,7 @@ ANYTHING = "__dict__"
 _TORCH: tuple[ModuleType | type, ...] = (torch, torch.nn.functional, torch.Tensor)
 _lock = threading.Lock()
 _blocks = 0
+_known_files: tuple[list[int], dict[str, list[str]]] = ([], {})
 
 
 class _Noting(threading.local):
@@ -78,9 +79,7 @@ def reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeTy
         code: that of bodies. What torch's calls isn't looked for.
         kinds: the classes of the modules that run, whose functions it may name.
     """
-    files: dict[str, list[str]] = {}
-    for name, module in [*sys.modules.items()]:
-        files.setdefault(getattr(module, "__file__", None) or "", []).append(name)
+    files = _files()
     methods: dict[str, list[FunctionType]] = {}
     for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not _is_torchs(base.__module__)):
         for name, held in vars(base).items():
@@ -100,6 +99,19 @@ def reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeTy
         if not any(map(_is_torchs, spaces)):
             waiting += [function.__code__ for name in names.attributes for function in methods.get(name, ())]
     return found
+
+
+def _files() -> dict[str, list[str]]:
+    """The modules of Python by the files that they were read from."""
+    global _known_files
+    modules = {**sys.modules}
+    ids = [*map(id, modules.values())]
+    if _known_files[0] != ids:
+        files: dict[str, list[str]] = {}
+        for name, module in modules.items():
+            files.setdefault(getattr(module, "__file__", None) or "", []).append(name)
+        _known_files = ids, files
+    return _known_files[1]
 
 
 def _is_torchs(name: str | None) -> bool:

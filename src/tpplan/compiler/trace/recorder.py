@@ -68,6 +68,12 @@ from tpplan.compiler.trace.statistics import statistic_of
 
 INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
 _META = torch.device("meta")
+_PLAIN = frozenset(
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_MOST_KNOWN = 1 << 16
+_known_results: dict[object, tuple[object, list[Geometry]]] = {}
+_default_dtype = torch.get_default_dtype
 
 _OWN_DRAWS = torch.Generator().manual_seed(0x7EA51DE5).get_state()
 
@@ -89,8 +95,8 @@ class DataDependentError(Exception):
 class Recorder(RecordingMode):
     """Records operations and values; see the module's docstring.
 
-    Results of functional operators are memoised by the geometry of their operands, since meta kernels written in
-    Python are slower than everything else in a capture.
+    Results of functional operators are memoised by the geometry of their operands, for all records: meta kernels that
+    are written in Python are slower than everything else in a capture.
     """
 
     def __init__(
@@ -171,7 +177,6 @@ class Recorder(RecordingMode):
         self._alive: list[Tensor] = []  # ids are only unique while their objects live
         self._storage: list[int] = []
         self._members: dict[int, list[int]] = {}
-        self._memo: dict[object, tuple[object, list[Geometry]]] = {}
         self._inside_kernel = False
         self._meta_copies: dict[int, Tensor] = {}
 
@@ -479,15 +484,17 @@ class Recorder(RecordingMode):
             return _with_geometry(func(*args, **keywords))
         if func is torch.ops.aten._grouped_mm.default:
             return _with_geometry(_grouped_product(args, keywords))
-        key = (id(func), *map(_geometry, args), *[(name, _geometry(a)) for name, a in keywords.items()])
         try:
-            known = self._memo.get(key)
+            key = (func, _default_dtype(), *map(_geometry, args), *[(n, _geometry(a)) for n, a in keywords.items()])
+            known = _known_results.get(key)
         except TypeError:
             return _with_geometry(func(*args, **keywords))
         if known is None:
             result, made = _with_geometry(func(*args, **keywords))
             if made and all(geometry is not None and item.is_meta for item, geometry in made):
-                self._memo[key] = (type(result), [geometry for _, geometry in made if geometry is not None])
+                if len(_known_results) >= _MOST_KNOWN:
+                    _known_results.clear()
+                _known_results[key] = (type(result), [geometry for _, geometry in made if geometry is not None])
             return result, made
         container, geometries = known
         items = [torch.empty_strided(g[0], g[1], dtype=g[2], device=_META) for g in geometries]
@@ -841,10 +848,13 @@ def _with_geometry(result: Any) -> tuple[Any, list[tuple[Any, Geometry | None]]]
 
 
 def _geometry(argument: Any) -> object:
+    """What the shapes of results depend on, of an argument; TypeError for objects, which mustn't be kept alive."""
     if isinstance(argument, Tensor):
-        return (argument.shape, argument.stride(), argument.dtype)
+        return (tuple(argument.shape), argument.stride(), argument.dtype)
     if isinstance(argument, (list, tuple)):
         return tuple(map(_geometry, argument))  # pyright: ignore[reportUnknownArgumentType]
+    if type(argument) not in _PLAIN:
+        raise TypeError
     return (type(argument).__name__, argument)
 
 
