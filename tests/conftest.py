@@ -19,7 +19,8 @@ if "PYTHONPATH" in os.environ:
     folders = os.environ["PYTHONPATH"].split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
 
-_TURNS = 5
+_SLOW = 7  # one in so many slow cases of one test runs with the slow tests
+_SPREAD = (5**0.5 - 1) / 2  # multiples of it are spread evenly, whatever the period of what cases differ in
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -32,14 +33,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the slow cases of one test every fifth runs with the slow tests; the others are left to the sweep."""
-    slow: dict[object, list[pytest.Item]] = {}
+    """Some cases of one test are left to the sweep: of slow ones most, of quick ones as `one_in` says."""
+    cases: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is not None and item.get_closest_marker("sweep") is None:
-            slow.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
-    for cases in slow.values():
-        for place, item in enumerate(cases):
-            if place % _TURNS:
+        if item.get_closest_marker("sweep") is None:
+            is_slow = item.get_closest_marker("slow") is not None
+            cases.setdefault((item.parent, getattr(item, "originalname", item.name), is_slow), []).append(item)
+    for alike in cases.values():
+        marker, is_slow = alike[0].get_closest_marker("one_in"), alike[0].get_closest_marker("slow") is not None
+        share = _SLOW if is_slow else 1 if marker is None else marker.args[0]
+        for place, item in enumerate(alike):
+            if place * _SPREAD % 1 >= 1 / share:
                 item.add_marker("sweep")
 
 

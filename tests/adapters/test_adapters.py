@@ -70,7 +70,7 @@ def _assert_split(model: Any) -> None:
     assert [m.weight.to_local().numel() * 2 == m.weight.numel() for m in kept] == [True, False, True, True, True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_several_adapters_are_switched_and_trained_in_turns() -> None:
     world(2).run(_several)
 

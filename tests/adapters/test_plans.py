@@ -59,7 +59,7 @@ def test_adapters_cost_no_collective(plan: str) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "make", "options"),
-    [("llama", llama, {}), pytest.param("gpt2", gpt2, _CONV, marks=pytest.mark.slow)],
+    [("llama", llama, {}), pytest.param("gpt2", gpt2, _CONV, marks=pytest.mark.sweep)],
     ids=["llama", "gpt2"],
 )
 def test_a_suggested_plan_splits_what_the_shipped_one_does(

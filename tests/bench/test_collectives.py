@@ -65,6 +65,7 @@ def generating() -> dict[str, Any]:
         return generation_collectives.measure(("llama", "llama-sequence", "bert"))
 
 
+@pytest.mark.sweep
 def test_a_token_takes_two_sums_a_block_those_of_its_table_and_the_heads_gather(generating: dict[str, Any]) -> None:
     assert [row["plan"] for row in generating["rows"]] == ["llama", "llama-sequence"]
     for row in generating["rows"]:

@@ -56,7 +56,7 @@ def test_overhead_has_a_row_for_each_form_and_way(overhead_result: dict[str, Any
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in overhead_result["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_overhead_is_measured_beside_transformers_own_and_of_generation() -> None:
     pytest.importorskip("accelerate")
     result = _result("overhead", overhead.measure(rounds=1, calls=1))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import tpplan
 from tests.checkpoint.memory import MIB, peak
-from tests.marking import in_thirds, slow_but
+from tests.marking import in_thirds, slow_but, sweep_but
 from tests.plans.parity import tolerance
 from tests.runtime.world import Member, world
 from tpplan.checkpoint import load as loading
@@ -141,7 +141,7 @@ def test_it_is_the_stock_model(tmp_path: Path, name: str, plan: Any, options: di
         assert found["held"] < 0.6, found
 
 
-@pytest.mark.parametrize("name", slow_but([], ["llama", "mixtral"]))
+@pytest.mark.parametrize("name", sweep_but([], ["llama", "mixtral"]))
 def test_key_heads_fewer_than_ranks(tmp_path: Path, name: str) -> None:
     for found in world(4).run(_loads, _folder(name, tmp_path), name, {}):
         assert found["held"] < 0.4, found

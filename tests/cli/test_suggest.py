@@ -19,6 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--sequence-parallel"], ["--from-hf"]])
+@pytest.mark.one_in(2)
 def test_what_it_writes_validates(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["suggest", *MODEL, *options, "-o", "found.yaml"]) == 0
     assert capsys.readouterr() == ("", "tpplan suggest: wrote found.yaml\n")

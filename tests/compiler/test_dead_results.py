@@ -65,6 +65,7 @@ RULES = {"**.{q,k,v}": "colwise", "**.out": "rowwise"}
 
 @pytest.mark.parametrize("reads", ["", "sizes", "all states"])
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.one_in(3)
 def test_a_decoder_that_keeps_everything(reads: str, sequence: bool) -> None:
     """Of ten layers with three layouts each there are sixty thousand combinations, with their scores far more."""
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ def compiled(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, many: int) 
 
 
 @pytest.mark.parametrize("rules", PLANS.values(), ids=PLANS)
+@pytest.mark.one_in(2)
 def test_what_is_chosen_is_the_same_wherever_it_is_chosen(
     rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -361,6 +361,7 @@ class Scan(nn.Module):
 WIDE = 2 * HIDDEN
 
 
+@pytest.mark.slow
 def test_steps_of_a_scan_do_not_multiply_the_ways_to_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     alike, sizes = place._alike, list[int]()
 

@@ -258,6 +258,7 @@ def test_heads_whose_softmax_has_a_backward_of_its_own(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.one_in(3)
 def test_what_is_right_for_a_part_stays_split(name: str, size: int) -> None:
     assert gathers(prove(Split(ELEMENTWISE[name]), SPLIT, size)) == 0
 
@@ -287,6 +288,7 @@ def test_a_partial_gradient_meets_what_is_linear_alone(name: str, size: int) -> 
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *ACROSS])
+@pytest.mark.one_in(3)
 def test_over_a_split_sequence(name: str) -> None:
     prove(Stream((ELEMENTWISE | ACROSS)[name]), STREAM, 2)
 

@@ -144,6 +144,7 @@ FUSED = {
 
 @pytest.mark.parametrize("inner", [24, 10, 7])
 @pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.one_in(3)
 def test_packs_uneven_parts_and_parameters_without_a_rule(size: int, inner: int) -> None:
     program = verified(Block(2, lambda: Fused(inner)), FUSED, size)
     assert program.count_collectives()["all-reduce"] == 3
@@ -167,6 +168,7 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.one_in(3)
 def test_experts_with_heads(size: int, keys: int) -> None:
     rules = {"moe.experts": "experts", "moe.experts.*.{q,k}": "colwise", "moe.experts.*.out": "rowwise"}
     verified(Block(2, lambda: Heads(keys), of_all), {"version": 1, "modules": rules}, size)

@@ -89,6 +89,7 @@ def tokens(batch: int, length: int) -> Call:
 @pytest.mark.parametrize(
     ("rounds", "tp"), in_turns([by_token, by_tensor, without_gradient, from_the_least, joined], [2, 4])
 )
+@pytest.mark.one_in(2)
 def test_a_number_for_each_row_is_exchanged(rounds: Callable[[Tensor], Tensor], tp: int) -> None:
     model, calls = Around(Rounded(rounds)).double(), [tokens(3, 4), tokens(2, 6)]
     program = tpplan.compile_plan(model, {"version": 1, "modules": RULES}, tp, calls[0][0])

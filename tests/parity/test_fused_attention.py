@@ -105,6 +105,7 @@ def x_of(length: int = 6, batch: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "tp"), in_turns([*CASES], [2, 4]))
+@pytest.mark.one_in(3)
 def test_it_is_one_call(name: str, tp: int) -> None:
     made, count = CASES[name]
     model = made().double()

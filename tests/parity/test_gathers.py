@@ -287,6 +287,7 @@ def moves(program: Program) -> list[tuple[str, Collective, Collective]]:
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_bodies_exchange_what_they_need(kind: Any, tp: int) -> None:
     report = tpplan.verify(made(kind), plan_of(kind), tp, (x_of(8),))
     assert report.ok, report.problems
@@ -299,6 +300,7 @@ def test_bodies_exchange_what_they_need(kind: Any, tp: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_calls_of_other_sizes_are_right(kind: Any) -> None:
     example, *calls = [((x_of(*sizes),), {}) for sizes in ((8,), (8,), (5, 3), (1, 1), (12, 4))]
     quiet = [lambda model: model.eval(), calls[1], lambda model: model.train(), calls[2]]
@@ -306,6 +308,7 @@ def test_calls_of_other_sizes_are_right(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_calls_without_gradients_are_right(kind: Any) -> None:
     x, other = x_of(8).detach(), x_of(5, 3).detach()
     stock = made(kind)
@@ -356,6 +359,7 @@ def test_what_costs_least_is_exchanged() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(3)
 def test_counted_as_predicted(kind: Any) -> None:
     program = compiled(kind)
     counted: list[int] = []

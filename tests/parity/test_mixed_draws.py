@@ -57,6 +57,7 @@ def test_the_program_tells_the_draws_of_each_body_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.one_in(3)
 def test_training_computes_the_same(name: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, program, keywords = compiled(name, tp)
     stock = parity_run.copy_with_numbers

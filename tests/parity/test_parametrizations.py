@@ -184,6 +184,7 @@ _RUNS = [(way, style, tp) for way in WAYS for style in _STYLES for tp in (2, 3, 
 
 
 @pytest.mark.parametrize(("way", "style", "tp"), sweep_but(_RUNS[::5], _RUNS))
+@pytest.mark.one_in(3)
 def test_parts_follow_the_weight(way: str, style: str, tp: int) -> None:
     report = tpplan.verify(_STYLES[style](WAYS[way]), PLAN, tp, (x_of(),))
     assert report.ok, report.problems
@@ -246,6 +247,7 @@ CONVOLUTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("way", ["rows normed", "columns normed", "positive", "rows scaled", "masked"])
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.one_in(3)
 def test_convolutions(kind: str, way: str, tp: int) -> None:
     torch.manual_seed(1)
     convolution, shape = CONVOLUTIONS[kind]
@@ -429,6 +431,7 @@ def test_use_around_forwards() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "watched"), [(2, False), (3, True), (4, False)])
+@pytest.mark.sweep
 def test_trainings_on_processes(tp: int, watched: bool) -> None:
     (expected,) = world(1).run(_trained, False)
     for found in world(tp).run(_trained, watched):

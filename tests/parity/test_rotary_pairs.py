@@ -182,6 +182,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "keys", "tp"), in_thirds(CASES[::3], CASES[1::3], CASES))
+@pytest.mark.one_in(3)
 def test_each_projection_is_split_by_heads(kind, keys, tp):
     model = Model(kind, selected, keys)
     for sequence in (False, True):

@@ -230,7 +230,7 @@ CALLS = (calls_of_many_lengths, calls_with_a_cache)
     ("kind", "calls"),
     in_thirds(
         [("mamba", calls_with_a_cache)],
-        [("mamba", calls_of_many_lengths), ("mamba2", calls_with_a_cache)],
+        [],
         [(kind, calls) for kind in MODELS for calls in CALLS],
     ),
 )

@@ -49,6 +49,7 @@ def right(name: str, queries: int, keys: int, tp: int) -> Program:
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize(("queries", "keys", "tp"), SIZES)
+@pytest.mark.one_in(3)
 def test_attentions_compute_the_same(name: str, queries: int, keys: int, tp: int) -> None:
     if name in ("grouped", "gated") and (queries, keys, tp) in FEW_KEYS:
         pytest.skip("refused with any number of heads: queries by key, and a norm of keys that ranks share")
@@ -58,6 +59,7 @@ def test_attentions_compute_the_same(name: str, queries: int, keys: int, tp: int
 
 
 @pytest.mark.parametrize(("queries", "keys", "tp"), SIZES)
+@pytest.mark.one_in(3)
 def test_projections_in_one_compute_the_same(queries: int, keys: int, tp: int) -> None:
     for name in IN_ONE if queries == keys else ("together",):
         right(name, queries, keys, tp)
@@ -175,6 +177,7 @@ def generated(member: Member, name: str, queries: int, keys: int | None) -> tupl
     ("name", "queries", "keys", "tp", "held"),
     [("qwen2", 14, 2, 3, [1, 2, 1]), ("qwen2", 9, 3, 4, [1, 1, 1, 1]), ("gpt2", 4, None, 3, [2, 1, 1])],
 )
+@pytest.mark.sweep
 def test_tokens_are_generated_with_a_cache(name: str, queries: int, keys: int | None, tp: int, held: list[int]) -> None:
     found = world(tp).run(generated, name, queries, keys)
     assert all(torch.equal(expected, tokens) for expected, tokens, _ in found)

@@ -172,6 +172,7 @@ BODIES = (of_grouped, of_added, of_picked, of_weighed_first, of_loop, of_hits)
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE], ids=["tp", "sequence"])
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.one_in(3)
 def test_a_stack_takes_one_reduction_each_way(body: Body, plan: dict[str, Any], size: int) -> None:
     model = Block(body)
     program = tpplan.compile_plan(model, plan, size, ACTIVATIONS)
@@ -191,6 +192,7 @@ def test_a_stack_takes_one_reduction_each_way(body: Body, plan: dict[str, Any], 
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.one_in(3)
 def test_any_number_of_choices(body: Body, choices: int) -> None:
     report = tpplan.verify(Block(body, choices), PLAN, 2, ACTIVATIONS)
     assert report.ok, report.problems
@@ -205,6 +207,7 @@ def test_as_few_tokens_as_choices_or_experts(body: Body, rows: int) -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("first", [0, EXPERTS - CHOSEN])
+@pytest.mark.one_in(3)
 def test_ranks_whose_experts_nobody_chose(body: Body, first: int) -> None:
     """All experts of the stack have a gradient, of zeros, on these ranks as well."""
     model = Block(body)
@@ -246,6 +249,7 @@ def test_experts_of_a_list_that_nobody_chose_have_no_gradient_on_any_rank(dispat
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("make", [lambda: Block(of_grouped), ListBlock], ids=["stack", "list"])
+@pytest.mark.one_in(2)
 def test_on_processes(make: Callable[[], nn.Module], size: int) -> None:
     report = tpplan.verify(make(), SEQUENCE, size, ACTIVATIONS, processes=True)
     assert report.ok, report.problems
@@ -432,6 +436,7 @@ def test_matrices_may_be_turned_in_any_way(body: Body, choices: int) -> None:
 
 @pytest.mark.parametrize("body", REFUSED)
 @pytest.mark.parametrize("choices", [1, CHOSEN])
+@pytest.mark.one_in(3)
 def test_a_body_that_is_no_sum_over_pairs_is_refused_or_equal(body: Body, choices: int) -> None:
     model = Block(body, choices)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tests.caching import cache_of, passing
-from tests.marking import in_thirds
+from tests.marking import sweep_but
 from tests.runtime.world import Member, world
 from tests.zoo.architectures import ARCHITECTURES, _made, build
 from tpplan.compiler.ir.hidden import hidden_tensors
@@ -149,7 +149,7 @@ CASES = [("llama", QUICK), *SLOW, *SWEPT]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("plan", "ways"), in_thirds([CASES[0]], SLOW, CASES))
+@pytest.mark.parametrize(("plan", "ways"), sweep_but([CASES[0]], CASES))
 def test_every_way_of_generating_gives_the_stock_models_tokens(plan: str, ways: list[str]) -> None:
     assert world(RANKS).run(differing, plan, ways) == [[]] * RANKS
 

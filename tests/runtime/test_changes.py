@@ -168,6 +168,7 @@ CONTENTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CONTENTS.values(), ids=CONTENTS)
+@pytest.mark.one_in(3)
 def test_what_a_module_holds_may_be_changed_in_place(change: Callable[[Any], Any]) -> None:
     torch.manual_seed(0)
     calls = [((x(),), {}), change, ((x(),), {}), ((x(),), {})]
@@ -261,6 +262,7 @@ def wrap_block(model: Any) -> None:
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("change", [wrap, wrap_block], ids=lambda change: change.__name__)
+@pytest.mark.one_in(2)
 def test_a_forward_set_on_an_instance_may_compute_nothing(change: Callable[[Any], None], recorded: bool) -> None:
     def work(model: Any, _: CallGuard) -> list[str]:
         with torch.set_grad_enabled(recorded):

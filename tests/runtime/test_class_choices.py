@@ -228,6 +228,7 @@ def generated(member: Member, name: str, ways: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.sweep
 def test_generate_chooses_among_split_logits(name: str) -> None:
     world(2).run(generated, name, list(WAYS) if name == "llama" else ["greedy", "top-k"])
 

@@ -81,6 +81,7 @@ def set_wanted(wanted: bool, *names: str) -> Callable[[nn.Module], None]:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("order", [(False, True, False), (True, False, True)], ids=["without", "with"])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.one_in(3)
 def test_an_input_may_have_a_gradient_or_none(
     rules: dict[str, Any], tp: int, order: tuple[bool, ...], trained: bool
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_call_without_gradients_may_come_first(rules: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rules", [SEQUENCE, {"table": "vocab", **SEQUENCE}, PLAIN], ids=["sequence", "vocab", "plain"])
 @pytest.mark.parametrize("names", [("table", "positions"), ("block.norm",), ("",)], ids=["table", "norm", "all"])
+@pytest.mark.one_in(3)
 def test_parameters_may_be_thawed_and_frozen(rules: dict[str, Any], names: tuple[str, ...]) -> None:
     stock, call = built(OfIds), ((IDS,), {})
     set_wanted(False, *names)(stock)

@@ -171,5 +171,6 @@ def assisted(member: Member, plan: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["llama", "llama-sequence"])
+@pytest.mark.sweep
 def test_a_sharded_model_assists_a_sharded_one(plan: str) -> None:
     assert world(RANKS).run(assisted, plan) == [[]] * RANKS

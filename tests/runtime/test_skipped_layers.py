@@ -136,6 +136,7 @@ def _steps(member: Member, kind: type[Skipping], skips: list[str], rules: dict[s
         (Either, ["bernoulli", "python kept", "whole numbers"]),
     ],
 )
+@pytest.mark.one_in(2)
 def test_any_choice_of_layers_equals_the_unsharded_model(kind: type[Skipping], skips: list[str]) -> None:
     world(2).run(_steps, kind, skips, FEATURES, 0)
 

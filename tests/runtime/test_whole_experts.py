@@ -82,6 +82,7 @@ def train_and_save(member: Member, kind: str, plan: str, folder: str) -> tuple[l
         [("stack", "tp", 2), ("list", "sequence", 2), ("split list", "tp", 4), ("split stack", "sequence", 4)], CASES
     ),
 )
+@pytest.mark.one_in(2)
 def test_training_and_checkpoints_are_those_of_the_unsharded_model(kind: str, plan: str, size: int) -> None:
     stock = model_of(kind)
     expected = torch.tensor(trained(stock))
@@ -118,6 +119,7 @@ def test_experts_that_are_split_inside_are_evaluated(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.sweep
 def test_other_bodies_of_the_experts_generate_the_same(implementation: str) -> None:
     """In the loop over the experts that are hit, each rank calls its own."""
     stock = made("mixtral")

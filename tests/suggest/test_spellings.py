@@ -150,6 +150,7 @@ class WithoutPadding(ChannelsFirst):
 @pytest.mark.parametrize(
     ("kind", "ranks"), in_turns([SequenceFirst, BiasesByHead, Pair, ChannelsFirst, WithoutPadding], [2, 4])
 )
+@pytest.mark.one_in(2)
 def test_it_is_sharded_whole_and_computes_the_same(kind: type[nn.Module], ranks: int) -> None:
     model = nn.Sequential(kind(), kind()) if kind in (SequenceFirst, BiasesByHead) else kind()
     plan = tpplan.load_plan(suggest_text(model, ranks, False, (SAMPLE,)))

@@ -202,7 +202,7 @@ def test_what_needs_all_features_stays_whole_with_the_reason() -> None:
     assert "needs its result whole" in words and "softmax" in words
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_text_loads_to_an_equal_plan_each_time() -> None:
     model, inputs = tiny_model("llama", device="meta")
     first, second = (suggest_text(model, 2, True, inputs) for _ in range(2))

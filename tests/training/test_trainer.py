@@ -184,6 +184,7 @@ def test_what_cannot_be_done_is_said_at_start(tmp_path: Path) -> None:
 # -- with replicas -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicas", "fsdp"])
+@pytest.mark.sweep
 def test_replicas_train_to_the_losses_of_one_process_with_their_batches(fsdp: bool, tmp_path: Path) -> None:
     run = Run(
         {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 2}, samples=24, held_out=8

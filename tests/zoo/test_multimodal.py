@@ -17,6 +17,7 @@ TOLERANCE = 1e-6  # some norms compute in float32
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sweep_but([*MULTIMODAL][::2], MULTIMODAL))
+@pytest.mark.sweep
 def test_pictures_may_stand_anywhere(name: str) -> None:
     """Results and gradients of calls with other pictures, at other places, and of the first ones again."""
     model, example = build(name), inputs_of(name, 0)
