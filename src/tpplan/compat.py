@@ -117,6 +117,7 @@ __all__ = [
     "inside_transform",
     "interleaved_shard",
     "interleaving",
+    "is_autocast_on_cuda",
     "is_called_as_usual",
     "is_checkpointed",
     "is_localized",
@@ -1744,6 +1745,12 @@ def computes_otherwise(kind: type[Tensor]) -> bool:
     said = {name for held in own for name in vars(held) if hasattr(Tensor, name) and name not in _AS_ANY_CLASS}
     plain = {"__torch_function__": nn.Parameter, "__torch_dispatch__": Tensor}  # classes in which these are off
     return any(getattr(kind, name) is not getattr(plain.get(name), name, None) for name in said)
+
+
+@functools.cache
+def is_autocast_on_cuda(operator: str) -> bool:
+    """Whether an operator of aten has a dtype of its own under CUDA's autocast; `rms_norm` from torch 2.13 on."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "AutocastCUDA")
 
 
 def runs_as_written(func: OpOverload, inside: bool = False) -> bool:

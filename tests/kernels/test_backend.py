@@ -178,10 +178,10 @@ class _OnCuda:
 
 def test_under_cudas_autocast_a_norm_gives_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor: Any = _OnCuda()
-    assert arguments.autocast_dtype(tensor, torch.bfloat16) == torch.bfloat16
+    assert arguments.autocast_dtype("layer_norm", tensor, torch.bfloat16) == torch.bfloat16
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-    assert arguments.autocast_dtype(tensor, torch.bfloat16) == torch.float32
-    assert arguments.autocast_dtype(torch.empty(1), torch.bfloat16) == torch.bfloat16
+    assert arguments.autocast_dtype("layer_norm", tensor, torch.bfloat16) == torch.float32
+    assert arguments.autocast_dtype("layer_norm", torch.empty(1), torch.bfloat16) == torch.bfloat16
 
 
 def test_an_operator_writes_the_dtype_that_autocast_asks_for() -> None:

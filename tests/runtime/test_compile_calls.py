@@ -205,6 +205,7 @@ def test_layers_run_in_cuda_graphs() -> None:
 
 def _cuda_graphs(member: Member) -> None:
     stock, keywords = tiny_model("torch_transformer", dtype=torch.float32, device="cuda")
+    keywords = {name: held.cuda() if isinstance(held, torch.Tensor) else held for name, held in keywords.items()}
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (1,), mesh_dim_names=("tp",))
     sharded = tpplan.parallelize(copy.deepcopy(stock), PLANS / "torch_transformer.yaml", mesh, keywords)
     reference = run(stock, keywords)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tpplan.compat import is_autocast_on_cuda
 from tpplan.kernels.errors import KernelArgumentError
 
 
@@ -56,9 +58,10 @@ def check_floating(function: str, *tensors: Tensor | None) -> None:
             raise KernelArgumentError(f"{function}: needs floating-point tensors, not {tensor.dtype}; call .float()")
 
 
-def autocast_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a norm's result: `dtype`, and float32 under CUDA's autocast, as torch's own norms have it."""
-    return torch.float32 if tensor.is_cuda and torch.is_autocast_enabled("cuda") else dtype
+def autocast_dtype(norm: Literal["layer_norm", "rms_norm"], tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a norm's result: `dtype`, and float32 under CUDA's autocast where torch's own norm has it so."""
+    widens = tensor.is_cuda and torch.is_autocast_enabled("cuda") and is_autocast_on_cuda(norm)
+    return torch.float32 if widens else dtype
 
 
 def check_bias(function: str, input: Tensor, bias: Tensor) -> None:

@@ -94,6 +94,9 @@ def norm_forward_kernel(
     if CENTRED:
         mean = tl.sum(x, axis=1) / HIDDEN
         x = tl.where(mask, x - mean[:, None], 0.0)
+        left = tl.sum(x, axis=1) / HIDDEN  # what rounding left of a mean that is large beside the deviations
+        mean += left
+        x = tl.where(mask, x - left[:, None], 0.0)
         tl.store(mean_ptr + row, mean, row < rows)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / HIDDEN + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, row < rows)

@@ -48,7 +48,7 @@ def layer_norm(
     dims = check_normalized("layer_norm", input, normalized_shape, weight, bias)
     if not takes_kernel("layer_norm", input, backend):
         return functional.layer_norm(input, list(normalized_shape), weight, bias, eps)
-    return OPERATORS["layer_norm"](input, weight, bias, dims, eps, autocast_dtype(input, input.dtype))[0]
+    return OPERATORS["layer_norm"](input, weight, bias, dims, eps, autocast_dtype("layer_norm", input, input.dtype))[0]
 
 
 def rms_norm(
@@ -127,7 +127,7 @@ def rms_dtype(input: Tensor, dtype: torch.dtype, weight: Tensor | None, offset: 
     """The dtype of the result, if what is normalized has `dtype`; `input` says where it lies."""
     if cast == "before":
         return dtype if weight is None else torch.promote_types(dtype, weight.dtype)
-    return autocast_dtype(input, dtype) if offset == 0.0 else dtype
+    return autocast_dtype("rms_norm", input, dtype) if offset == 0.0 else dtype
 
 
 def check_rms(function: str, input: Tensor, weight: Tensor | None, cast: str) -> None:

@@ -45,7 +45,7 @@ def residual_layer_norm(
     if not _takes_kernel("residual_layer_norm", input, residual, backend):
         total = input + residual
         return layer_norm(total, normalized_shape, weight, bias, eps, backend="torch"), total
-    dtype = autocast_dtype(input, torch.promote_types(input.dtype, residual.dtype))
+    dtype = autocast_dtype("layer_norm", input, torch.promote_types(input.dtype, residual.dtype))
     return OPERATORS["residual_layer_norm"](input, residual, weight, bias, dims, eps, dtype)[:2]
 
 

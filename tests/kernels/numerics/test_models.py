@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import tpplan
-from tests.models.tiny import tiny_model
+from tests.kernels.numerics.harness import DEVICE
+from tests.models.tiny import first_output, tiny_model
 from tpplan import kernels
-from tpplan.compat import fake_process_group, without_function_modes
+from tpplan.compat import fake_process_group, local_of, without_function_modes
+from tpplan.kernels import thresholds
+from tpplan.kernels.backend import INTERPRETED
 
 # Both sides compute in float32. The kernels round other intermediate results than torch does, so that the difference
 # is a few roundings of what a sum of that many terms may lose: the tolerance that `verify` derives.
@@ -38,6 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, on_shapes: bool = True) -> Counter[
     return calls
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="a verification runs on the CPU")
 @pytest.mark.parametrize("suffix", ["", "-sequence"])
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["llama", "bert", pytest.param("gpt_neox", marks=pytest.mark.slow)])
@@ -50,6 +54,32 @@ def test_a_model_with_kernels_computes_what_the_stock_model_computes(
     report = tpplan.verify(model.float(), plan, tp, keywords, dtype=torch.float32)
     assert report.ok, report
     assert set(calls) == MODELS[name] and all(count % tp == 0 for count in calls.values())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a model that isn't simulated runs on a GPU")
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt_neox"])
+def test_on_a_gpu_it_computes_what_the_stock_model_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keywords = tiny_model(name)
+    exact = copy.deepcopy(model).to(DEVICE)
+    keywords = {key: held.to(DEVICE) if isinstance(held, torch.Tensor) else held for key, held in keywords.items()}
+    monkeypatch.setitem(thresholds.MINIMUM_ELEMENTS, "layer_norm", 0)
+    with fake_process_group(1):
+        sharded = tpplan.parallelize(model.float(), tpplan.load_plan(name), inputs=keywords)
+        calls = counted(monkeypatch, on_shapes=False)
+        ours, wanted = first_output(sharded(**keywords)), first_output(exact(**keywords))
+        ours.square().sum().backward()
+    wanted.square().sum().backward()
+    assert set(calls) == MODELS[name]
+    limit = 1000 * torch.finfo(torch.float32).eps  # of the largest: sums of some hundred terms, layer after layer
+    assert float((ours - wanted).abs().max()) < limit * float(wanted.abs().max())
+    gradients = {key: held.grad for key, held in exact.named_parameters()}
+    scale = 1e-3 * max(float(held.abs().max()) for held in gradients.values() if held is not None)
+    for key, held in sharded.named_parameters():
+        expected = gradients[key]
+        assert (held.grad is None) == (expected is None), key
+        if held.grad is not None and expected is not None:
+            error = (local_of(held.grad).double() - expected).abs().max()
+            assert float(error) < limit * max(float(expected.abs().max()), scale), key
 
 
 class Mlp(torch.nn.Module):
@@ -79,6 +109,6 @@ def test_another_dtype_is_proved_for_itself_and_loses_no_bias(monkeypatch: pytes
     calls = counted(monkeypatch)
     stock = Mlp()
     model = parallelized(stock).double()
-    x = torch.randn(3, 4, 16, dtype=torch.float64)
-    torch.testing.assert_close(model(x), stock.double()(x), rtol=1e-12, atol=1e-12)
+    x = torch.randn(3, 4, 16, dtype=torch.float64, device=DEVICE)
+    torch.testing.assert_close(model(x), stock.double().to(DEVICE)(x), rtol=1e-12, atol=1e-12)
     assert calls["layer_norm"] == 1  # of the program that was compiled for float64
