@@ -71,6 +71,7 @@ _META = torch.device("meta")
 _PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+_ORDINARY = Tensor.__torch_dispatch__
 _MOST_KNOWN = 1 << 16
 _known_results: dict[object, tuple[object, list[Geometry]]] = {}
 _default_dtype = torch.get_default_dtype
@@ -848,8 +849,10 @@ def _with_geometry(result: Any) -> tuple[Any, list[tuple[Any, Geometry | None]]]
 
 
 def _geometry(argument: Any) -> object:
-    """What the shapes of results depend on, of an argument; TypeError for objects, which mustn't be kept alive."""
+    """What shapes of results depend on; TypeError for objects, and for tensors that say it themselves."""
     if isinstance(argument, Tensor):
+        if type(argument).__torch_dispatch__ is not _ORDINARY:
+            raise TypeError
         return (tuple(argument.shape), argument.stride(), argument.dtype)
     if isinstance(argument, (list, tuple)):
         return tuple(map(_geometry, argument))  # pyright: ignore[reportUnknownArgumentType]
