@@ -114,9 +114,7 @@ def test_a_plan_writes_itself(kind: type[nn.Module], tp: int) -> None:
     assert wanted | {"layers.up", "layers.up_bias"} <= columns
     assert "all-gather" not in found.program.count_collectives()
     seen = verdicts(model, write_plan(found, "net"), tp, example, [example, call(2, 5), call(1, 1)])
-    # Of one token in all, einsum multiplies otherwise: that is proved by itself, or refused by name.
-    assert all(not isinstance(held, str) and held < 1e-12 for held in seen[:2])
-    assert seen[2].startswith("TP117") if isinstance(seen[2], str) else seen[2] < 1e-12
+    assert all(not isinstance(held, str) and held < 1e-12 for held in seen), seen
 
 
 RULES: dict[str, Any] = {"*.{q,k,v,q_bias}": "colwise", "*.{o,o_bias}": "rowwise"}

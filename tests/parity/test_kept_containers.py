@@ -92,6 +92,7 @@ def test_what_each_call_finds_otherwise_is_refused_for_what_it_is(name: str) -> 
 
 def test_a_capture_writes_to_nothing_that_is_the_user_s() -> None:
     kept: Any = {"own": Locked(), "listed": [threading.Lock(), deque([1])]}
-    model = Keeps(kept, lambda held, x: (held["own"].count_up(), held["listed"][1].append(2), None)[2])
+    model: Any = Keeps(kept, lambda held, x: (held["own"].count_up(), held["listed"][1].append(2), None)[2])
+    model.next = (n for n in range(9))
     tpplan.compile_plan(model, {"version": 1, "modules": RULES}, tp=2, inputs=(torch.randn(2, 6, 16),))
-    assert kept["own"].count == 0 and list(kept["listed"][1]) == [1]
+    assert kept["own"].count == 0 and list(kept["listed"][1]) == [1] and next(model.next) == 0

@@ -266,14 +266,18 @@ class Readers:
         return group
 
     def _drops(self, one: _Dim, features: _Dim, depth: int) -> bool:
-        """Whether a dim of size 1 is dropped again from behind the features, as by an einsum: it is no head then."""
+        """Whether a dim of size 1 is dropped again from behind the features, as by an einsum: it is no head then.
+
+        Of a single row, a dim of size 1 may be any of them.
+        """
         before = self.trace.values[one.value].shape
         for _, operation, seen in self.of(one.value) if before[one.dim] == 1 and depth < _DEEPEST else ():
             at = (replace(one, value=seen), replace(features, value=seen))
             made = next((o for o in operation.outputs if o is not None), None)
             if made is not None and operation.name in VIEWS:
-                after, kept = self.trace.values[made].shape, before[: one.dim] + before[one.dim + 1 :]
-                return after == kept and one.dim > features.dim
+                place = len(before) - 1 if math.prod(before) == before[features.dim] else one.dim
+                kept = before[:place] + before[place + 1 :]
+                return self.trace.values[made].shape == kept and place > features.dim
             moved = [self._after(held, operation) for held in at]
             if all(len(held) == 1 for held in moved):
                 return self._drops(moved[0][0], moved[1][0], depth + 1)
