@@ -33,17 +33,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Some cases of one test are left to the sweep: of slow ones most, of quick ones as `one_in` says."""
-    cases: dict[object, list[pytest.Item]] = {}
+    """Some cases of one test are left to the sweep.
+
+    Of quick ones as many as `one_in` says; all slow ones where the test has quick ones, else most.
+    """
+    cases: dict[tuple[object, str, bool], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sweep") is None:
             is_slow = item.get_closest_marker("slow") is not None
             cases.setdefault((item.parent, getattr(item, "originalname", item.name), is_slow), []).append(item)
-    for alike in cases.values():
-        marker, is_slow = alike[0].get_closest_marker("one_in"), alike[0].get_closest_marker("slow") is not None
+    for (parent, name, is_slow), alike in cases.items():
+        marker = alike[0].get_closest_marker("one_in")
         share = _SLOW if is_slow else 1 if marker is None else marker.args[0]
+        left = is_slow and (parent, name, False) in cases
         for place, item in enumerate(alike):
-            if place * _SPREAD % 1 >= 1 / share:
+            if left or place * _SPREAD % 1 >= 1 / share:
                 item.add_marker("sweep")
 
 

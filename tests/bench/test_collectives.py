@@ -74,6 +74,7 @@ def test_a_token_takes_two_sums_a_block_those_of_its_table_and_the_heads_gather(
         assert token["agrees"] and generation_collectives.is_least(row)
 
 
+@pytest.mark.sweep
 def test_a_prompt_is_split_under_sequence_parallelism(generating: dict[str, Any]) -> None:
     _, split = generating["rows"]
     prompt = split[generation_collectives.PROMPT]

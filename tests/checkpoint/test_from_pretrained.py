@@ -184,6 +184,7 @@ def _stock_loss(folder: str) -> float:
     return float(_stock(folder, "auto")(input_ids=IDS, labels=IDS).loss.detach())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but([], ["llama tied", "mixtral"]))
 def test_what_save_weights_writes_is_read_at_another_degree(tmp_path: Path, name: str) -> None:
     folder, target = _folder(name, tmp_path / "first"), tmp_path / "second"
@@ -270,6 +271,7 @@ def _scale(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", in_thirds([*FAULTS][::6], [*FAULTS], FAULTS))
+@pytest.mark.one_in(2)
 def test_a_fault_on_one_rank_is_told_on_all(tmp_path: Path, fault: str) -> None:
     make, expected = FAULTS[fault]
     folders = [_folder("llama", tmp_path / str(rank)) for rank in range(2)]

@@ -188,6 +188,7 @@ JOINT: dict[str, Any] = {"blocks.*.layers.*.{0,1,2}": "colwise", "blocks.*.layer
 
 
 @pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.one_in(2)
 def test_a_crowd_of_layouts_has_the_same_least_cost(sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that leave their results open, and bodies whose ways from a state on are remembered, prune nothing."""
     rules = JOINT | ({"norms.*": "sequence"} if sequence else {})

@@ -234,6 +234,7 @@ CALLS = (calls_of_many_lengths, calls_with_a_cache)
         [(kind, calls) for kind in MODELS for calls in CALLS],
     ),
 )
+@pytest.mark.sweep
 def test_a_compiled_model_takes_other_lengths_and_a_cache(
     kind: str, calls: Callable[[nn.Module], list[Tensor]]
 ) -> None:

@@ -151,7 +151,7 @@ def trained(member: Member, name: str, queries: int, keys: int | None) -> float:
     return float(torch.stack([held.double() for held in apart]).max())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "queries", "keys"), [("qwen2", 14, 2), ("gpt2", 4, None)])
 def test_training_ends_at_the_same_weights(name: str, queries: int, keys: int | None) -> None:

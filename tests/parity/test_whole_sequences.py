@@ -94,6 +94,7 @@ def worst(name: str, tp: int, ranks: list[list[Seen]]) -> float:
     return max(errors)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "tp"), in_thirds([], [("llama", 2)], [(name, tp) for name in NAMES for tp in (2, 4)]))
 def test_calls_of_any_length_compute_the_same(name: str, tp: int) -> None:
     _, plan, program, keywords = compiled(name, tp)
@@ -179,6 +180,7 @@ def generated(member: Member, length: int) -> tuple[list[list[int]], list[list[i
 
 @pytest.mark.processes
 @pytest.mark.parametrize("length", slow_but([7], [12, 7]))
+@pytest.mark.sweep
 def test_tokens_are_generated_with_a_cache(length: int) -> None:
     for ours, theirs, scattered in world(2).run(generated, length):
         assert ours == theirs

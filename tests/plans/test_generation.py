@@ -47,7 +47,7 @@ def generated(member: Member, family: str, plan: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "plan", sweep_but(["t5", "whisper", "bart-sequence"], ["t5", "bart", "whisper", "t5-sequence", "bart-sequence"])

@@ -35,7 +35,7 @@ _LOSSES = {"tp": (LLAMA, "compile_in_place"), "tp+sp": (LLAMA | SEQUENCE, "compi
 _MORE = {"tp, layers": (LLAMA, "compile_layers"), "tp+sp, whole": (LLAMA | SEQUENCE, "compile_in_place")}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", _LOSSES)
 def test_a_loss_over_split_classes_runs_in_python_and_the_rest_is_compiled(kind: str) -> None:
     world(2).run(_labels, *_LOSSES[kind])
@@ -68,7 +68,7 @@ def _labels(member: Member, rules: dict[str, Any], way: str) -> None:
             torch.testing.assert_close(compiled(**given).loss, stock(**given).loss)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_loss_inside_of_what_is_compiled_ends_a_graph() -> None:
     world(2).run(_labels_inside)
 
@@ -176,6 +176,7 @@ def _static_caches(member: Member, plan: str, ways: tuple[str, ...]) -> None:
             assert 1 <= len(graphs.seen) <= 3, way  # a prompt, a token, one of any length
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "plan", [pytest.param("llama-sequence", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.sweep)]
 )

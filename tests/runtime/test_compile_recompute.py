@@ -35,6 +35,7 @@ from tests.runtime.world import Member, world
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
+@pytest.mark.sweep
 def test_activation_checkpoints_around_compiled_blocks_recompute_them() -> None:
     world(2).run(_checkpoints)
 

@@ -29,7 +29,7 @@ SLOW = ["of everything", "checkpointed", "half, packs"]
 SWEPT = [name for name in CASES if name not in (*SLOW, *HSDP)]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_two_replicas_of_whole_models_are_the_unsharded_one() -> None:
     for found in world(2).run(run_cases, QUICK, (2, 1)):
@@ -45,7 +45,7 @@ def test_two_replicas_of_two_parts_are_the_unsharded_model(names: list[str]) -> 
         assert found == dict.fromkeys(names, "")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.sweep)], ids=str)
 def test_replicas_of_replicas_that_cut_their_parameters(shape: tuple[int, ...]) -> None:

@@ -115,7 +115,7 @@ def in_chunks(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(found, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_prompt_in_parts_is_masked_as_a_whole() -> None:
     stock, plan = made("llama"), str(PLANS / "llama-sequence.yaml")
     ids = torch.randint(4, VOCABULARY, (BATCH, LENGTH + 2), generator=torch.Generator().manual_seed(1))

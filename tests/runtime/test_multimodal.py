@@ -141,7 +141,7 @@ def of_pictures(member: Member, name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize("name", MAKERS)
 def test_tokens_for_pictures_are_those_of_the_stock_model(name: str) -> None:

@@ -214,7 +214,7 @@ def _prompts(member: Member, family: str) -> None:
         assert sent.bytes["all-reduce"] == traffic.sent["all-reduce"] // 2 * batch
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_prompt_of_generate_exchanges_its_last_token(family: str) -> None:

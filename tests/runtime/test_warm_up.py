@@ -45,7 +45,7 @@ def served(member: Member, plan: str, lengths: tuple[int, ...]) -> tuple[list[bo
         return equal, ahead, compiles.call_count - ahead
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.processes
 def test_no_request_waits_for_a_compilation() -> None:
     for equal, ahead, later in world(2).run(served, "plans/llama-sequence.yaml", (12, 7)):

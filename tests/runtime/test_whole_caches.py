@@ -98,7 +98,7 @@ def test_whole_caches_are_cut_to_parts_by_the_guess_that_can_be_proved(plan: str
             torch.testing.assert_close(one, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_cache_made_for_all_heads_is_cut_by_the_first_call() -> None:
     stock, example = tiny("llama")
     expected = made_whole(stock)
@@ -123,6 +123,7 @@ FILLED = [("gpt2", 2), ("gemma3_text", 2), ("llama", 4)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), slow_but(FILLED[:1], FILLED))
+@pytest.mark.sweep
 def test_a_cache_that_a_module_inside_has_filled_serves_the_model(name: str, ranks: int) -> None:
     stock, example = tiny(name)
 

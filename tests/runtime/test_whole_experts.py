@@ -108,6 +108,7 @@ def evaluated(member: Member, kind: str) -> list[Tensor]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.one_in(2)
 def test_experts_that_are_split_inside_are_evaluated(kind: str) -> None:
     stock = model_of(kind).eval()
     with torch.no_grad():

@@ -75,7 +75,7 @@ def _generated(member: Member) -> list[int]:
     return tokens[0].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_generating_with_caches_that_hold_each_ranks_heads_is_no_difference() -> None:
     first, second = world(2).run(_generated)
     assert first == second and len(first) == 11

@@ -26,7 +26,7 @@ def test_pictures_may_stand_anywhere(name: str) -> None:
     assert max(worst(model, plan, 2, ((), example), calls)) < TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_model_that_checks_its_pictures_needs_no_numbers() -> None:
     model, example = build("llava"), inputs_of("llava", 0)
     shapes = {name: tensor.to("meta") for name, tensor in example.items()}

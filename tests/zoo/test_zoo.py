@@ -44,11 +44,13 @@ def check(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", in_thirds(QUICK, SLOW, ARCHITECTURES))
+@pytest.mark.one_in(2)
 def test_every_architecture_is_right_or_refused(name: str) -> None:
     check(run(name, 4, sequence=True))
 
 
 @pytest.mark.parametrize("name", in_thirds(QUICK_SUBJECTS, SLOW_SUBJECTS, SUBJECTS))
+@pytest.mark.one_in(2)
 def test_every_other_model_is_right_or_refused(name: str) -> None:
     if not SUBJECTS[name].installed:
         pytest.skip(f"needs {SUBJECTS[name].package}")
@@ -61,7 +63,7 @@ def test_every_architecture_is_right_or_refused_on_two_ranks(name: str) -> None:
     check(run(name, 2, sequence=False))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_where_nothing_can_be_sharded_the_first_cause_is_told() -> None:
     (reason,) = run("convnextv2", 2, sequence=False).refused
     assert reason.startswith("TP123")
