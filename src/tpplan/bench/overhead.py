@@ -7,8 +7,8 @@ arithmetic at tp=2; at these sizes that is little.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tpplan.api import parallelize
 from tpplan.bench.decode import time_generation
-from tpplan.bench.forms import MODELS, TPPLAN, forms_of
-from tpplan.bench.rounds import processor_seconds, time_interleaved
+from tpplan.bench.forms import MODELS, SEQUENCE, TPPLAN, UNSHARDED, forms_of
+from tpplan.bench.megatron import split_by_hand
+from tpplan.bench.rounds import Timing, processor_seconds, time_interleaved, timing_against
 from tpplan.bench.subjects import ToySizes, first_tensor, toy_call, toy_llama
 from tpplan.compat import fake_process_group
 from tpplan.runtime.module_runtime import RUNTIME
@@ -27,8 +28,10 @@ SIZE = 2
 _GUARDS = 20  # one alone is too short for the clock
 WATCHED = "tpplan, every call watched"
 GUARD = "tpplan's guard of a call alone"
+BY_HAND = "Megatron's way, by hand"
 FORWARD = "forward without grad"
 BACKWARD = "forward and backward"
+NEW_LENGTH = "forward without grad of a length that is new, against the same again"
 
 
 def measure(rounds: int = 60, calls: int = 3, kind: str = "transformers") -> dict[str, Any]:
@@ -55,7 +58,12 @@ def measure(rounds: int = 60, calls: int = 3, kind: str = "transformers") -> dic
                 {"model": MODELS[kind], "way": way, "form": name, **asdict(timing)} for name, timing in timed.items()
             ]
         if kind == "transformers":
-            served = {name: model for name, model in forms.items() if name != WATCHED}
+            compared = {name: forms[name] for name in (UNSHARDED, TPPLAN, SEQUENCE)}
+            rows += [
+                {"model": MODELS[kind], "way": NEW_LENGTH, "form": name, **asdict(timing)}
+                for name, timing in _new_lengths(compared, sizes, rounds).items()
+            ]
+            served = {name: model for name, model in forms.items() if name not in (WATCHED, BY_HAND)}
             rows += [
                 {"model": MODELS[kind], "way": way, "form": name, **asdict(timing)}
                 for way, name, timing in time_generation(served, sizes, rounds, calls)
@@ -67,7 +75,8 @@ def _forms(kind: str, sizes: ToySizes) -> dict[str, nn.Module]:
     mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("tp",))
     call = toy_call(sizes)
     watched = _watched(lambda: parallelize(toy_llama(kind, sizes), "llama", mesh, call))
-    return forms_of(kind, sizes, mesh, call) | {WATCHED: watched}
+    by_hand = split_by_hand(toy_llama(kind, sizes))
+    return forms_of(kind, sizes, mesh, call) | {WATCHED: watched, BY_HAND: by_hand}
 
 
 def _watched(make: Callable[[], nn.Module]) -> nn.Module:
@@ -108,6 +117,19 @@ def _forward(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:
             return processor_seconds() - start
 
     return run
+
+
+def _new_lengths(forms: Mapping[str, nn.Module], sizes: ToySizes, rounds: int) -> dict[str, Timing]:
+    """Calls, each longer than all before it, against their second runs; the first few find out what is covered."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+    for number in range(1, rounds + 4):
+        run = {name: _forward(model, replace(sizes, sequence=sizes.sequence + number)) for name, model in forms.items()}
+        for name, call in run.items():
+            seconds[name].append((call(), call()))
+    return {
+        name: timing_against([new for new, _ in held[3:]], [again for _, again in held[3:]])
+        for name, held in seconds.items()
+    }
 
 
 def _forward_and_backward(model: nn.Module, sizes: ToySizes) -> Callable[[], float]:

@@ -33,10 +33,12 @@ float32) at tp=2, seen from one rank, so small that nearly all time is Python's 
 Milliseconds are processor time of one thread; ratios to the unsharded model are medians over interleaved rounds. A rank
 has half of the arithmetic, which at these sizes is little. `parallelize_module` has the equivalent plan: colwise and
 rowwise linears, the embedding split by rows, the head's result replicated, local outputs. transformers' own is
-`from_pretrained(…, tp_plan="auto")`. A prompt and the tokens after it are called as `generate` calls them, with a cache
-and a mask that grow: tokens of a generation like one that ran before, and tokens that are the first at the length of
-their cache, whose calls tpplan watches. As no numbers are exchanged, results mean nothing here; the benchmarks below on
-real processes compare them.
+`from_pretrained(…, tp_plan="auto")`. Megatron's way by hand is the floor: linears that hold plain tensors, and the same
+collectives. A prompt and the tokens after it are called as `generate` calls them, with a cache and a mask that grow:
+tokens of a generation like one that ran before, and tokens that are the first at the length of their cache. A call of a
+new length is held against the same call again, within a form; the conditions on sizes are found before, in the first
+such call (see *Compile time*). The guard evaluates all premises of a call. As no numbers are exchanged, results mean
+nothing here; the benchmarks below on real processes compare them.
 """,
     "loop": """\
 ## The loop around the model
@@ -53,7 +55,8 @@ heads, vocabulary 128256) on `meta`, in a fresh process on one core. Imports, an
 in which torch and transformers import what they put off, are measured apart. Columns named after passes are processor
 time: capture runs the model on meta tensors, check runs it again on local shapes, build_regions finds equal layers,
 solve places the reshards. A sequence-parallel plan takes two rounds of solve and check: the first finds that the
-embedding's result can't be split, since the model reads the sequence's length from it.
+embedding's result can't be split, since the model reads the sequence's length from it. The conditions on sizes are no
+part of it: they are found when a call of another size first comes, in the time beside it.
 """,
     "checkpoint": """\
 ## Checkpoints

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ _META = torch.device("meta")
 _PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
-_ORDINARY = Tensor.__torch_dispatch__
+_ORDINARY: object = cast("Any", Tensor).__torch_dispatch__
 _MOST_KNOWN = 1 << 16
 _known_results: dict[object, tuple[object, list[Geometry]]] = {}
 _default_dtype = torch.get_default_dtype
@@ -851,7 +851,7 @@ def _with_geometry(result: Any) -> tuple[Any, list[tuple[Any, Geometry | None]]]
 def _geometry(argument: Any) -> object:
     """What shapes of results depend on; TypeError for objects, and for tensors that say it themselves."""
     if isinstance(argument, Tensor):
-        if type(argument).__torch_dispatch__ is not _ORDINARY:
+        if cast("Any", type(argument)).__torch_dispatch__ is not _ORDINARY:
             raise TypeError
         return (tuple(argument.shape), argument.stride(), argument.dtype)
     if isinstance(argument, (list, tuple)):
