@@ -6,8 +6,8 @@ out: nothing; a `generate` like this one compiles nothing any more
 A few tokens are generated, as that makes the very calls: the prompt with the last token's logits, then single tokens
 with a cache. What tells calls apart beside their arguments is whether the ranks can share the prompt, and for which
 lengths a proof holds shows at a second one, so that it is generated from a few lengths. Assisted decoding calls for so
-many logits as there are candidates, and one more; each number is another call to a proof, so that each is made once, by
-prompts in which looking up finds as many.
+many logits as there are candidates, and one more; each number is another call to a proof. So a few rounds are made of
+each, by prompts of one token in which looking up finds as many: whatever the model's logits are, that token comes next.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tpplan.compiler.trace.surroundings import generators
 from tpplan.inputs import example_call
 
 _TOKENS = 3  # the prompt's and two after it: the first of these finds a cache that is new, the second one that isn't
+_ROUNDS = 3  # as many
 _LONGER = 4  # than the candidates, so that looking up finds all of them
 _OURS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "stopping_criteria", "streamer")
 _OF_ASSISTANTS = ("assistant_model", "assistant_tokenizer", "tokenizer", "prompt_lookup_num_tokens")
@@ -60,14 +61,28 @@ def warm_up(
         assisted = {**alone, "num_beams": 1, "num_return_sequences": 1, "use_cache": True}
         for count in range(1, candidates + 1):
             for prompt in _of_all_lengths(_repeating(model, size, count), size):
-                _generate(model, prompt, {**assisted, "prompt_lookup_num_tokens": count}, count)
+                steered = _steered(settings.get("logits_processor"), _token(model))
+                looked_up = {"prompt_lookup_num_tokens": count, "logits_processor": steered}
+                _generate(model, prompt, assisted | looked_up, _ROUNDS * (count + 1))
     finally:
         for restore in restores:
             restore()
 
 
-def _generate(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any], more: int = 0) -> None:
-    tokens = _TOKENS + more
+def _steered(processors: Any, token: int) -> Any:
+    """The user's processors of logits, and one after which `token` always comes next."""
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    class Always(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            steered = torch.full_like(scores, -torch.inf)
+            steered[:, token] = 0
+            return steered
+
+    return LogitsProcessorList([*(processors or ()), Always()])
+
+
+def _generate(model: Any, prompt: Mapping[str, Any], settings: Mapping[str, Any], tokens: int = _TOKENS) -> None:
     model.generate(**prompt, **settings, max_new_tokens=tokens, min_new_tokens=tokens)
 
 
