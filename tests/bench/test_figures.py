@@ -49,7 +49,7 @@ def test_ratios_are_taken_within_a_round_against_the_first_subject() -> None:
 
 
 def test_overhead_has_a_row_for_each_form_and_way(overhead_result: dict[str, Any]) -> None:
-    names = (forms.UNSHARDED, forms.TPPLAN, forms.SEQUENCE, forms.TORCH, overhead.WATCHED)
+    names = (forms.UNSHARDED, forms.TPPLAN, forms.SEQUENCE, forms.TORCH, overhead.WATCHED, overhead.BY_HAND)
     forward, backward = overhead.FORWARD, overhead.BACKWARD
     expected = [*((forward, form) for form in (*names, overhead.GUARD)), *((backward, form) for form in names)]
     assert [(row["way"], row["form"]) for row in overhead_result["rows"]] == expected
@@ -64,6 +64,7 @@ def test_overhead_is_measured_beside_transformers_own_and_of_generation() -> Non
     rows = {(row["way"], row["form"]) for row in result["rows"]}
     ways = (overhead.FORWARD, overhead.BACKWARD, decode.PROMPT, decode.TOKEN)
     assert rows >= {(way, form) for way in ways for form in names}
+    assert rows >= {(overhead.NEW_LENGTH, form) for form in (forms.UNSHARDED, forms.TPPLAN, forms.SEQUENCE)}
     assert any("less than transformers' own" in line for line in verdicts(result))
     assert "WORLD_SIZE" not in os.environ
 
@@ -99,7 +100,7 @@ def test_the_quick_form_measures_the_same_things(name: str) -> None:
 
 
 def test_results_are_shown_and_judged(overhead_result: dict[str, Any], compile_result: dict[str, Any]) -> None:
-    console = Console(width=160, record=True)
+    console = Console(width=200, record=True)
     for result in (overhead_result, compile_result):
         show(result, console)
         assert all("met" in line or "missed" in line for line in verdicts(result))

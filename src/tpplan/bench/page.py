@@ -108,7 +108,7 @@ of the prompt and of each token.
 ## First requests
 
 `generate` for a prompt of 16 tokens and 24 more, by the toy Llama above on two gloo processes: the first request of a
-model that was just sharded, which compiles each kind of call that comes and watches it once; the first after
+model that was just sharded, which proves each kind of call that comes and finds its conditions; the first after
 `tpplan.warm_up`; later ones, medians; and one of the unsharded model on one process alone. All give the unsharded
 model's tokens. Seconds by the clock of the slower rank.
 """,

@@ -72,11 +72,13 @@ def requests_tables(result: dict[str, Any]) -> list[Table]:
 
 def requests_verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Whether what a first request needs is compiled in time."""
-    extra = {row["way"]: row["seconds"][FIRST] - row["seconds"][LATER] for row in rows}
+    extra = {
+        (row["way"], name): row["seconds"][name] - row["seconds"][LATER] for row in rows for name in (FIRST, WARMED)
+    }
     return [
-        f"{way}: the first request takes {more:.2f} s more than later ones (at most {MORE_TARGET} s: "
+        f"{way}: {name} takes {more:.2f} s more than later ones (at most {MORE_TARGET} s: "
         f"{'met' if more <= MORE_TARGET else 'missed'})"
-        for way, more in extra.items()
+        for (way, name), more in extra.items()
     ]
 
 
