@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.runtime.simulated import on_ranks, verdicts
+from tests.compiler.test_cover import covered
+from tests.runtime.simulated import on_ranks, plan_of, verdicts
 from tpplan.calls import guard
 from tpplan.calls.guard import CallGuard
 
@@ -210,3 +211,29 @@ def test_each_side_of_a_branch_has_conditions_of_its_own(between: Between) -> No
     for verdict in found:
         assert verdict.startswith(("TP117", "TP131")) if isinstance(verdict, str) else verdict < TOLERANCE
     assert not isinstance(found[-1], str)
+
+
+class Listed(nn.Module):
+    """A column and a row for each item of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, items: list[Tensor]) -> Tensor:
+        return torch.cat([self.down(functional.gelu(self.up(item))) / item.shape[1] for item in items], 1)
+
+
+def test_items_of_a_list_may_have_other_lengths_than_equal_ones() -> None:
+    def listed(*lengths: int) -> Any:
+        return ([call(length)[0][0] for length in lengths],), {}
+
+    places = [(8, 8), (5, 5), (5, 9), (7, 3), (4, 4), (9, 5)]
+    torch.manual_seed(0)
+    stock = Listed().double()
+    for verdict in verdicts(stock, MLP, 2, listed(8, 8), [listed(*place) for place in places]):
+        assert isinstance(verdict, float) and verdict < TOLERANCE
+
+    _, found = covered(stock, plan_of(MLP), {"items": listed(8, 8)[0][0]})
+    assert found.holds([2, 5, HIDDEN, 2, 5, HIDDEN])
+    assert list(found.broken([2, 5, HIDDEN, 2, 9, HIDDEN])) == ["`all items[*].shape[1] are equal`"]

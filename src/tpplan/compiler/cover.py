@@ -34,7 +34,7 @@ from tpplan.compiler.ir.pytree import children, with_tensors
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.rules.packed import SPLITS
-from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
+from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record, without_collection
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
 from tpplan.state.parts import names_in
@@ -127,7 +127,7 @@ def cover(subject: Subject, sizes_of: SizesOf, rank: int = 0) -> Cover:
     Raises:
         NotCoveredError: those of the example alone.
     """
-    with symbols() as sizes:
+    with without_collection(), symbols() as sizes:
         try:
             return _cover(subject, sizes, sizes_of, rank)
         except NotCoveredError:
@@ -178,17 +178,33 @@ def _require_no_types(stream: Stream, model: nn.Module) -> None:
 
 # -- the call ---------------------------------------------------------------------------------------------------------
 class _Named:
-    """Symbols, by the names of what they are sizes of."""
+    """Symbols, by the names of what they are sizes of.
+
+    Sizes that the call has in one place of each item of a list, as the lengths of all layers' keys, are one symbol where
+    they are equal in the example. So equal layers make equal conditions, and results are remembered between them.
+    """
 
     def __init__(self, sizes: SizeSymbols) -> None:
         self._sizes = sizes
         self._shown: dict[str, str] = {}
         self._whole: dict[str, str] = {}
+        self._alike: dict[tuple[str, int, int], Any] = {}
+        self._kinds: dict[str, str] = {}
 
     def size(self, name: str, example: int, parts: int = 1) -> Any:
         """A symbolic size, of a dim that so many ranks share; the number itself where that is 0 or 1 on a rank."""
         if example % parts or example // parts < 2:
             return example
+        holder, _, leaf = name.rpartition(".")
+        kind = ".".join((re.sub(r"\[\d+\]", "[*]", holder), leaf))
+        alike = kind, example, parts
+        if alike not in self._alike:
+            self._alike[alike] = made = self._new(name, example, parts)
+            (symbol,) = expression_of(made).free_symbols
+            self._kinds[str(symbol)] = kind
+        return self._alike[alike]
+
+    def _new(self, name: str, example: int, parts: int) -> Any:
         number = len(self._shown)
         made = self._sizes.symbol(f"n{number}", example // parts)
         symbol = str(expression_of(made))
@@ -201,6 +217,7 @@ class _Named:
         """The cover of calls whose sizes are of a pattern: numbers, symbols, and multiples of symbols."""
         places: dict[str, str] = {}
         checks: list[str] = []
+        equal: dict[str, list[str]] = {}
         for place, size in enumerate(pattern):
             expression = given_expression(size)
             symbols = [*getattr(expression, "free_symbols", ())]
@@ -212,7 +229,7 @@ class _Named:
             if expression != factor * symbol:
                 raise NotCoveredError(f"a size of the call is {expression}")
             if str(symbol) in places:
-                checks.append(f"n[{place}] == {as_python(expression)}")
+                equal.setdefault(str(symbol), []).append(f"n[{place}] == {as_python(expression)}")
                 continue
             places[str(symbol)] = f"n[{place}] // {factor}"
             checks += [f"n[{place}] % {factor} == 0", f"{symbol} >= 2"]
@@ -223,11 +240,13 @@ class _Named:
                 raise NotCoveredError(f"a condition is about {self._told(str(symbol))}, which isn't a size of the call")
             places.setdefault(str(symbol), as_python(settled))
         bound = "".join(f"\n    {name} = {place}" for name, place in places.items())
-        told = tuple(Condition(self._told(as_python(balanced(made))), line) for made, line in found.values())
+        told = [Condition(self._told(as_python(balanced(made))), line) for made, line in found.values()]
+        told += [Condition(f"all {self._kinds[symbol]} are equal", "") for symbol in equal]
+        tests = [*found, *(" and ".join(held) for held in equal.values())]
         return Cover(
-            told,
-            _function(f"{bound}\n    return {' and '.join(f'({test})' for test in (*checks, *found)) or True}"),
-            _function(f"{bound}\n    return [{', '.join(f'({test})' for test in found)}]"),
+            tuple(told),
+            _function(f"{bound}\n    return {' and '.join(f'({test})' for test in (*checks, *tests)) or True}"),
+            _function(f"{bound}\n    return [{', '.join(f'({test})' for test in tests)}]"),
         )
 
     def _told(self, text: str) -> str:

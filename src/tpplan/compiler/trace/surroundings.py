@@ -75,6 +75,7 @@ class Surroundings:
         self._files = frozenset(
             space.holder.__name__ for _, space in self.spaces if isinstance(space.holder, ModuleType)
         )
+        self._kinds: dict[type, bool] = {}
         self._bound = [(space, self.values(space)) for _, space in self.spaces]
         self._contents: dict[int, tuple[Any, Any]] = {}
         for _, values in self._bound:
@@ -104,16 +105,15 @@ class Surroundings:
 
     def values(self, space: Space) -> dict[str, Any]:
         """Of the names those that a forward may write to: numbers, texts, containers, tensors, the user's objects."""
-        return {
-            name: held
-            for name, held in space.names().items()
-            if not name.startswith("__")
-            and (
-                type(held) in _SCALARS
-                or isinstance(held, (Tensor, *CONTAINERS))
-                or (type(held).__module__ in self._files and hasattr(held, "__dict__") and not isinstance(held, _CODE))
-            )
-        }
+        kinds, names = self._kinds, space.names()
+        for kind in {type(held) for held in names.values()}.difference(kinds):
+            kinds[kind] = self._may_be_written(kind)
+        return {name: held for name, held in names.items() if kinds[type(held)] and name[:2] != "__"}
+
+    def _may_be_written(self, kind: type) -> bool:
+        if kind in _SCALARS or issubclass(kind, (Tensor, *CONTAINERS)):
+            return True
+        return kind.__module__ in self._files and kind.__dictoffset__ != 0 and not issubclass(kind, _CODE)
 
     def tables(self) -> Iterator[tuple[str, dict[Any, Any]]]:
         """The dicts around the model, and those that its modules and their objects keep, by their names there."""
