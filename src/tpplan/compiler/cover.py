@@ -180,8 +180,8 @@ def _require_no_types(stream: Stream, model: nn.Module) -> None:
 class _Named:
     """Symbols, by the names of what they are sizes of.
 
-    Sizes that the call has in one place of each item of a list, as the lengths of all layers' keys, are one symbol where
-    they are equal in the example. So equal layers make equal conditions, and results are remembered between them.
+    Sizes that stand in one place of each item of a list, as the lengths of all layers' keys, are one symbol where they
+    are equal in the example. So equal layers make equal conditions, and results are remembered between them.
     """
 
     def __init__(self, sizes: SizeSymbols) -> None:

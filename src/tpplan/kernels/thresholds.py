@@ -1,8 +1,8 @@
 """Below which size torch's own operator is taken, when the choice is left to `auto`.
 
 A small tensor is done before the host has launched the next operator, so that a call costs what its launch costs, and
-aten's is shorter. NOT YET MEASURED ON A GPU: these are estimates, from a launch of about 10 µs and 3 TB/s. What the kernels
-take is measured (docs/kernels.md), but not from which size on a model gains.
+aten's is shorter. NOT YET MEASURED ON A GPU: these are estimates, from a launch of about 10 µs and 3 TB/s. What the
+kernels take is measured (docs/kernels.md), but not from which size on a model gains.
 """
 
 from __future__ import annotations
