@@ -186,6 +186,22 @@ def test_a_refusal_says_how_the_call_differs() -> None:
         assert "can't be proved" in text and "reads a tensor's values" in text
 
 
+def test_a_refusal_names_the_entry_that_differs() -> None:
+    example = (x(),), {"wide": {"kinds": ["plain"], "more": 1}}
+
+    class Looks(Refuses):
+        def forward(self, x: Tensor, wide: Any = False, act: Any = functional.gelu) -> Tensor:
+            return super().forward(x, wide["kinds"][0], act)
+
+    def work(model: nn.Module, _: guards.CallGuard) -> str:
+        with pytest.raises(tpplan.UnprovedCallError) as raised:
+            model(x(), wide={"kinds": ["broken"], "more": 1})
+        return str(raised.value)
+
+    for text in on_ranks(seeded(Looks), MLP, 2, example, work):
+        assert "(`wide['kinds'][0]` is 'broken', and 'plain' in the example)" in text
+
+
 def test_a_program_that_places_parameters_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "placement_difference", lambda *_: "`up.weight` would need layout R for it")
 

@@ -1,41 +1,83 @@
 """Describe: how a call differs from the example, for people.
 
-`wide` is True, which the example doesn't pass; `attention_mask` isn't passed; the call is in evaluation
+`wide` is True, which the example doesn't pass; `settings['scale']` is 3, and 2 in the example
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
-from tpplan.compiler.ir.objects import PLAIN
 from tpplan.compiler.ir.program import dtype_name
+from tpplan.state.content import Node, Reader, Value, difference, place_of, shown
+from tpplan.state.parts import UnseenError
 
 _SHOWN = 4
-_LONGEST = 40
+_LISTED = 12
 
 
-def described(arguments: Sequence[Any], keywords: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """What each argument of a call is, in words; those that are None are left out."""
+class _Kind(NamedTuple):
+    """What counts of a tensor that is passed, but its sizes."""
+
+    dtype: torch.dtype
+    dims: int
+    wanted: bool
+
+    def __repr__(self) -> str:
+        gradient = " that requires grad" if self.wanted else ""
+        return f"a {dtype_name(self.dtype)} tensor of {self.dims} {'dim' if self.dims == 1 else 'dims'}{gradient}"
+
+
+def contents(arguments: Sequence[Any], keywords: Mapping[str, Any], names: Sequence[str]) -> dict[str, object]:
+    """The content of each argument of a call, but for sizes of tensors; those that are None are left out."""
     named = {names[i] if i < len(names) else f"*{i}": held for i, held in enumerate(arguments)} | dict(keywords)
-    return {name: _argument(held) for name, held in named.items() if held is not None}
+    read = Reader({}, lambda held: Value(type(held), _Kind(held.dtype, held.dim(), held.requires_grad)))
+    return {name: _content(read, held) for name, held in named.items() if held is not None}
 
 
-def call_difference(example: Mapping[str, str], call: Mapping[str, str], modes: tuple[bool, bool]) -> str:
+def _content(read: Reader, held: object) -> object:
+    if isinstance(held, Tensor):  # whose attributes are its owner's
+        return Value(type(held), _Kind(held.dtype, held.dim(), held.requires_grad))
+    try:
+        return read(held)
+    except UnseenError:
+        return Value(cast("type[Any]", type(held)), "")
+
+
+def listed(name: str, content: object) -> Iterator[tuple[str, str]]:
+    """The places in an argument, and what stands there in words; of many the first."""
+    found = [*islice(_leaves(name, content), _LISTED + 1)]
+    yield from found[:_LISTED]
+    if len(found) > _LISTED:
+        yield name, "all that it holds besides"
+
+
+def _leaves(place: str, content: object) -> Iterator[tuple[str, str]]:
+    if not isinstance(content, Node) or isinstance(content.parts, frozenset) or not content.parts:
+        yield place, shown(content)
+        return
+    for step, inner in content.parts:
+        yield from _leaves(place_of(place, step), inner)
+
+
+def call_difference(example: Mapping[str, object], call: Mapping[str, object], modes: tuple[bool, bool]) -> str:
     """How a call differs from the example; empty if it shows no difference.
 
     Args:
-        example, call: see `described`.
+        example, call: see `contents`.
         modes: whether the example and the call are in training.
     """
     found: list[str] = []
-    for name, text in call.items():
+    for name, content in call.items():
         if name not in example:
-            found.append(f"`{name}` is {text}, which the example doesn't pass")
-        elif example[name] != text:
-            found.append(f"`{name}` is {text}, and {example[name]} in the example")
+            found.append(f"`{name}` is {shown(content)}, which the example doesn't pass")
+        elif example[name] != content:
+            first = difference(name, example[name], content)
+            found.append(f"`{first.place}` is {first.now}, and {first.before} in the example")
     found += [f"`{name}` isn't passed" for name in example if name not in call]
     if len(found) > _SHOWN:
         found[_SHOWN:] = ["and more"]
@@ -44,15 +86,4 @@ def call_difference(example: Mapping[str, str], call: Mapping[str, str], modes: 
     return "; ".join(found)
 
 
-def _argument(held: object) -> str:
-    if isinstance(held, Tensor):
-        gradient = " that requires grad" if held.requires_grad else ""
-        return f"a {dtype_name(held.dtype)} tensor of {held.dim()} dims{gradient}"
-    if isinstance(held, (tuple, list)):
-        return f"a {type(held).__name__} of {len(held)}"  # pyright: ignore[reportUnknownArgumentType]
-    if type(held) in PLAIN and len(repr(held)) < _LONGEST:
-        return repr(held)
-    return f"an object of `{type(held).__name__}`"
-
-
-__all__ = ["call_difference", "described"]
+__all__ = ["call_difference", "contents", "listed"]

@@ -35,7 +35,7 @@ from tpplan.calls.arguments import (
 )
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.decision import Call, Decision
-from tpplan.calls.describe import call_difference, described
+from tpplan.calls.describe import call_difference, contents
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.guarded import GuardedCall
 from tpplan.calls.key import CallKey, KeyReader, Kind
@@ -137,7 +137,7 @@ class CallGuard:
         self._names = self._read.names
         self._repeats = Repeats(self._read.devices)
         self._example = with_tensors(*without_opaque(arguments, keywords), self._names, kept_example)
-        self._described = described(arguments, keywords, self._names)
+        self._contents = contents(arguments, keywords, self._names)
         self._axis = axis
         self._device = torch.device(program.device)
         self._proofs = Proofs(Proof(plan, program), self._cover)
@@ -620,7 +620,7 @@ class CallGuard:
 
     def _headline(self, call: Call) -> str:
         modes = (self.main.program.training, call.training)
-        shown = call_difference(self._described, described(call.arguments, call.keywords, self._names), modes)
+        shown = call_difference(self._contents, contents(call.arguments, call.keywords, self._names), modes)
         differs = f"this call differs from the example ({shown})" if shown else ""
         difference = None if self._changes is None else self._changes.difference
         changed = f"{self._changed} changed after `parallelize`" if self._changed else ""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from tpplan.calls.describe import described
+from tpplan.calls.describe import contents, listed
 from tpplan.calls.key import KeyReader
 from tpplan.compiler.cover import NotCoveredError, cover
 from tpplan.compiler.pipeline import Compiled
@@ -59,8 +59,9 @@ def premises_of(
 
 
 def _arguments(forward: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Premise]:
-    for name, text in described(arguments, keywords, argument_names(forward)).items():
-        yield Premise("argument", f"{name} is {text}")
+    for name, content in contents(arguments, keywords, argument_names(forward)).items():
+        for place, text in listed(name, content):
+            yield Premise("argument", f"{place} is {text}")
     yield Premise("argument", "nothing else is passed, but None where that is the default")
 
 

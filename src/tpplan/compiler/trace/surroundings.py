@@ -106,7 +106,7 @@ class Surroundings:
     def values(self, space: Space) -> dict[str, Any]:
         """Of the names those that a forward may write to: numbers, texts, containers, tensors, the user's objects."""
         kinds, names = self._kinds, space.names()
-        for kind in {type(held) for held in names.values()}.difference(kinds):
+        for kind in {*map(type, names.values())}.difference(kinds):
             kinds[kind] = self._may_be_written(kind)
         return {name: held for name, held in names.items() if kinds[type(held)] and name[:2] != "__"}
 
