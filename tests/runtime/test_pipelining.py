@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 from unittest import mock
 
@@ -80,6 +81,16 @@ def worst_gradient(member: Member, rules: dict[str, Any]) -> float:
 @pytest.mark.parametrize("rules", PLANS.values(), ids=PLANS)
 def test_a_stage_is_trained_after_its_shapes_were_inferred(rules: dict[str, Any]) -> None:
     assert max(world(4).run(worst_gradient, rules)) < 1e-10
+
+
+def worst_watched(member: Member) -> float:
+    with mock.patch.dict(os.environ, {"TPPLAN_DEBUG": "1"}):
+        return worst_gradient(member, PLANS["sequence"])
+
+
+@pytest.mark.processes
+def test_so_is_one_that_is_watched() -> None:
+    assert max(world(4).run(worst_watched)) < 1e-10
 
 
 def different_batches(member: Member) -> list[str]:

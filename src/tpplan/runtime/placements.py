@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import without_dispatch_modes, without_function_modes
+from tpplan.compat import wants_shapes_alone, without_dispatch_modes, without_function_modes
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Boundary, Program, dtype_name
 from tpplan.compiler.ir.pytree import tensors_of
@@ -48,11 +48,11 @@ class Checks:
         return self
 
     def is_first(self) -> bool:
-        """Whether this is the module's first call in the forward that is under way."""
+        """Whether this is the module's first call in the forward that is under way, and one whose numbers count."""
         if not self.is_under_way() or self._latest == self._axis.call:
             return False
         self._latest = self._axis.call
-        return True
+        return not wants_shapes_alone()
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare what the module is given."""
