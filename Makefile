@@ -55,10 +55,10 @@ bytecode: $(VENV)/.extra-dev
 	@$(BIN)/python -m compileall -q src tests
 
 test: bytecode
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: bytecode
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not sweep" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not sweep" $(ARGS)
 
 mutations: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.mutations $(ARGS)

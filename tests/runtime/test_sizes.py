@@ -151,7 +151,7 @@ def of(stock: Callable[[Between], nn.Module], between: Between) -> nn.Module:
         *(pytest.param(Normed, SEQUENCE, between, id=f"sequence, {name}") for name, between in LENGTHS.items()),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_call_of_another_length_is_equal_or_refused(stock: Any, rules: Any, between: Between, tp: int) -> None:
     lengths = (8, 16, 4, 24, 8)
     found = verdicts(of(stock, between), rules, tp, call(8), [call(length) for length in lengths])
