@@ -20,7 +20,6 @@ from tests.battery.cases import (
 # What isn't right yet; `python -m tests.battery.page` runs them, docs/architecture.md says why.
 OPEN = frozenset(
     {
-        "batch_norm_cumulative",
         "prunes_later",
     }
 )
