@@ -142,3 +142,21 @@ def test_the_example_on_the_page_is_real(number: int, capsys: pytest.CaptureFixt
     command, shown = found[number]
     code, text, _ = explain(capsys, *command.split())
     assert code == 0 and shown in text
+
+
+def test_premises_are_listed_with_the_lines_that_make_them(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = explain(capsys, "tiny.yaml", *MODEL, "--premises", "--format", "json")
+    told = [(premise["kind"], premise["text"]) for premise in json.loads(text)]
+    assert code == 0
+    assert ("argument", "input_ids is an int64 tensor of 2 dims") in told
+    assert ("size", "input_ids.shape[1] <= attention_mask.shape[1]") in told
+    assert {"argument", "size", "branch", "mode", "state"} <= {kind for kind, _ in told}
+    (line,) = {p["line"] for p in json.loads(text) if p["text"].startswith("input_ids.shape[1] <=")}
+    assert "masking_utils.py" in line and "padding_length" in line
+    shown = explain(capsys, "tiny.yaml", *MODEL, "--premises")[1]
+    assert "input_ids is an int64 tensor of 2 dims" in shown and "masking_utils.py" in shown
+
+
+def test_premises_are_of_the_whole_call(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, chatter = explain(capsys, "tiny.yaml", "model.norm", *MODEL, "--premises")
+    assert code == 2 and not text and "leave out MODULE" in chatter

@@ -87,6 +87,34 @@ def test_slices_that_take_all_are_none_of_the_record_and_a_condition() -> None:
     assert "x.shape[1] <= 8" in broken and "test_cover.py" in broken
 
 
+class Listed(nn.Module):
+    """A column and a row for each item of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, items: list[Tensor]) -> Tensor:
+        return torch.cat([self.down(self.up(item).relu()) for item in items], 1)
+
+
+@pytest.mark.parametrize(("lengths", "alike"), [((8, 8, 8), "all"), ((8, 6, 8), "some"), ((8, 6, 4), "none")])
+def test_equal_sizes_of_the_items_of_a_list_are_one(lengths: tuple[int, ...], alike: str) -> None:
+    plan = load_plan({"version": 1, "modules": {"up": "colwise", "down": "rowwise"}})
+    _, found = covered(Listed(), plan, {"items": [torch.zeros(2, length, 16) for length in lengths]})
+
+    def broken(*lengths: int) -> list[str]:
+        sizes = [size for length in lengths for size in (2, length, 16)]
+        told = [*found.broken(sizes)]
+        assert found.holds(sizes) is (not told)
+        return told
+
+    equal = ["`all items[*].shape[1] are equal`"]
+    assert broken(5, 5, 5) == []
+    assert broken(9, 5, 9) == (equal if alike == "all" else [])
+    assert broken(5, 5, 9) == ([] if alike == "none" else equal)
+
+
 class Counted(nn.Module):
     """Looks its size up."""
 

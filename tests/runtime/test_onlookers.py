@@ -170,7 +170,7 @@ def communicate(member: Member, masked: bool, sequence: bool) -> list[tuple[floa
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 def test_collectives_of_a_first_call_are_counted_as_of_a_later_one(masked: bool, sequence: bool) -> None:
     for (first, counted), (later, again) in world(2).run(communicate, masked, sequence):
         assert max(first, later) < TOLERANCE

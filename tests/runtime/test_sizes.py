@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.compiler.test_cover import covered
-from tests.runtime.simulated import on_ranks, plan_of, verdicts
+from tests.runtime.simulated import on_ranks, verdicts
 from tpplan.calls import guard
 from tpplan.calls.guard import CallGuard
 
@@ -151,7 +150,7 @@ def of(stock: Callable[[Between], nn.Module], between: Between) -> nn.Module:
         *(pytest.param(Normed, SEQUENCE, between, id=f"sequence, {name}") for name, between in LENGTHS.items()),
     ],
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 def test_a_call_of_another_length_is_equal_or_refused(stock: Any, rules: Any, between: Between, tp: int) -> None:
     lengths = (8, 16, 4, 24, 8)
     found = verdicts(of(stock, between), rules, tp, call(8), [call(length) for length in lengths])
@@ -221,7 +220,8 @@ class Listed(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
 
     def forward(self, items: list[Tensor]) -> Tensor:
-        return torch.cat([self.down(functional.gelu(self.up(item))) / item.shape[1] for item in items], 1)
+        dim = 1 if items[0].shape[1] == items[1].shape[1] else 2
+        return torch.cat([self.down(self.up(item).cumsum(dim)) for item in items], 1)
 
 
 def test_items_of_a_list_may_have_other_lengths_than_equal_ones() -> None:
@@ -230,10 +230,9 @@ def test_items_of_a_list_may_have_other_lengths_than_equal_ones() -> None:
 
     places = [(8, 8), (5, 5), (5, 9), (7, 3), (4, 4), (9, 5)]
     torch.manual_seed(0)
-    stock = Listed().double()
-    for verdict in verdicts(stock, MLP, 2, listed(8, 8), [listed(*place) for place in places]):
-        assert isinstance(verdict, float) and verdict < TOLERANCE
-
-    _, found = covered(stock, plan_of(MLP), {"items": listed(8, 8)[0][0]})
-    assert found.holds([2, 5, HIDDEN, 2, 5, HIDDEN])
-    assert list(found.broken([2, 5, HIDDEN, 2, 9, HIDDEN])) == ["`all items[*].shape[1] are equal`"]
+    found = verdicts(Listed().double(), MLP, 2, listed(8, 8), [listed(*place) for place in places])
+    for verdict, (first, second) in zip(found, places, strict=True):
+        if first != second and isinstance(verdict, str):
+            assert verdict.startswith("TP117")
+        else:
+            assert isinstance(verdict, float) and verdict < TOLERANCE

@@ -28,32 +28,35 @@ class _Kind(NamedTuple):
     wanted: bool
 
     def __repr__(self) -> str:
-        gradient = " that requires grad" if self.wanted else ""
-        return f"a {dtype_name(self.dtype)} tensor of {self.dims} {'dim' if self.dims == 1 else 'dims'}{gradient}"
+        name, gradient = dtype_name(self.dtype), " that requires grad" if self.wanted else ""
+        dims = f"{self.dims} {'dim' if self.dims == 1 else 'dims'}"
+        return f"{'an' if name.startswith('i') else 'a'} {name} tensor of {dims}{gradient}"
 
 
 def contents(arguments: Sequence[Any], keywords: Mapping[str, Any], names: Sequence[str]) -> dict[str, object]:
     """The content of each argument of a call, but for sizes of tensors; those that are None are left out."""
     named = {names[i] if i < len(names) else f"*{i}": held for i, held in enumerate(arguments)} | dict(keywords)
-    read = Reader({}, lambda held: Value(type(held), _Kind(held.dtype, held.dim(), held.requires_grad)))
+    read = Reader({}, _kind)
     return {name: _content(read, held) for name, held in named.items() if held is not None}
 
 
+def _kind(held: Tensor) -> Value:
+    return Value(type(held), _Kind(held.dtype, held.dim(), held.requires_grad))
+
+
 def _content(read: Reader, held: object) -> object:
-    if isinstance(held, Tensor):  # whose attributes are its owner's
-        return Value(type(held), _Kind(held.dtype, held.dim(), held.requires_grad))
     try:
         return read(held)
     except UnseenError:
         return Value(cast("type[Any]", type(held)), "")
 
 
-def listed(name: str, content: object) -> Iterator[tuple[str, str]]:
-    """The places in an argument, and what stands there in words; of many the first."""
+def listed(name: str, content: object) -> Iterator[str]:
+    """What stands in each place of an argument, in words; of many places the first."""
     found = [*islice(_leaves(name, content), _LISTED + 1)]
-    yield from found[:_LISTED]
+    yield from (f"{place} is {text}" for place, text in found[:_LISTED])
     if len(found) > _LISTED:
-        yield name, "all that it holds besides"
+        yield f"whatever else {name} holds is the same"
 
 
 def _leaves(place: str, content: object) -> Iterator[tuple[str, str]]:

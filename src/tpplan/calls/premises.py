@@ -60,8 +60,7 @@ def premises_of(
 
 def _arguments(forward: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Premise]:
     for name, content in contents(arguments, keywords, argument_names(forward)).items():
-        for place, text in listed(name, content):
-            yield Premise("argument", f"{place} is {text}")
+        yield from (Premise("argument", text) for text in listed(name, content))
     yield Premise("argument", "nothing else is passed, but None where that is the default")
 
 

@@ -34,7 +34,7 @@ from tpplan.compiler.ir.pytree import children, with_tensors
 from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.rules.packed import SPLITS
-from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record, without_collection
+from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
 from tpplan.state.parts import names_in
@@ -127,7 +127,7 @@ def cover(subject: Subject, sizes_of: SizesOf, rank: int = 0) -> Cover:
     Raises:
         NotCoveredError: those of the example alone.
     """
-    with without_collection(), symbols() as sizes:
+    with symbols() as sizes:
         try:
             return _cover(subject, sizes, sizes_of, rank)
         except NotCoveredError:
@@ -189,19 +189,14 @@ class _Named:
         self._shown: dict[str, str] = {}
         self._whole: dict[str, str] = {}
         self._alike: dict[tuple[str, int, int], Any] = {}
-        self._kinds: dict[str, str] = {}
 
     def size(self, name: str, example: int, parts: int = 1) -> Any:
         """A symbolic size, of a dim that so many ranks share; the number itself where that is 0 or 1 on a rank."""
         if example % parts or example // parts < 2:
             return example
-        holder, _, leaf = name.rpartition(".")
-        kind = ".".join((re.sub(r"\[\d+\]", "[*]", holder), leaf))
-        alike = kind, example, parts
+        alike = _of_any_item(name), example, parts
         if alike not in self._alike:
-            self._alike[alike] = made = self._new(name, example, parts)
-            (symbol,) = expression_of(made).free_symbols
-            self._kinds[str(symbol)] = kind
+            self._alike[alike] = self._new(name, example, parts)
         return self._alike[alike]
 
     def _new(self, name: str, example: int, parts: int) -> Any:
@@ -241,7 +236,7 @@ class _Named:
             places.setdefault(str(symbol), as_python(settled))
         bound = "".join(f"\n    {name} = {place}" for name, place in places.items())
         told = [Condition(self._told(as_python(balanced(made))), line) for made, line in found.values()]
-        told += [Condition(f"all {self._kinds[symbol]} are equal", "") for symbol in equal]
+        told += [Condition(f"all {_of_any_item(self._shown[symbol])} are equal", "") for symbol in equal]
         tests = [*found, *(" and ".join(held) for held in equal.values())]
         return Cover(
             tuple(told),
@@ -254,6 +249,12 @@ class _Named:
             for name, own in shown.items():
                 text = re.sub(rf"\({re.escape(name)}\)|(?<!\w){re.escape(name)}(?!\w)", own, text)
         return text
+
+
+def _of_any_item(name: str) -> str:
+    """The name of a size, without the places of what it belongs to in lists: `keys[*].shape[2]` of `keys[0].shape[2]`."""
+    holder, dot, leaf = name.rpartition(".")
+    return re.sub(r"\[\d+\]", "[*]", holder) + dot + leaf
 
 
 def _function(body: str) -> Callable[[Sequence[int]], Any]:

@@ -47,8 +47,8 @@ class Checks:
     def __deepcopy__(self, memo: object) -> Checks:
         return self
 
-    def is_first(self) -> bool:
-        """Whether this is the module's first call in the forward that is under way, and one whose numbers count."""
+    def is_compared(self) -> bool:
+        """Whether a call is compared: the module's first in the forward that is under way, if its numbers count."""
         if not self.is_under_way() or self._latest == self._axis.call:
             return False
         self._latest = self._axis.call
@@ -163,7 +163,7 @@ def checked_class(kind: type[nn.Module]) -> type[nn.Module]:
 class _Checked(Watched):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         checks: Checks | None = self.__dict__.get(CHECKS)
-        if checks is None or not checks.is_first():
+        if checks is None or not checks.is_compared():
             return super().__call__(*args, **kwargs)
         checks.arguments(args, kwargs)
         result = super().__call__(*args, **kwargs)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import importlib
 import linecache
 import logging
 import sys
@@ -132,7 +131,6 @@ def symbols() -> Generator[SizeSymbols]:
     hash, so that no cache of a function ever holds what was made of one.
     """
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    importlib.import_module("sympy.tensor.tensor")  # as sympy's first sum does, which with the test below takes longer
     with _lock:  # one at a time, as all threads see it
         kind: Any = torch.SymInt
         plain_test, plain_text = builtins.isinstance, kind.__repr__
