@@ -14,6 +14,8 @@ WORKERS ?= 2
 
 BIN     = $(abspath $(VENV))/bin
 PIP     = $(BIN)/python -m pip --quiet --disable-pip-version-check
+# A worker that has run its share takes over what the other hasn't begun.
+PYTEST  = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 SOURCES = src tests docs/tutorials
 
 .DEFAULT_GOAL := help
@@ -55,16 +57,16 @@ bytecode: $(VENV)/.extra-dev
 	@$(BIN)/python -m compileall -q src tests
 
 test: bytecode
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-slow: bytecode
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not sweep" $(ARGS)
+	$(PYTEST) -m "slow and not sweep" $(ARGS)
 
 mutations: $(VENV)/.extra-dev
 	$(BIN)/python -m tests.mutations $(ARGS)
 
 sweep: $(VENV)/.extra-dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m sweep $(ARGS)
+	$(PYTEST) -m sweep $(ARGS)
 
 # With the packages whose models it tries, in an environment of their own: what they bring along fails some tests.
 zoo:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tpplan.bench import kernels
+from tpplan.bench.kernels_plot import render_svg
 from tpplan.bench.kernels_subjects import COMPILED, EAGER, OURS, SUBJECTS, tensors_of
+from tpplan.bench.kernels_table import text_of
 from tpplan.kernels.thresholds import MINIMUM_ELEMENTS
 
 dry = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -36,6 +38,14 @@ def test_a_dry_run_measures_every_form_and_says_that_it_means_nothing(tmp_path: 
     assert json.loads(raw.read_text()) == json.loads(json.dumps(result))
     assert "dry" in raw.name
     assert "no measurement" in "".join(ElementTree.parse(picture).getroot().itertext())
+
+
+def test_the_shipped_figures_are_what_was_measured() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    result = json.loads((docs / "benchmarks" / "kernels.json").read_text())
+    assert not result["dry"]
+    assert text_of(result) in (docs / "kernels.md").read_text()
+    assert render_svg(result) == (docs / "benchmarks" / "kernels.svg").read_text()
 
 
 def test_no_figure_of_a_dry_run_is_in_the_documentation() -> None:

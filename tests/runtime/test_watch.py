@@ -316,6 +316,45 @@ def test_sides_of_two_branches_are_proved_together() -> None:
     assert max(worst(Interplay().double(), MLP, 2, mixed(12, (1.0, 1.0)), [mixed(12, p) for p in pairs])) < 1e-9
 
 
+def test_a_call_in_inference_mode_runs_again_by_the_program_of_its_side() -> None:
+    stock = body(large_by_entry)
+
+    def work(own: nn.Module, _: Any) -> list[float]:
+        with torch.inference_mode():  # whose tensors count no writes
+            arguments = [x(scale=scale).detach().clone() for scale in (1e4, 1.0, 1e4)]
+            before = [argument.clone() for argument in arguments]
+            found = [difference(stock, own, argument) for argument in arguments]
+            assert all(map(torch.equal, arguments, before))
+        return found
+
+    for found in on_ranks(stock, MLP, 2, ((x(),), {}), work):
+        assert max(found) < TOLERANCE
+
+
+class Overwrites(Body):
+    """Doubles its argument where that lies, and goes by what it was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = bool(x.abs().max() > 100)
+        x.mul_(2)
+        h = self.up(x)
+        return self.down(torch.softmax(h, -1) if large else h.relu())
+
+
+def test_an_argument_that_a_call_overwrites_in_inference_mode_is_put_back_before_it_runs_again() -> None:
+    torch.manual_seed(0)
+    stock = Overwrites(large).double()
+
+    def work(own: nn.Module, _: Any) -> list[float]:
+        with torch.inference_mode():
+            pairs = [(x(scale=s).detach().clone(), x(scale=s).detach().clone()) for s in (1e4, 1.0, 1e4)]
+            found = [float((own(mine) - stock(its)).abs().max()) for mine, its in pairs]
+            return [*found, *(float((mine - its).abs().max()) for mine, its in pairs)]
+
+    for found in on_ranks(stock, MLP, 2, ((x().detach(),), {}), work):
+        assert max(found) < TOLERANCE
+
+
 def by_setting(h: Tensor, x: Tensor) -> Tensor:
     return torch.softmax(h, -1) if os.environ.get("TPPLAN_TEST_WIDE") else h.relu()
 

@@ -31,7 +31,7 @@ class Passed:
     def __init__(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Look, and remember."""
         self._tensors: list[tuple[Tensor, int | None]] = []  # with versions, which tensors of inference mode don't have
-        self._numbers: list[Tensor] = []
+        self._numbers: dict[int, Tensor] = {}  # of some of these, by their places
         self._held: list[tuple[Any, Items]] = []
         self._known = True
         seen: set[int] = set()
@@ -49,18 +49,25 @@ class Passed:
                 self._tensors.append((held, None if held.is_inference() else held._version))
             else:
                 self._known = False  # whatever it keeps
+        # Nobody can tell later whether these were written to. What objects hold may be a large cache.
+        passed = {id(held) for held in (*arguments, *keywords.values())}
+        self._keep(lambda tensor, version: version is None and id(tensor) in passed)
 
     def keep_numbers(self) -> None:
         """Have the numbers in tensors put back as well, unless autograd has a record of the writes."""
-        self._numbers = [tensor.detach().clone() for tensor, _ in self._tensors]
+        self._keep(lambda tensor, version: True)
+
+    def _keep(self, wanted: Callable[[Tensor, int | None], bool]) -> None:
+        for place, held in enumerate(self._tensors):
+            if place not in self._numbers and wanted(*held):
+                self._numbers[place] = held[0].detach().clone()
 
     @property
     def is_restorable(self) -> bool:
         """Whether all that there was can be put back: no tensor of it was written to, or numbers were kept."""
-        kept = bool(self._numbers)
-        for tensor, version in self._tensors:
+        for place, (tensor, version) in enumerate(self._tensors):
             written = version is None or tensor._version != version
-            if written and (not kept or tensor.requires_grad):
+            if written and (place not in self._numbers or tensor.requires_grad):
                 return False
         if not self._known:
             return False
@@ -72,7 +79,7 @@ class Passed:
             write = _writer(held)
             assert write is not None
             write(held, items)
-        for place, numbers in enumerate(self._numbers):
+        for place, numbers in self._numbers.items():
             tensor, version = self._tensors[place]
             if version is None:
                 with torch.inference_mode():

@@ -252,7 +252,7 @@ class _Named:
 
 
 def _of_any_item(name: str) -> str:
-    """The name of a size, without the places of what it belongs to in lists: `keys[*].shape[2]` of `keys[0].shape[2]`."""
+    """The name of a size, without places in lists: `keys[*].shape[2]` of `keys[0].shape[2]`."""
     holder, dot, leaf = name.rpartition(".")
     return re.sub(r"\[\d+\]", "[*]", holder) + dot + leaf
 
