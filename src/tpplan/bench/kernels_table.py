@@ -19,9 +19,7 @@ def text_of(result: dict[str, Any]) -> str:
     ratios = [other / own for other, own in zip(others, steps, strict=True)]
     shares = [
         _share("forward", [(row, _FORWARD) for row in ours if row["way"] == "forward"]),
-        _share(
-            "backward", [(row, 0.7 if row["columns"] <= _WIDE else 0.55) for row in ours if row["way"] == "backward"]
-        ),
+        _share("backward", [(row, _backward(row["columns"])) for row in ours if row["way"] == "backward"]),
     ]
     met = "met" if min(ratios) >= _LEAST else "missed"
     least = f"- A step takes eager {min(ratios):.2f} to {max(ratios):.2f} times as long (at least {_LEAST}: {met})."
