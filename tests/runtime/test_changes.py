@@ -103,6 +103,51 @@ def test_a_flag_or_a_function_is_followed(change: Callable[[Any], None]) -> None
     assert max(worst(stock(), RULES, 2, EXAMPLE, calls)) < TOLERANCE
 
 
+class Described:
+    """Writes to the instance's `__dict__`, as properties with a setter do."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else owner.__dict__.get("_described", False)
+
+    def __set__(self, owner: Any, value: bool) -> None:
+        owner.__dict__["_described"] = value
+
+
+class ByOwnState(Mlp):
+    """Attributes decide that others than `__setattr__` may write."""
+
+    described = Described()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = False
+
+    @functools.cached_property
+    def factor(self) -> float:
+        return 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x) * self.factor
+        y = y.softmax(-1) if self.wide or self.described else y
+        return self.down(y.cumsum(-1) if getattr(self, "late", False) else y)
+
+
+PAST: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda model: vars(model).update(wide=True),
+    "new": lambda model: vars(model).update(late=True),
+    "object": lambda model: object.__setattr__(model, "wide", True),
+    "descriptor": lambda model: setattr(model, "described", True),
+    "cached": lambda model: vars(model).update(factor=3.0),
+}
+
+
+@pytest.mark.parametrize("change", PAST.values(), ids=PAST)
+def test_what_is_written_past_setattr_is_followed(change: Callable[[Any], Any]) -> None:
+    torch.manual_seed(0)
+    before = ((x(),), {}), ((x(),), {})
+    assert max(worst(ByOwnState().double(), MLP, 2, EXAMPLE, [*before, change, *before])) < TOLERANCE
+
+
 def test_without_the_stamp_the_old_proof_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpplan.calls.changes.Changes.look", lambda self: False)
     calls = [((x(),), {}), set_wide, ((x(),), {})]

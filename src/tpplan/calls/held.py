@@ -28,7 +28,7 @@ from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
 from tpplan.runtime.writes import Watched, Writes
 from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, is_constant
-from tpplan.state.flat import Flat
+from tpplan.state.flat import Flat, Values
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
 from tpplan.state.reads import ANYTHING, function_content, shown, space_of
 
@@ -93,6 +93,7 @@ class Held:
         self._changed: dict[Place, object] = {}
         self._copied: dict[Place, object] = {}
         self._unread: set[Place] = set()
+        self._by_forwards: set[Place] = set()
         self._states: dict[frozenset[tuple[Place, object]], int] = {frozenset(): 0}
         self.state = 0
         self._lay_out()
@@ -110,10 +111,11 @@ class Held:
                 for place, content in held.items()
             }
 
-        vars(made).update(vars(self), _names=again(self._names), _twins=again(self._twins), _flat=None)
+        vars(made).update(vars(self), _names=again(self._names), _twins=again(self._twins), _flat=None, _values=None)
         made._writes, made._local = again(self._writes), again(self._local)
         made._now, made._first, made._like = moved(self._now), moved(self._first), moved(self._like)
         made._changed, made._copied = moved(self._changed), moved(self._copied)
+        made._by_forwards = {*moved(dict.fromkeys(self._by_forwards))}
         made._unread, made._deep = {*moved(dict.fromkeys(self._unread))}, [*moved(dict.fromkeys(self._deep))]
         made._states = {frozenset(moved(dict(held)).items()): state for held, state in self._states.items()}
         return made
@@ -128,6 +130,8 @@ class Held:
         known = {Place(*place) for place in written if place[1] not in NOT_ATTRIBUTES}
         read = {place for place in known if self._is_read(place.name)}
         self._unread |= known - read
+        if not self._has_same_values():  # whoever wrote past `__setattr__`, as by `__dict__`
+            read |= {*self._now, *self._places()} - self._by_forwards
         if read or not self._is_same():
             self._compare({*self._deep, *self._around(), *read})
 
@@ -141,7 +145,11 @@ class Held:
         inside = {Place(*place) for place in self._writes.inside if place[1] not in NOT_ATTRIBUTES}
         places = {place for place in inside if self._is_read(place.name)}
         self._writes.inside.clear()
-        places |= set() if self._is_same() else {*self._deep, *self._around()}
+        self._by_forwards |= places
+        same = self._is_same()
+        if not self._has_same_values():  # as `cached_property` writes, which tells nobody
+            self.find()
+        places |= set() if same else {*self._deep, *self._around()}
         if places:
             self._accept(self._compare(places))
 
@@ -188,6 +196,11 @@ class Held:
         """What stands in the places in which the state differs from that of the first proofs."""
         return (self._standing(place) for place in self._changed)
 
+    def _has_same_values(self) -> bool:
+        """Whether modules have the same numbers, texts and the like, by the same names."""
+        values = self._values
+        return values is not None and values.is_same() and [*map(len, self._own)] == self._lengths
+
     def _is_same(self) -> bool:
         flat = self._flat
         return flat is not None and flat.is_same() and [*map(len, self._marks)] == self._marked
@@ -198,6 +211,7 @@ class Held:
         """Read these places; returns what was there before."""
         before = {place: self._now.get(place, NOTHING) for place in places}
         deep = self._flat is None or not self._flat.is_same() or [*map(len, self._marks)] != self._marked
+        deep |= not self._has_same_values()
         for place, content in self._contents(places):
             if content is NOTHING and place not in self._first:
                 continue
@@ -307,6 +321,10 @@ class Held:
         named = [names_in(held.__code__) for held in functions]
         self._loaded = frozenset[str]().union(*(names.attributes for names in named))
         self._stored = frozenset[str]().union(*(names.put for names in named))
+        self._own = [*map(vars, self._names)]
+        self._lengths = [*map(len, self._own)]
+        plain = (place for place, held in standing if self._is_plain(place, held))
+        self._values: Values | None = Values((cast("dict[str, Any]", vars(holder)), name) for holder, name in plain)
         parameters = [p for module in self._names for p in own_parameters(module).values() if p is not None]
         self._marks = [*map(vars, parameters)]
         self._marked = [*map(len, self._marks)]
@@ -316,6 +334,12 @@ class Held:
         for place in self._functions:
             spaces.setdefault(place.holder, []).append(place.name)
         self._flat: Flat | None = Flat([*deep, *functions, *self._kinds, *marked], self._names, spaces)
+
+    def _is_plain(self, place: Place, held: object) -> bool:
+        """Whether it is a module's own attribute, and holds nothing else."""
+        if place.is_shared or place in self._local or place in self._by_forwards:
+            return False
+        return type(held) in PLAIN and place.name in vars(place.holder)
 
     def _written(self, place: Place) -> list[Any]:
         """The functions that a class has in a place."""

@@ -34,6 +34,24 @@ _OWN = attrgetter("__dict__")
 _VERSION = attrgetter("_version")
 
 
+class Values:
+    """What stands in many tables by some of their names, such as the numbers among the attributes of modules."""
+
+    def __init__(self, places: Iterable[tuple[dict[Any, Any], Any]]) -> None:
+        """Look."""
+        holders: dict[Any, list[dict[Any, Any]]] = {}
+        for table, name in places:
+            holders.setdefault(name, []).append(table)
+        self._held = [(itemgetter(name), tables, [table[name] for table in tables]) for name, tables in holders.items()]
+
+    def is_same(self) -> bool:
+        """Whether the same objects stand there."""
+        try:
+            return all([all(map(is_, map(get, tables), before)) for get, tables, before in self._held])
+        except KeyError:
+            return False
+
+
 class Standing:
     """What stands in many small tables, such as the parameters of modules."""
 
@@ -41,23 +59,11 @@ class Standing:
         """Look."""
         self._tables = [*tables]
         self._lengths = [*map(len, self._tables)]
-        holders: dict[Any, list[dict[Any, Any]]] = {}
-        for table in self._tables:
-            for name in table:
-                holders.setdefault(name, []).append(table)
-        self._held = [(itemgetter(name), tables, [table[name] for table in tables]) for name, tables in holders.items()]
+        self._values = Values((table, name) for table in self._tables for name in table)
 
     def is_same(self) -> bool:
         """Whether the same objects stand there by the same names."""
-        if [*map(len, self._tables)] != self._lengths:
-            return False
-        try:
-            for get, tables, before in self._held:
-                if not all(map(is_, map(get, tables), before)):
-                    return False
-        except KeyError:
-            return False
-        return True
+        return [*map(len, self._tables)] == self._lengths and self._values.is_same()
 
 
 class Flat:
@@ -232,4 +238,4 @@ def _standing(step: object, held: Any) -> object:
     return Identity(held)
 
 
-__all__ = ["Flat", "Standing"]
+__all__ = ["Flat", "Standing", "Values"]
