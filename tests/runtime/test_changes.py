@@ -266,6 +266,17 @@ def set_count(model: Any) -> None:
     model.blocks[0].heads = 4
 
 
+class Twice(nn.Linear):
+    """Computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def set_class(model: Any) -> None:
+    model.blocks[0].q.__class__ = Twice
+
+
 REFUSED: dict[Callable[[Any], None], str] = {
     adapt: "`blocks.0.q`, a `ColwiseLinear`, was replaced by a `Lora`",
     replace: "`blocks.0.act`, a `GELU`, was replaced by a `ReLU`",
@@ -273,6 +284,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
     add: "`blocks.0.more`, a `Linear`, was added",
     set_parameter: "`blocks.0.q.weight` was replaced by a Parameter of shape (16, 16)",
     set_count: "`blocks.0.heads`, which counts what this rank holds, was set",
+    set_class: "`blocks.0.q.__class__` was set to `Twice`",
 }
 
 

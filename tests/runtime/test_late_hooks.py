@@ -57,6 +57,14 @@ def softmax(model: nn.Module) -> None:
     model.get_submodule("up").register_forward_hook(normalised)
 
 
+def added(module: Any, arguments: tuple[Tensor], result: Tensor) -> Tensor:
+    return result + torch.nn.functional.linear(arguments[0], module.weight)
+
+
+def read(model: nn.Module) -> None:
+    model.get_submodule("up").register_forward_hook(added)
+
+
 def centred(model: nn.Module) -> None:
     def centre(module: nn.Module, arguments: tuple[Tensor], keywords: dict[str, Any]) -> Any:
         return (arguments[0] - arguments[0].mean(-1, keepdim=True),), keywords
@@ -77,7 +85,7 @@ def with_own_module(model: nn.Module) -> None:
     model.get_submodule("up").register_forward_hook(lambda module, _, result: result * down.in_features / 24)
 
 
-@pytest.mark.parametrize("register", [softmax, centred, half_gradient, with_own_module])
+@pytest.mark.parametrize("register", [softmax, centred, half_gradient, with_own_module, read])
 def test_a_hook_is_part_of_each_later_call(register: Callable[[nn.Module], None]) -> None:
     calls = [CALL, register, CALL, CALL]
     assert max(worst(stock(), MLP, 2, CALL, calls)) < TOLERANCE

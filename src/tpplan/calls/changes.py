@@ -28,7 +28,7 @@ from tpplan.state.flat import Standing
 from tpplan.state.parts import PLAIN, UnseenError
 
 _Place = tuple[nn.Module, str]
-_FORWARD = "forward"
+_FORWARD, _CLASS = "forward", "__class__"
 _CALLED = (_FORWARD, "__call__")
 _functions = attrgetter(*_CALLED)
 _HELP = (
@@ -61,6 +61,7 @@ class Changes:
         self._stock = {module: skeletons[name] for module, name in self._names.items()}
         self._children = {module: contents.children(module) for module in self._names}
         self._tensors = {module: contents.tensors(module) for module in self._names}
+        self._classes = {module: type(module) for module in self._names}
         self._kinds = [*dict.fromkeys(map(type, skeletons.values()))]
         self._functions = [*map(_functions, self._kinds)]
         self._hooks = Hooks(model, self._stock, self._writes)
@@ -168,7 +169,7 @@ class Changes:
 
     def _is_attribute(self, module: nn.Module, name: str) -> bool:
         """Whether it isn't looked at here, but by `Held`."""
-        known = (HOOKS, _FORWARD, *self._children[module], *contents.children(module), *self._tensors[module])
+        known = (HOOKS, _FORWARD, _CLASS, *self._children[module], *contents.children(module), *self._tensors[module])
         local = (module, name) in self._writes.local
         return not (local or name in known or contents.tensor(module, name) is not None)
 
@@ -188,7 +189,12 @@ class Changes:
         changed, broken = False, ""
         if name == _FORWARD:  # what it calls of torch shows in the next call; around the root it sees whole tensors
             return module is not self._model
-        if (module, name) in self._writes.local:
+        if name == _CLASS:  # a class that derives from ours adds to it, as FSDP's do
+            before, now = self._classes[module], type(module)
+            if issubclass(now, before):
+                return now.forward is not before.forward
+            broken = f"{shown} was set to `{now.__name__}`"
+        elif (module, name) in self._writes.local:
             if vars(module).get(name) != self._writes.local[module, name]:
                 broken = f"{shown}, which counts what this rank holds, was set"
         elif name in self._children[module] or name in contents.children(module):

@@ -183,7 +183,8 @@ def _same_body(ours: ModuleProgram, other: ModuleProgram, batch: int, other_batc
         and ours.experts == other.experts
         and ours.recurrent == other.recurrent
         and ours.walked == other.walked
-        and ours.class_calls == other.class_calls
+        and (ours.class_calls, ours.counted_apart) == (other.class_calls, other.counted_apart)
+        and {*other.reads} <= {*ours.reads}
         and other.random in (None, ours.random)
     )
 
