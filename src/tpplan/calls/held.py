@@ -30,7 +30,7 @@ from tpplan.runtime.writes import Watched, Writes
 from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, is_constant
 from tpplan.state.flat import Flat, Values
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
-from tpplan.state.reads import ANYTHING, function_content, shown, space_of
+from tpplan.state.reads import ANYTHING, function_content, is_function, shown, space_of
 
 
 @contextmanager
@@ -250,7 +250,7 @@ class Held:
                 continue
             held = self._standing(place)
             try:
-                if place.is_function:
+                if place.is_function and is_function(held):
                     yield place, function_content(place.holder, held)
                 else:
                     yield place, NOTHING if held is MISSING else reader(held)
@@ -315,7 +315,10 @@ class Held:
         self._deep = [
             place
             for place, held in standing
-            if type(held) not in PLAIN and held is not MISSING and place not in self._local and not place.is_function
+            if type(held) not in PLAIN
+            and held is not MISSING
+            and place not in self._local
+            and not (place.is_function and (is_function(held) or isinstance(held, ModuleType)))
         ]
         functions = [held for place in self._deep for held in self._written(place)]
         named = [names_in(held.__code__) for held in functions]

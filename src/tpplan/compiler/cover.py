@@ -38,7 +38,7 @@ from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, re
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
 from tpplan.state.parts import names_in
-from tpplan.state.reads import reached
+from tpplan.state.reads import kinds_of, reached
 
 LEAST_LENGTH = 6
 """A whole number that an object keeps beside tensors is a length from here on; a smaller one may name a dim."""
@@ -170,7 +170,7 @@ def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) ->
 
 def _require_no_types(stream: Stream, model: nn.Module) -> None:
     """Raise if code may tell a symbol from a number by its type, which leaves no condition."""
-    for code in reached(stream.code(), {type(module) for module in model.modules()}):
+    for code in reached(stream.code(), kinds_of([*model.modules()])):
         if names_in(code).tells_integers:
             line = f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
             raise NotCoveredError(f"`{code.co_name}` ({line}) may ask for the type of a size")

@@ -55,7 +55,7 @@ from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
-from tpplan.state.reads import ANYTHING, functions_read, reads
+from tpplan.state.reads import ANYTHING, functions_read, kinds_of, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def compile_call(request: Request) -> Compiled:
             raise
     streams = (*compiled.streams.values(), *compiled.later.values())
     code = frozenset[CodeType]().union(*(stream.code() for stream in streams))
-    read |= functions_read(code, {type(module) for module in request.model.modules()})
+    read |= functions_read(code, kinds_of([*request.model.modules()]))
     unseen = unseen_findings(request.model, read)
     if unseen:
         raise CompileError(unseen)

@@ -10,6 +10,7 @@ there: if others do, they may still be equal, which their `content` says.
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from itertools import chain
@@ -21,7 +22,17 @@ from torch import Tensor, nn
 
 from tpplan.compat import without_function_modes
 from tpplan.state.content import Identity, Reader, is_constant, plain
-from tpplan.state.parts import PLAIN, Bytes, UnseenError, functions_in, is_library, own_bases, parts, spaces_of
+from tpplan.state.parts import (
+    PLAIN,
+    Bytes,
+    UnseenError,
+    environment_of,
+    functions_in,
+    is_library,
+    own_bases,
+    parts,
+    spaces_of,
+)
 
 Look = Callable[[], Iterable[object]]
 _VALUES = cast("Any", dict).values
@@ -173,6 +184,9 @@ class _Found:
                 self.globals.setdefault(id(space), (space, set()))[1].add(leaf or name)
                 inside.append(space[leaf or name])
             inside += [item.__defaults__, item.__kwdefaults__]
+            variables = environment_of(item.__code__)
+            if variables:
+                self.others.append(lambda: map(os.environ.get, variables))
         if vars(item):
             self.objects.append(item)
         return inside

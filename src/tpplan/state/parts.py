@@ -16,14 +16,18 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import importlib.util
 import io
 import logging
+import os
 import struct
 import sys
 import sysconfig
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
 from hashlib import blake2b
 from pathlib import PurePath
 from types import (
@@ -52,9 +56,10 @@ PLAIN = frozenset(
 _ATOMS = PLAIN | {torch.Size, CodeType, type(NotImplemented), MemberDescriptorType, GetSetDescriptorType}
 _TOOLS = (
     *(ModuleType, torch.Generator, torch.Stream, torch.Event),
-    *(io.IOBase, logging.Logger, threading.Thread),
+    *(io.IOBase, threading.Thread),
 )
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LONGEST = 60  # a text that names something
 _FEW = 4096  # bytes that are kept as they are
 _POINTER = struct.calcsize("P")
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
@@ -71,7 +76,9 @@ _OF_EACH = frozenset(
 )
 _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _STORES = frozenset(("STORE_GLOBAL", "STORE_ATTR"))
-_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
+_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"))
+_BY_TEXT = frozenset(("getattr", "globals", "vars", "attrgetter", "__dict__", "modules", "import_module", "__import__"))
+_ENVIRONMENT = frozenset(("environ", "getenv"))
 _FILLING = frozenset(("setdefault", "append", "extend", "insert", "update", "add", "pop", "popitem", "clear", "remove"))
 
 
@@ -117,7 +124,7 @@ def parts(held: Any) -> Parts | None:
         return class_parts(held)
     known = next((taken for base, taken in _KNOWN.items() if isinstance(held, base)), None)
     if known is not None:
-        return [*known(held), *_attributes(held)]
+        return [*known(held), *(_attributes(held) if not isinstance(held, logging.Logger) else ())]
     if isinstance(held, enum.Enum):
         return [(name, item) for name, item in _attributes(held) if name != "__objclass__"]
     if isinstance(held, nn.Module):
@@ -201,7 +208,8 @@ def _function(held: FunctionType) -> Parts:
         found.append(("__defaults__", held.__defaults__))
     if held.__kwdefaults__:
         found.append(("__kwdefaults__", held.__kwdefaults__))
-    return [*found, *globals_of(held)]
+    environment: Parts = [(f"environ[{name!r}]", os.environ.get(name)) for name in environment_of(held.__code__)]
+    return [*found, *globals_of(held), *environment]
 
 
 def _closure(held: FunctionType) -> Parts:
@@ -224,15 +232,38 @@ def spaces_of(function: FunctionType) -> list[tuple[str, str, dict[str, Any]]]:
 
     What it writes to itself, such as tables that it fills, is for proofs to follow.
     """
-    own, found = function.__globals__, list[tuple[str, str, dict[str, Any]]]()
-    names = names_in(function.__code__)
-    for name in names.globals & own.keys():
-        held = own[name]
-        inner = vars(held) if isinstance(held, ModuleType) and not is_library(held.__name__) else {}
-        found += [(name, leaf, inner) for leaf in names.attributes & inner.keys()]
-        found += [] if isinstance(held, ModuleType) else [(name, "", own)]
+    own, names = function.__globals__, names_in(function.__code__)
+    found: list[tuple[str, str, dict[str, Any]]] = [(name, "", own) for name in names.globals & own.keys()]
+    spaces = [*_imported(names, own), *((name, own[name]) for name, _, _ in found)]
+    waiting = {name: held for name, held in spaces if isinstance(held, ModuleType) and not is_library(held.__name__)}
+    seen: dict[str, ModuleType] = {}
+    while waiting:
+        name, module = waiting.popitem()
+        if module in seen.values():
+            continue
+        seen[name], inner = module, vars(module)
+        for leaf in names.attributes & inner.keys():
+            found.append((name, leaf, inner))
+            if isinstance(inner[leaf], ModuleType) and not is_library(inner[leaf].__name__):
+                waiting[f"{name}.{leaf}"] = inner[leaf]
     found = [(name, leaf, space) for name, leaf, space in found if is_premise(space[leaf or name], leaf or name, names)]
     return sorted(found, key=lambda place: place[:2])
+
+
+def _imported(names: Names, space: dict[str, Any]) -> Iterator[tuple[str, ModuleType]]:
+    """The modules of Python that code imports when it runs, or names by texts."""
+    package: str = space.get("__package__") or ""
+    for level, name in names.imports:
+        with suppress(ImportError):
+            full = importlib.util.resolve_name("." * level + name, package) if level else name
+            if full in sys.modules:
+                yield full, sys.modules[full]
+
+
+def environment_of(code: CodeType) -> frozenset[str]:
+    """The variables of the environment that code may read: its texts, if it reads any."""
+    names = names_in(code)
+    return frozenset() if _ENVIRONMENT.isdisjoint(names.globals | names.attributes) else names.texts
 
 
 def is_premise(held: object, name: str, names: Names) -> bool:
@@ -241,7 +272,7 @@ def is_premise(held: object, name: str, names: Names) -> bool:
         return False
     if isinstance(held, (type, FunctionType)):
         return not is_library(held.__module__)
-    return not names.fills or type(held) in PLAIN
+    return True
 
 
 class Names(NamedTuple):
@@ -251,6 +282,8 @@ class Names(NamedTuple):
         globals: those that it reads as globals.
         attributes: those that it reads as attributes.
         put: those that it sets, in its module or in an object.
+        imports: the modules of Python that it imports, each with the level of a relative import.
+        texts: short texts in it.
         fills: whether it puts something into a container.
         matches: whether it has a pattern for objects of a class.
     """
@@ -258,6 +291,8 @@ class Names(NamedTuple):
     globals: frozenset[str]
     attributes: frozenset[str]
     put: frozenset[str]
+    imports: frozenset[tuple[int, str]]
+    texts: frozenset[str]
     fills: bool
     matches: bool
 
@@ -277,11 +312,18 @@ def names_in(code: CodeType) -> Names:
         own = frozenset(str(name) for kind, name in found if kind in kinds)
         return own.union(*(getattr(names, field) for names in inner))
 
-    attributes = of(_ATTRIBUTES, "attributes")
+    loaded, attributes = of(_LOADS, "globals"), of(_ATTRIBUTES, "attributes")
+    texts = frozenset(held for held in code.co_consts if isinstance(held, str) and len(held) <= _LONGEST)
+    texts = texts.union(*(names.texts for names in inner))
+    imports = frozenset(
+        (int(found[at - 2][1] or 0), str(name)) for at, (kind, name) in enumerate(found) if kind == "IMPORT_NAME"
+    ).union(*(names.imports for names in inner))
+    if not _BY_TEXT.isdisjoint(loaded | attributes):
+        loaded, attributes, imports = loaded | texts, attributes | texts, imports | {(0, text) for text in texts}
     fills = not _FILLING.isdisjoint(attributes) or any(kind == "STORE_SUBSCR" for kind, _ in found)
     fills |= any(names.fills for names in inner)
     matches = any(kind == "MATCH_CLASS" for kind, _ in found) or any(names.matches for names in inner)
-    return Names(of(_LOADS, "globals"), attributes, of(_STORES, "put"), fills, matches)
+    return Names(loaded, attributes, of(_STORES, "put"), imports, texts, fills, matches)
 
 
 def class_parts(kind: type[Any]) -> Parts | None:
@@ -343,6 +385,10 @@ def _bound_to(held: Any) -> Parts:
     return [("__self__", held.__self__)] if held.__self__ is not None else []
 
 
+def _is_silent(held: logging.Logger) -> object:
+    return held.disabled or held.manager.disable
+
+
 # -- what is written in C ---------------------------------------------------------------------------------------------
 def _memory(held: Any) -> Parts | None:
     """What lies in the memory of arrays, of numpy's or not, which say how to be looked at."""
@@ -365,7 +411,7 @@ def _hidden(held: Any) -> Parts | None:
     try:
         made: Any = held.__reduce_ex__(4)
     except Exception:  # a lock, a stream: it has no state that is anybody's to see
-        return _attributes(held) or None
+        return _attributes(held) if hasattr(held, "__dict__") else None
     if isinstance(made, str):
         return None  # the name of a global
     function, arguments, *rest = made
@@ -386,6 +432,8 @@ _KNOWN: dict[type[Any], Callable[[Any], Parts]] = {
     BuiltinFunctionType: lambda held: [("__name__", held.__name__), *_bound_to(held)],
     MethodWrapperType: lambda held: [("__name__", held.__name__), ("__self__", held.__self__)],
     functools.partial: lambda held: [("func", held.func), ("args", held.args), ("keywords", held.keywords)],
+    ContextVar: lambda held: [("name", held.name), ("get()", held.get(None))],
+    logging.Logger: lambda held: [("getEffectiveLevel()", held.getEffectiveLevel()), ("disabled", _is_silent(held))],
     property: lambda held: [("fget", held.fget)],
     classmethod: lambda held: [("__func__", held.__func__)],
     staticmethod: lambda held: [("__func__", held.__func__)],

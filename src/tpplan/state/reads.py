@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from tpplan.state.content import Identity, Reader, Value
-from tpplan.state.parts import UnseenError, functions_in, is_library, is_premise, names_in
+from tpplan.state.parts import PLAIN, Names, UnseenError, functions_in, is_library, is_premise, names_in
 
 ANYTHING = "__dict__"
 _TORCH: tuple[ModuleType | type, ...] = (torch, torch.nn.functional, torch.Tensor)
@@ -77,15 +77,31 @@ def reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeTy
 
     Args:
         code: that of bodies. What torch's calls isn't looked for.
-        kinds: the classes of the modules that run, whose functions it may name.
+        kinds: the classes of the modules that run, and of what they hold; their functions it may name, and those of
+            the user's classes in the files that it belongs to.
     """
+    known, code = {*kinds}, [*code]
+    while True:
+        found = _reached(code, known)
+        files = {name for spaces in found.values() for name in spaces if not is_library(name)}
+        named = {held for name in files for held in vars(sys.modules[name]).values() if isinstance(held, type)}
+        if known >= (own := {kind for kind in named if not is_library(kind.__module__)}):
+            return found
+        known |= own
+
+
+def _reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeType, tuple[str, ...]]:
     files = _files()
     methods: dict[str, list[FunctionType]] = {}
+    unnamed: list[FunctionType] = []  # what Python calls itself, such as `__call__`
     for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not _is_torchs(base.__module__)):
         for name, held in vars(base).items():
-            methods.setdefault(name, []).extend(functions_in(held))
+            functions = functions_in(held)
+            methods.setdefault(name, []).extend(functions)
+            if name.startswith("__") and not (issubclass(base, nn.Module) or is_library(base.__module__)):
+                unnamed += functions
     found: dict[CodeType, tuple[str, ...]] = {}
-    waiting = [*code, *(function.__code__ for function in methods.get("forward", ()))]
+    waiting = [*code, *(function.__code__ for function in (*methods.get("forward", ()), *unnamed))]
     while waiting:
         each = waiting.pop()
         if each in found:
@@ -119,7 +135,7 @@ def _is_torchs(name: str | None) -> bool:
 
 
 def functions_read(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> frozenset[str]:
-    """What code reads of torch, and of its own file if that is no premise of the functions that it belongs to.
+    """What code reads of torch, and of its own file: functions and numbers; of a user's file, all that may change.
 
     Each by the name of a module of Python, or of `Tensor`, and its own: a user may replace what stands there.
 
@@ -130,22 +146,31 @@ def functions_read(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> froz
     for each, spaces in reached(code, kinds).items():
         names = names_in(each)
         for space in _TORCH:
-            functions = (leaf for leaf in names.attributes if _is_function(getattr(space, leaf, None)))
+            functions = (leaf for leaf in names.attributes if is_function(getattr(space, leaf, None)))
             found.update(f"{shown(space)}:{leaf}" for leaf in functions)
         for name in spaces:
             module = sys.modules[name]
             own = ((leaf, vars(module)[leaf]) for leaf in (names.globals - names.put) & vars(module).keys())
-            found.update(
-                f"{name}:{leaf}"
-                for leaf, held in own
-                if (is_library(name) or not is_premise(held, leaf, names))
-                and (_is_function(held) or (isinstance(held, ModuleType) and not is_library(name)))
-            )
+            found.update(f"{name}:{leaf}" for leaf, held in own if _is_premise(held, leaf, names, is_library(name)))
     return frozenset(found)
 
 
-def _is_function(held: object) -> bool:
-    return callable(held) and not isinstance(held, type)
+def _is_premise(held: object, name: str, names: Names, of_library: bool) -> bool:
+    if isinstance(held, ModuleType):
+        return not (of_library or is_library(held.__name__))
+    return is_function(held) or (type(held) in PLAIN if of_library else is_premise(held, name, names))
+
+
+def is_function(held: object) -> bool:
+    """Whether it can be called, and is neither a class nor an object of one of the user's."""
+    return callable(held) and not isinstance(held, type) and is_library(type(held).__module__)
+
+
+def kinds_of(modules: Iterable[nn.Module]) -> set[type[Any]]:
+    """The classes of modules, and the user's of what they hold."""
+    kinds: set[type[Any]] = {type(module) for module in modules}
+    held: set[type[Any]] = {type(item) for module in modules for item in vars(module).values()}
+    return kinds | {kind for kind in held if not is_library(kind.__module__)}
 
 
 def shown(space: ModuleType | type) -> str:
@@ -176,4 +201,4 @@ def _caller() -> str | None:
     return sys._getframe(2).f_globals.get("__name__")  # pyright: ignore[reportPrivateUsage]
 
 
-__all__ = ["ANYTHING", "functions_read", "reached", "reads", "shown", "space_of"]
+__all__ = ["ANYTHING", "functions_read", "is_function", "kinds_of", "reached", "reads", "shown", "space_of"]

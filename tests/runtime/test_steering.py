@@ -1,0 +1,172 @@
+"""Numbers that a forward's Python reads elsewhere than in its model, and that change between two calls: followed."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.runtime import steering
+from tests.runtime.simulated import on_ranks, stepped
+from tpplan.calls.guard import CallGuard
+
+TOLERANCE = 1e-12
+PLAN = {"up": "colwise", "down": "rowwise"}
+STATE = {"flag": False}
+CONTEXT: contextvars.ContextVar[bool] = contextvars.ContextVar("flag")
+LOCAL = threading.local()
+LOG = logging.getLogger(__name__)
+OWN = False
+
+
+class Chooser:
+    """An object whose methods read what steers."""
+
+    def __call__(self) -> bool:
+        return OWN
+
+    def chosen(self) -> bool:
+        return OWN
+
+    @property
+    def flag(self) -> bool:
+        return STATE["flag"]
+
+
+CHOOSER = Chooser()
+
+
+def imported() -> bool:
+    from tests.runtime.steering import FLAG
+
+    return FLAG
+
+
+def imported_module() -> bool:
+    import tests.runtime.steering as settings
+
+    return settings.FLAG
+
+
+def imported_function() -> bool:
+    from .steering import flag
+
+    return flag()
+
+
+def beside_a_list_that_is_filled() -> bool:
+    filled: list[int] = []
+    filled.append(1)
+    return STATE["flag"]
+
+
+def from_a_context() -> bool:
+    return CONTEXT.get(False)
+
+
+def from_a_thread() -> bool:
+    return getattr(LOCAL, "flag", False)
+
+
+def from_the_environment() -> bool:
+    return os.environ.get("TESTS_FLAG") == "1" or os.getenv("TESTS_FLAG") == "1"
+
+
+def put(name: str, value: bool) -> None:
+    setattr(steering, name, value)
+
+
+def set_own(value: bool) -> None:
+    global OWN
+    OWN = value
+
+
+def fill(value: bool) -> None:
+    STATE["flag"] = value
+
+
+def set_level(value: bool) -> None:
+    LOG.setLevel(logging.DEBUG if value else logging.WARNING)
+
+
+def set_variable(value: bool) -> None:
+    os.environ.pop("TESTS_FLAG", None)
+    if value:
+        os.environ["TESTS_FLAG"] = "1"
+
+
+READ: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
+    "imported": (imported, lambda value: put("FLAG", value)),
+    "module": (imported_module, lambda value: put("FLAG", value)),
+    "function": (imported_function, lambda value: put("FLAG", value)),
+    "getattr": (lambda: getattr(steering, "FLAG"), lambda value: put("FLAG", value)),  # noqa: B009
+    "modules": (lambda: sys.modules["tests.runtime.steering"].FLAG, lambda value: put("FLAG", value)),
+    "globals": (lambda: globals()["OWN"], set_own),
+    "filled": (beside_a_list_that_is_filled, fill),
+    "context": (from_a_context, lambda value: CONTEXT.set(value)),
+    "thread": (from_a_thread, lambda value: setattr(LOCAL, "flag", value)),
+    "logger": (lambda: LOG.isEnabledFor(logging.DEBUG), set_level),
+    "environment": (from_the_environment, set_variable),
+    "called": (lambda: CHOOSER(), set_own),
+    "method": (lambda: CHOOSER.chosen(), set_own),
+    "made": (lambda: Chooser().chosen(), set_own),
+    "property": (lambda: CHOOSER.flag, fill),
+}
+
+
+class Net(nn.Module):
+    """Computes by features, or across them."""
+
+    read: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h.softmax(-1) if self.read() else h.relu())
+
+
+def net_that(read: Callable[[], bool]) -> nn.Module:
+    torch.manual_seed(0)
+    return type("Net", (Net,), {"read": staticmethod(read), "__module__": __name__})().double()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_elsewhere_is_followed(name: str) -> None:
+    read, change = READ[name]
+    stock = net_that(read)
+    call = ((torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),), {})
+    meeting = threading.Barrier(2)
+
+    def work(model: nn.Module, _: CallGuard) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        found: list[tuple[Tensor, dict[str, Tensor]]] = []
+        for value in (False, True, True, False):
+            meeting.wait(30)
+            change(value)  # the ranks are threads, and share what all but one of these set
+            meeting.wait(30)
+            found.append(stepped(model, call))
+        return found
+
+    try:
+        change(False)
+        ranks = on_ranks(stock, PLAN, 2, call, work)
+        for number, value in enumerate((False, True, True, False)):
+            change(value)
+            output, gradients = stepped(copy.deepcopy(stock), call)
+            for found in ranks:
+                torch.testing.assert_close(found[number][0], output, rtol=0, atol=TOLERANCE)
+                own = found[number][1]["down.bias"]
+                torch.testing.assert_close(own, gradients["down.bias"], rtol=0, atol=TOLERANCE)
+    finally:
+        change(False)
