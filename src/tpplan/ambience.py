@@ -35,6 +35,7 @@ from tpplan.compat import (
     packs_saved_tensors,
     under_dispatch_modes,
     under_function_modes,
+    without_cached_weights,
     without_dispatch_modes,
     without_global_hooks,
     without_profiler,
@@ -79,7 +80,7 @@ def _with_hooks(followed: Collection[object]) -> AbstractContextManager[None]:
 def _alone() -> Generator[None]:
     with (
         torch.inference_mode(False), without_dispatch_modes(), under_function_modes(), without_saved_tensor_hooks(),
-        torch.autograd.set_detect_anomaly(False), without_profiler(), _around(None),
+        torch.autograd.set_detect_anomaly(False), without_profiler(), without_cached_weights(), _around(None),
     ):  # fmt: skip
         yield
 

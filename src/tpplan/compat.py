@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -41,6 +42,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
@@ -151,6 +153,7 @@ __all__ = [
     "random_state",
     "read_anew",
     "rebuild_container",
+    "recomputes",
     "refused_option",
     "register_sharding",
     "replicas_without_mesh",
@@ -177,6 +180,7 @@ __all__ = [
     "transient_buffers",
     "uncompiled",
     "wants_shapes_alone",
+    "without_cached_weights",
     "without_dispatch_modes",
     "without_function_modes",
     "without_packing",
@@ -362,6 +366,9 @@ def set_random_state(state: Tensor) -> None:
 
 def storage_key(tensor: Tensor) -> int:
     """What tells a tensor's memory from all other memory, while it is alive."""
+    functorch: Any = cast("Any", torch._C)._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata
 
 
@@ -970,8 +977,8 @@ def wants_shapes_alone() -> bool:
 
 
 def inside_transform() -> bool:
-    """Whether a transform of torch.func is under way, such as `vmap`."""
-    return cast("Any", torch._C)._are_functorch_transforms_active()
+    """Whether a transform of torch.func is under way, such as `vmap`, or forward-mode differentiation."""
+    return cast("Any", torch._C)._are_functorch_transforms_active() or forward_ad._current_level >= 0  # pyright: ignore
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:
@@ -1064,6 +1071,18 @@ def without_saved_tensor_hooks() -> Generator[None]:
             hooks._push_saved_tensors_default_hooks(*pair)
         if banned is not None:
             hooks._saved_tensors_hooks_disable(banned)
+
+
+@contextmanager
+def without_cached_weights() -> Generator[None]:
+    """A block outside of `parametrize.cached()`, which keeps what is computed of parameters."""
+    module: Any = parametrize
+    before = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = before
 
 
 def is_profiled() -> bool:
@@ -1276,6 +1295,14 @@ def schema_keywords(operator: OpOverload) -> frozenset[str]:
 def runs_backward() -> bool:
     """Whether this thread is in a backward: what runs there is an activation checkpoint's forward, once more."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportUnknownMemberType]
+
+
+def recomputes() -> bool:
+    """Whether what runs in a backward is a forward once more: of an activation checkpoint, or in a user's function."""
+    if not runs_backward():
+        return False
+    forward_class = getattr(torch._C._current_autograd_node(), "_forward_cls", None)  # pyright: ignore
+    return is_checkpointed() or not (getattr(forward_class, "__module__", None) or "tpplan").startswith("tpplan")
 
 
 def is_jit_traced() -> bool:

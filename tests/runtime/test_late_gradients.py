@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import tpplan
 from tests.runtime.simulated import on_ranks, plan_of, worst
@@ -155,3 +156,15 @@ def test_what_is_no_parameter_has_no_gradient(name: str) -> None:
     getattr(wanted, name).requires_grad_()
     with pytest.raises(CompileError, match=rf"TP112 [^\n]*`{name}` requires grad, and isn't a parameter"):
         compile_call(Request(wanted, plan_of(rules), 2, *states(False)))
+
+
+def test_forward_mode_is_refused_with_and_without_recording() -> None:
+    def work(model: Any, _: Any) -> None:
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+                x = torch.randn(2, 8, HIDDEN, dtype=torch.float64)
+                with pytest.raises(tpplan.UnprovedCallError, match="forward_ad"):
+                    model(forward_ad.make_dual(x, x))
+
+    torch.manual_seed(0)
+    on_ranks(OfStates().double(), PLAIN, 1, ((torch.randn(2, 8, HIDDEN, dtype=torch.float64),), {}), work)

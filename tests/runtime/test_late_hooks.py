@@ -204,3 +204,50 @@ def test_a_hook_that_a_forward_registers_is_registered_once() -> None:
     for found in on_ranks(stock, "plans/llama.yaml", 2, ((), example), work):
         for ours, theirs in zip(found, expected, strict=True):
             assert len(ours) == len(theirs) and all(map(torch.allclose, ours, theirs))
+
+
+class Remembers:
+    """A hook that adds what it has kept of the call before."""
+
+    def __init__(self, kept: Tensor | None) -> None:
+        self.kept = {"result": kept}
+
+    def __call__(self, module: nn.Module, arguments: Any, result: Tensor) -> Tensor:
+        before = self.kept["result"]
+        self.kept["result"] = result.detach()
+        return result if before is None else result + before.mean()
+
+
+@pytest.mark.parametrize("kept", [None, torch.zeros(3, 12, WIDTH, dtype=torch.float64)], ids=["nothing", "zeros"])
+def test_a_part_that_a_hook_has_kept_isnt_read_by_the_next_call(kept: Tensor | None) -> None:
+    model = stock()
+    model.get_submodule("up").register_forward_hook(Remembers(kept))
+    with pytest.raises(tpplan.CompileError, match=r"TP107.*leaves a tensor of layout S\(2\) in `a hook of up.kept"):
+        tpplan.compile_plan(model, {"version": 1, "modules": MLP}, 2, CALL[0])
+
+    def work(model: nn.Module, _: CallGuard) -> None:
+        model(x())
+        model.get_submodule("up").register_forward_hook(Remembers(kept))
+        for _number in range(2):
+            with pytest.raises(tpplan.UnprovedCallError, match="TP107"):
+                model(x())
+
+    on_ranks(stock(), MLP, 2, CALL, work)
+
+
+def test_a_hook_in_a_backward_sees_parameters_as_they_are() -> None:
+    def work(model: nn.Module, _: CallGuard) -> bool:
+        found: list[bool] = []
+
+        def look(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                model(x() * 2)
+                up: Any = model.get_submodule("up")
+                found.append(up.weight is up._parameters["weight"])
+
+        result = model(x())
+        result.register_hook(look)
+        result.sum().backward()
+        return all(found)
+
+    assert on_ranks(stock(), MLP, 2, CALL, work) == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,20 @@ def _by_type(h: Tensor) -> Tensor:
     return h / (h.shape[-1] if type(n) is int and n > 8 else 32)
 
 
+@functools.singledispatch
+def _is_number(_: object) -> bool:
+    return False
+
+
+@_is_number.register
+def _(_: int) -> bool:
+    return True
+
+
+def _asked(asks: Callable[[Any], bool]) -> Between:
+    return lambda h: h / (h.shape[-1] if asks(h.shape[1]) and h.shape[1] > 8 else 32)
+
+
 def _by_pattern(h: Tensor) -> Tensor:
     match h.shape[1]:
         case int(n) if n > 8:
@@ -111,6 +126,11 @@ FEATURES: dict[str, Between] = {
     "a test of a class": _by_class,
     "a test of a type": _by_type,
     "a pattern": _by_pattern,
+    "a type's name": _asked(lambda n: type(n).__name__ == "int"),
+    "a type in a dict": _asked(lambda n: {int: True}.get(type(n), False)),
+    "a class": _asked(lambda n: n.__class__ is int),
+    "no symbol": _asked(lambda n: not isinstance(n, torch.SymInt) and not hasattr(n, "node")),
+    "a generic function": _asked(_is_number),
     "a logarithm": lambda h: h * (1.0 if math.log2(h.shape[1]) <= 3 else h.shape[-1]),
     "a slice of features": lambda h: h[..., : 32 if h.shape[1] <= 8 else 16].sum(-1, keepdim=True) * h,
     "groups": lambda h: h.reshape(h.shape[0], -1, h.shape[1] * 4).softmax(-1).reshape(h.shape),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tests.runtime.steering
 from tests.runtime import steering
 from tests.runtime.simulated import on_ranks, stepped
 from tpplan.calls.guard import CallGuard
@@ -42,7 +44,24 @@ class Chooser:
         return STATE["flag"]
 
 
-CHOOSER = Chooser()
+class Holder:
+    """An object that holds a file of Python."""
+
+    def __init__(self) -> None:
+        self.settings = steering
+
+
+CHOOSER, HOLDER = Chooser(), Holder()
+
+
+@functools.lru_cache
+def cached() -> bool:
+    return OWN
+
+
+def set_cached(value: bool) -> None:
+    set_own(value)
+    cached.cache_clear()
 
 
 def imported() -> bool:
@@ -119,8 +138,20 @@ READ: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
     "called": (lambda: CHOOSER(), set_own),
     "method": (lambda: CHOOSER.chosen(), set_own),
     "made": (lambda: Chooser().chosen(), set_own),
+    "cached": (cached, set_cached),
+    "cached in a function": (lambda: cached(), set_cached),
+    "held": (lambda: HOLDER.settings.FLAG, lambda value: put("FLAG", value)),
+    "dotted": (lambda: tests.runtime.steering.FLAG, lambda value: put("FLAG", value)),
+    "dotted table": (lambda: tests.runtime.steering.TABLE["flag"], lambda value: steering.TABLE.update(flag=value)),
     "property": (lambda: CHOOSER.flag, fill),
 }
+
+
+class Settings(nn.Module):
+    """Finds what it doesn't have in this file."""
+
+    def __getattr__(self, name: str) -> Any:
+        return OWN if name == "flag" else super().__getattr__(name)
 
 
 class Net(nn.Module):
@@ -130,11 +161,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.down, self.settings = nn.Linear(8, 16), nn.Linear(16, 8), Settings()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        return self.down(h.softmax(-1) if self.read() else h.relu())
+        return self.down(h.softmax(-1) if self.read() or self.settings.flag else h.relu())
 
 
 def net_that(read: Callable[[], bool]) -> nn.Module:

@@ -17,9 +17,9 @@ from operator import attrgetter
 from torch import nn
 
 from tpplan.calls.errors import UnprovedCallError
-from tpplan.calls.held import Held
+from tpplan.calls.held import Held, LeanedOn
 from tpplan.calls.hooks import Hooks
-from tpplan.compat import own_modules, own_parameters
+from tpplan.compat import own_buffers, own_modules, own_parameters
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
 from tpplan.runtime.writes import HOOKS, WRITES, Writes
@@ -44,7 +44,9 @@ class Changes:
         modes: the modules that aren't in the mode of the model itself.
     """
 
-    def __init__(self, model: nn.Module, stock: nn.Module, always: bool, reads: Iterable[str]) -> None:
+    def __init__(
+        self, model: nn.Module, stock: nn.Module, always: bool, reads: Iterable[str], leaned_on: LeanedOn
+    ) -> None:
         """Remember the model as it is.
 
         Args:
@@ -52,6 +54,7 @@ class Changes:
             stock: a skeleton of the stock model.
             always: whether to compare the whole model at each call, so that no change is missed.
             reads: the names by which bodies ask their modules for something.
+            leaned_on: see `Held`.
         """
         self._model = model
         self._writes: Writes = vars(model)[WRITES]
@@ -61,12 +64,13 @@ class Changes:
         self._stock = {module: skeletons[name] for module, name in self._names.items()}
         self._children = {module: contents.children(module) for module in self._names}
         self._tensors = {module: contents.tensors(module) for module in self._names}
+        self._forwards = {module for module in self._names if _FORWARD in vars(module)}
         self._classes = {module: type(module) for module in self._names}
         self._kinds = [*dict.fromkeys(map(type, skeletons.values()))]
         self._functions = [*map(_functions, self._kinds)]
         self._hooks = Hooks(model, self._stock, self._writes)
         self._remember_tables()
-        self._held = Held(self._names, self._stock, self._writes, reads)
+        self._held = Held(self._names, self._stock, self._writes, reads, leaned_on)
         self._broken: dict[_Place, str] = {}
         self.modes: frozenset[str] = frozenset()
         self._find_modes()
@@ -75,6 +79,17 @@ class Changes:
     def state(self) -> int:
         """What of the modules' own state proofs are kept apart by; see `Held`."""
         return self._held.state
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a forward of the model is under way."""
+        return self._writes.forwards > 0
+
+    @property
+    def forwards(self) -> list[str]:
+        """The modules inside of which a `forward` was set."""
+        found = (module for module in self._names if _FORWARD in vars(module) and module not in self._forwards)
+        return [self._names[module] for module in found if module is not self._model]
 
     @property
     def names(self) -> Mapping[int, str]:
@@ -113,6 +128,10 @@ class Changes:
 
     def settle(self) -> None:
         """Take what was written since the last look as written by a forward, which its proof follows."""
+        for module, name in self._writes.inside:
+            buffer = own_buffers(module).get(name) if module in self._names else None
+            if buffer is not None:
+                self._tensors[module][name] = contents.form(buffer)
         self._held.settle()
 
     def follow(self, reads: Iterable[str] = ()) -> bool:

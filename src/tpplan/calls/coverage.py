@@ -9,10 +9,12 @@ call of another size first comes. Where they can't be, the sizes that were prove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from tpplan.compiler.cover import Cover, Subject
+from tpplan.compiler.trace.state import LENGTH
+from tpplan.state.reads import ANYTHING
 
 Sizes = tuple[object, ...]
 FindCover = Callable[[Subject], Cover | None]
@@ -27,12 +29,58 @@ def flat(sizes: Sizes) -> list[int]:
     return found
 
 
-class Coverage:
-    """What is known of the sizes of calls that run by one program."""
+class Written(NamedTuple):
+    """What a forward has written.
 
-    def __init__(self, sizes: Sizes, subject: Subject | None) -> None:
-        """Be proved at these sizes; `subject` is what was checked, None if it holds for no others."""
-        self._exact = {sizes}
+    Attributes:
+        name: of the attribute of a module that it is, or is in; None for what no module has.
+        place: where that is, in full.
+    """
+
+    name: str | None
+    place: str
+
+
+class Leans(NamedTuple):
+    """What of the model's state a call that was compiled leans on.
+
+    Attributes:
+        reads: the names by which its bodies ask modules for something.
+        idle: the places that each such call changes, and by which it steers nothing; see `Sequel`.
+    """
+
+    reads: frozenset[str]
+    idle: frozenset[str]
+
+    def on(self, written: Iterable[Written]) -> bool:
+        """Whether it may go another way after another call has written there."""
+        return any(self._on(name, place) for name, place in written)
+
+    def _on(self, name: str | None, place: str) -> bool:
+        if name is not None and name not in self.reads and ANYTHING not in self.reads:
+            return False
+        for idle in self.idle:
+            held = idle.removesuffix(LENGTH)
+            inside = held[:1] in ".[{"
+            if place == held or (inside and place.endswith(held)):
+                return False
+            if held != idle and f"{held}[" in place and (inside or place.startswith(held)):
+                return False
+        return True
+
+
+class Coverage:
+    """What is known of calls that run by one program: their sizes, and what of the model's state they lean on."""
+
+    def __init__(self, sizes: Sizes, subject: Subject | None, leans: Leans) -> None:
+        """Be proved at these sizes.
+
+        Args:
+            sizes: of the call that was compiled.
+            subject: what was checked, None if it holds for no other sizes.
+            leans: what of the state it leans on.
+        """
+        self._exact = {sizes: leans}
         self._waiting = [subject]  # for their conditions to be found
         self._covers: list[Cover | None] = []
 
@@ -53,20 +101,39 @@ class Coverage:
         """Whether no more than the sizes that were proved are covered."""
         return None in (self._covers if not self._waiting else self._waiting)
 
-    def add(self, sizes: Sizes) -> None:
+    def add(self, sizes: Sizes, leans: Leans) -> None:
         """Be proved at these sizes by themselves as well."""
-        self._exact.add(sizes)
+        self._exact[sizes] = leans
 
-    def joined(self, sizes: Sizes, subject: Subject | None) -> Coverage:
+    def joined(self, sizes: Sizes, subject: Subject | None, leans: Leans) -> Coverage:
         """That of calls which lean on what was checked besides, at these sizes, as well."""
-        made = Coverage(sizes, subject)
+        made = Coverage(sizes, subject, leans)
         made._waiting = [*self._waiting, subject]
         made._covers = [*self._covers]
         return made
 
+    def after(self, written: Sequence[Written], own: Sizes | None) -> Coverage | None:
+        """What still holds once a call has written there; None if nothing does.
+
+        Args:
+            written: where that was.
+            own: the sizes of that call if it runs by this, as its proof shows that those after it do the same.
+        """
+        kept = {s: leans for s, leans in self._exact.items() if not leans.on(written)}
+        if len(kept) == len(self._exact):
+            return self
+        if own is not None:
+            kept[own] = next(iter(self._exact.values()))
+        made: Coverage | None = None
+        for sizes, leans in kept.items():
+            if made is None:
+                made = Coverage(sizes, None, leans)
+            made.add(sizes, leans)
+        return made
+
     def without(self, sizes: Sizes) -> bool:
         """Leave these sizes to another; whether any are left."""
-        self._exact.discard(sizes)
+        self._exact.pop(sizes, None)
         return bool(self._exact) and self.is_exact
 
     def broken(self, sizes: Sizes) -> Iterator[str]:
@@ -76,4 +143,4 @@ class Coverage:
             yield from () if cover is None else cover.broken(numbers)
 
 
-__all__ = ["Coverage", "FindCover", "Sizes", "flat"]
+__all__ = ["Coverage", "FindCover", "Leans", "Sizes", "Written", "flat"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from tpplan.calls.arguments import (
     without_opaque,
 )
 from tpplan.calls.changes import Changes, modes_of
+from tpplan.calls.coverage import Written
 from tpplan.calls.decision import Call, Decision
 from tpplan.calls.describe import call_difference, contents
 from tpplan.calls.errors import UnprovedCallError
@@ -103,8 +105,9 @@ _OF_CACHES = (
     "quantised caches, that is `quanto` with a `q_group_size` that divides the size of a head"
 )
 _INSIDE_TRANSFORM = (
-    "TP117 unproved-call: a sharded model was called inside of a transform of torch.func (`grad`, `vmap`, `jvp`), "
-    "which isn't proved\n  help: differentiate by `backward` or `torch.autograd.grad`; pass a batch as a batch"
+    "TP117 unproved-call: a sharded model was called inside of a transform of torch.func (`grad`, `vmap`, `jvp`) or of "
+    "`torch.autograd.forward_ad`, which isn't proved\n  help: differentiate by `backward` or `torch.autograd.grad`; "
+    "pass a batch as a batch"
 )
 _TP118 = "TP118 uneven-sequence: the ranks can't share the sequence of this call evenly"
 
@@ -158,6 +161,7 @@ class CallGuard:
         self._wrote = compiled.writes
         self._asked = compiled.asked
         self._members = compiled.members
+        self._ran: CallKey | None = None
         self._rank = rank if axis is None else axis.rank
         self._left = Left(program, self._rank)
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
@@ -168,7 +172,8 @@ class CallGuard:
         self._steering = Steering()
         key = self._key(Call(program.training, tuple(arguments), dict(keywords), Parts()))
         key = self._steering.note(key, compiled.facts)
-        self._proofs.cover(key, self.main, None if compiled.subject is None else compiled.subject.of(stock))
+        subject = None if compiled.subject is None else compiled.subject.of(stock)
+        self._proofs.cover(key, self.main, compiled, subject)
         self._paths.note(key.kind, self.main, compiled)
 
     @property
@@ -183,7 +188,7 @@ class CallGuard:
         """
         always = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
         self._model = model
-        self._changes = Changes(model, self._stock, always, self._reads)
+        self._changes = Changes(model, self._stock, always, self._reads, self._leaned_on)
         if self._wrote:
             self._changes.expect_writes()
         for name, module in named_modules(model):
@@ -206,20 +211,21 @@ class CallGuard:
             UnevenShardError: the ranks can't share its sequence evenly, and can't run it whole either.
         """
         self._look()
-        repeats = self._asked == _NOTHING and self._lockstep is None and not torch.is_grad_enabled()
+        repeats = not (self._asks_tensors or self._wrote or torch.is_grad_enabled()) and self._lockstep is None
         if repeats and not has_left():
             known = self._repeats.find((training, self._modes, self._state), arguments, keywords)
             if known is not None:
                 return known, None
         call, decision = self._decide(training, arguments, keywords)
         proof, key = decision.proof, decision.key
+        self._ran = None if self._changes is not None and self._changes.is_inside else key
         path = self._paths.of(key.kind)
         if path.drawn and self._axis is not None:
             refuse_different(self._exchange(_DRAWN, drawn_next(path.drawn)))
         if path.sides and not path.both and key.kind in proof.met:
             self._prove_sides(call, decision)
         if not self._paths.must_watch(key, proof):
-            settled = self._asked == _NOTHING and key.kind not in self._uncompared
+            settled = not self._asks_tensors and key.kind not in self._uncompared
             if repeats and settled and not self._steering.is_known(decision.plain):
                 # Whether a sequence is odd is part of a key, but of calls that continue a cache.
                 holds = self._proofs.conditions(key) if call.parts or not self._sequence_dims else None
@@ -242,6 +248,18 @@ class CallGuard:
             if self._changes.look():
                 self._forget("hooks or wrappers")
             self._modes = self._changes.modes
+
+    @property
+    def _asks_tensors(self) -> bool:
+        """Whether bodies ask for more of tensors than their sizes, dtypes and numbers."""
+        return bool(self._asked.memory or self._asked.flags)
+
+    def _leaned_on(self, written: Sequence[Written], before: int, now: int) -> bool:
+        """Whether proofs lean on what the call has written that ran last; those that don't hold in its state, too."""
+        raised = sys.exc_info()[0] is not None  # amid its writes
+        kinds = self._proofs.carry(None if raised else self._ran, written, before, now)
+        self._paths.carry(kinds or (), now)
+        return kinds is not None
 
     @property
     def _state(self) -> int:
@@ -279,7 +297,7 @@ class CallGuard:
             self._paths.note(key.kind, proof, compiled)
             self._paths.of(key.kind).begin_again(proof, key.kind)
             key = self._key(call)._replace(kind=key.kind)  # what the call keeps is known by now
-            self._proofs.cover(key, proof, compiled.subject)
+            self._proofs.cover(key, proof, compiled, compiled.subject)
         return call, Decision(proof, key, plain)
 
     def _tensors(self, call: Call) -> dict[Path, Tensor]:
@@ -377,15 +395,27 @@ class CallGuard:
         self._paths.note(kind, proof, compiled)
         self._steering.join(decision.plain, decision.key, compiled.facts)
         if proof is decision.proof:
-            self._proofs.join(decision.key, compiled.subject)
+            self._proofs.join(decision.key, compiled)
             path, tests = self._paths.of(kind), taken.exact.items()
             self._paths.free(
                 kind,
                 [at for at, sides in tests if path.tests.get(at, 0) < 2 and {before.get(at), *sides} >= {True, False}],
             )
         else:
-            self._proofs.cover(decision.key, proof, compiled.subject if branches else None)
+            self._proofs.cover(decision.key, proof, compiled, compiled.subject if branches else None)
         return proof, compiled.writes
+
+    def asks_recording(self) -> bool:
+        """Let calls that autograd doesn't record be proved as such from now on; whether that is new."""
+        if torch.is_grad_enabled() or self._asked.recording:
+            return False
+        self._asked |= Asked(recording=True)
+        self._repeats.forget()
+        return True
+
+    def set_forwards(self) -> Sequence[str]:
+        """See `Prover`."""
+        return () if self._changes is None else self._changes.forwards
 
     def buffer_versions(self) -> list[int]:
         """How often each buffer of the model was written to."""
@@ -437,7 +467,7 @@ class CallGuard:
                 return _raising_side(error) == location
             self._steering.join(decision.plain, decision.key, compiled.facts)
             if proof is decision.proof:
-                self._proofs.join(decision.key, compiled.subject)
+                self._proofs.join(decision.key, compiled)
                 self._paths.note(decision.key.kind, proof, compiled)
             return proof is decision.proof
 
@@ -467,18 +497,17 @@ class CallGuard:
         if not (self._changed or self._state):
             return base
         example = Call(self.main.program.training, *self._example, Parts())
-        _, compiled = self._proved(example, base)
+        with torch.enable_grad():
+            _, compiled = self._proved(example, base)
         return Proof(base.plan, compiled.program)
 
     def _key(self, call: Call) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
-        more: tuple[object, ...] = call.parts.key
+        more: tuple[object, ...] = (self._state, *call.parts.key)
         if self._asked != _NOTHING:
             more = (*more, *self._answers(call))
         if self._modes:
             more = (*more, self._modes)
-        if self._state:
-            more = (*more, self._state)
         if self._sequence_dims:
             more = (*more, self._is_odd(call), _is_single(call))
         elif self._flattens:
@@ -493,6 +522,8 @@ class CallGuard:
 
     def _answers(self, call: Call) -> Iterator[object]:
         """What bodies are told that ask for more than the rest of a key has."""
+        if self._asked.recording:
+            yield torch.is_grad_enabled()
         for method in sorted(self._asked.memory):
             called = tensors_of(call.arguments, call.keywords, self._names)
             yield tuple(_answer(tensor, method) for _, tensor in called)
@@ -570,6 +601,7 @@ class CallGuard:
         request = Request(
             self._stock, base.plan, size, *example, training, True, parts, taken, self._members, self._device,
             values=self._steering.is_known(self._key(call)), replays=replays,
+            records=torch.is_grad_enabled() or not self._asked.recording,
         )  # fmt: skip
         try:
             compiled = self._compiled(lambda: compile_call(request))

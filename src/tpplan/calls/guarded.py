@@ -49,6 +49,14 @@ class Prover(Protocol):
         """The proof of a call at its own sizes, by these sides of branches, and whether it changes attributes."""
         ...
 
+    def asks_recording(self) -> bool:
+        """Let calls that autograd doesn't record be proved as such from now on; whether that is new."""
+        ...
+
+    def set_forwards(self) -> Sequence[str]:
+        """The modules inside of which a `forward` was set since the model was sharded."""
+        ...
+
     def buffer_versions(self) -> list[int]:
         """How often each buffer of the model was written to."""
         ...
@@ -159,7 +167,14 @@ class GuardedCall:
 
     def _settled(self, result: Any, error: Exception | None, steps: Sequence[Step], departed: Departure | None) -> Any:
         """The result, if the path that was taken can be proved for the program that ran; or the model's own error."""
-        branches, after = self._prover.on_any_rank(departed is not None and departed.is_branch), generators()
+        forwards = self._prover.set_forwards()
+        if self._prover.on_any_rank(len(forwards) > 0):
+            raise _refused_forward(forwards, departed, error) from error
+        branches = self._prover.on_any_rank(departed is not None and departed.is_branch)
+        otherwise = self._prover.on_any_rank(departed is not None and not departed.by_numbers)
+        if otherwise and not branches and self._prover.asks_recording():
+            return self._again(departed)
+        after = generators()
         for restore in self._generators:  # what Python drew, it draws again in the proof
             restore()
         try:
@@ -181,6 +196,10 @@ class GuardedCall:
                 raise _refused(left, "which its proof doesn't cover")
             self._prover.accept(self._decision)
             return result
+        return self._again(departed, writes)
+
+    def _again(self, departed: Departure | None, writes: bool = False) -> Any:
+        """Have a call run again, by another program."""
         if self._prover.on_any_rank(writes or not self._can_repeat()):
             raise _refused(departed, "which needs another program; call the model again, and it will run by that one")
         self._restore()
@@ -209,6 +228,16 @@ def _refused(departed: Departure | None, way: str) -> UnprovedCallError:
     return UnprovedCallError(
         f"TP131 departed-call: the call left the path that was proved: {where}, {way}\n  help: pass `inputs=` like "
         "this call to `parallelize`; what steers the model must be visible in its arguments or its modules' attributes"
+    )
+
+
+def _refused_forward(names: Sequence[str], departed: Departure | None, error: Exception | None) -> UnprovedCallError:
+    where = f"`{names[0]}.forward` was set" if names else "a module's `forward` was set on another rank"
+    shown = str(departed) if error is None else f"{type(error).__name__}: {error}"
+    return UnprovedCallError(
+        f"TP130 changed-model: {where} after `parallelize`, and it computes otherwise than what was proved: {shown}"
+        "\n  help: set it before `parallelize`, or register a hook: a `forward` set later may only call the one "
+        "that was there"
     )
 
 

@@ -6,15 +6,15 @@ out: a number for the state that they would see now; the place in which it diffe
     model.config.scale = 3     ->   state 1: calls are proved anew
     model.config.scale = 2     ->   state 0: they run by the first proofs again
 
-An attribute that no body has read is no premise: `generate` notes on a model what it did. What a forward writes itself
-is for its proof to follow, and no change.
+An attribute that no body has read is no premise: `generate` notes on a model what it did. What a forward writes is for
+its own proof to follow. It is another state if proofs of other calls lean on it, such as those of other sizes.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -22,12 +22,13 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from tpplan.calls.coverage import Written
 from tpplan.compat import hook_tables, own_buffers, own_parameters, without_dispatch_modes, without_function_modes
 from tpplan.compiler.ir.objects import without_checkpoint
 from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
 from tpplan.runtime.writes import Watched, Writes
-from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, is_constant
+from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, differing, is_constant
 from tpplan.state.flat import Flat, Values
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
 from tpplan.state.reads import ANYTHING, function_content, is_function, shown, space_of
@@ -38,6 +39,9 @@ def _apart() -> Generator[None]:
     """A block that nobody's modes see."""
     with without_function_modes(), without_dispatch_modes():
         yield
+
+
+LeanedOn = Callable[[Sequence[Written], int, int], bool]
 
 
 class Place(NamedTuple):
@@ -73,6 +77,7 @@ class Held:
         twins: Mapping[nn.Module, nn.Module],
         writes: Writes,
         reads: Iterable[str],
+        leaned_on: LeanedOn,
     ) -> None:
         """Look.
 
@@ -81,7 +86,9 @@ class Held:
             twins: for each of them that of the skeleton.
             writes: what was written to the modules. What this rank counts itself is looked at elsewhere.
             reads: the names that bodies have asked for.
+            leaned_on: whether proofs lean on what a forward has written, with the states before it and after.
         """
+        self._leaned_on = leaned_on
         self._names, self._twins, self._writes, self._local = names, twins, writes, writes.local
         self._kinds = dict.fromkeys(kind for module in names for kind in own_bases(type(module)))
         self._kinds = {kind: None for kind in self._kinds if not issubclass(kind, Watched)}
@@ -94,6 +101,7 @@ class Held:
         self._copied: dict[Place, object] = {}
         self._unread: set[Place] = set()
         self._by_forwards: set[Place] = set()
+        self._made: set[Place] = set()  # buffers that forwards have replaced: their shapes count
         self._states: dict[frozenset[tuple[Place, object]], int] = {frozenset(): 0}
         self.state = 0
         self._lay_out()
@@ -116,6 +124,7 @@ class Held:
         made._now, made._first, made._like = moved(self._now), moved(self._first), moved(self._like)
         made._changed, made._copied = moved(self._changed), moved(self._copied)
         made._by_forwards = {*moved(dict.fromkeys(self._by_forwards))}
+        made._made = {*moved(dict.fromkeys(self._made))}
         made._unread, made._deep = {*moved(dict.fromkeys(self._unread))}, [*moved(dict.fromkeys(self._deep))]
         made._states = {frozenset(moved(dict(held)).items()): state for held, state in self._states.items()}
         return made
@@ -141,17 +150,33 @@ class Held:
         self._compare({*self._now, *self._places()}.difference(Place(*place) for place in self._writes.inside))
 
     def settle(self) -> None:
-        """Take what was written since the last look as written by a forward, which its proof follows."""
+        """Take what was written since the last look as written by a forward, which its own proof follows.
+
+        It is another state if proofs of other calls lean on that.
+        """
+        state = self.state
         inside = {Place(*place) for place in self._writes.inside if place[1] not in NOT_ATTRIBUTES}
         places = {place for place in inside if self._is_read(place.name)}
         self._writes.inside.clear()
         self._by_forwards |= places
+        self._made |= {place for place in places if own_buffers(place.holder).get(place.name) is not None}
         same = self._is_same()
         if not self._has_same_values():  # as `cached_property` writes, which tells nobody
-            self.find()
+            places |= {place for place in self._places() if place not in self._now and place not in self._local}
         places |= set() if same else {*self._deep, *self._around()}
         if places:
-            self._accept(self._compare(places))
+            before = self._compare(places)
+            if self.state != state and not self._leaned_on(self._written_in(before), state, self.state):
+                self._accept(before)
+
+    def _written_in(self, before: Mapping[Place, object]) -> list[Written]:
+        """Where contents differ from what they were."""
+        return [
+            Written(place.name if isinstance(place.holder, nn.Module) and isinstance(place.name, str) else None, where)
+            for place, known in before.items()
+            for where in differing(self._shown(place), known, self._now.get(place, NOTHING))
+            if known != self._now.get(place, NOTHING)
+        ]
 
     def _accept(self, before: Mapping[Place, object]) -> None:
         """Let what stands in these places now count as what was there before."""
@@ -160,6 +185,7 @@ class Held:
             first = self._first.get(place, NOTHING)
             if content in (known, first):
                 continue
+            self._copied.setdefault(place, first)
             if known == first:
                 self._first[place] = content
             else:
@@ -250,7 +276,7 @@ class Held:
                 continue
             held = self._standing(place)
             try:
-                if place.is_function and is_function(held):
+                if place.is_function and (is_function(held) or isinstance(held, ModuleType)):
                     yield place, function_content(place.holder, held)
                 else:
                     yield place, NOTHING if held is MISSING else reader(held)
@@ -269,8 +295,8 @@ class Held:
         """Those of functions and of classes, and of parameters on which something was set."""
         yield from self._functions
         for module in self._names:
-            for name, parameter in own_parameters(module).items():
-                if parameter is not None and _marks(parameter):
+            for name, tensor in _tensors(module):
+                if _marks(tensor):
                     yield Place(module, name)
         for kind in self._kinds:
             for name in vars(kind):
@@ -279,9 +305,13 @@ class Held:
 
     def _named(self, module: nn.Module) -> Iterator[Any]:
         own = (name for name in vars(module) if name not in NOT_ATTRIBUTES and (module, name) not in self._local)
-        constants = (name for name, held in own_buffers(module).items() if held is not None and is_constant(held))
+        constants = (
+            name
+            for name, held in own_buffers(module).items()
+            if held is not None and (is_constant(held) or (module, name) in self._made)
+        )
         hooks = ((t, k) for t, table in hook_tables(module).items() for k, hook in table.items() if _is_users(hook))
-        marked = (name for name, held in own_parameters(module).items() if held is not None and _marks(held))
+        marked = (name for name, held in _tensors(module) if _marks(held))
         return chain(own, constants, marked, hooks if self._names[module] else ())
 
     def _standing(self, place: Place) -> Any:
@@ -290,13 +320,13 @@ class Held:
             return hook_tables(place.holder)[table].get(key, MISSING)
         if place.is_shared:
             return cast("Mapping[str, Any]", vars(place.holder)).get(place.name, MISSING)
-        parameter = own_parameters(place.holder).get(place.name)
-        if parameter is not None:
-            marks = _marks(parameter)
-            return SimpleNamespace(**marks) if marks else MISSING
-        buffer = own_buffers(place.holder).get(place.name)
-        if buffer is not None:
-            return buffer if is_constant(buffer) else MISSING
+        tensor = own_parameters(place.holder).get(place.name)
+        if tensor is None:
+            tensor = own_buffers(place.holder).get(place.name)
+        if tensor is not None:
+            marks = _marks(tensor)
+            counts = is_constant(tensor) or place in self._made
+            return tensor if counts else SimpleNamespace(**marks) if marks else MISSING
         return cast("dict[str, Any]", vars(place.holder)).get(place.name, MISSING)
 
     def _is_read(self, name: object) -> bool:
@@ -328,10 +358,10 @@ class Held:
         self._lengths = [*map(len, self._own)]
         plain = (place for place, held in standing if self._is_plain(place, held))
         self._values: Values | None = Values((cast("dict[str, Any]", vars(holder)), name) for holder, name in plain)
-        parameters = [p for module in self._names for p in own_parameters(module).values() if p is not None]
-        self._marks = [*map(vars, parameters)]
+        tensors = [tensor for module in self._names for _, tensor in _tensors(module)]
+        self._marks = [*map(vars, tensors)]
         self._marked = [*map(len, self._marks)]
-        marked = [vars(parameter) for parameter in parameters if _marks(parameter)]
+        marked = [vars(tensor) for tensor in tensors if _marks(tensor)]
         deep = [held for place, held in standing if place in self._deep]
         spaces: dict[Any, list[str]] = {}
         for place in self._functions:
@@ -378,7 +408,7 @@ class Held:
         return bool(new and changed)
 
     def _followed(self, place: Place) -> object:
-        return self._seen_as(place, self._now[place])
+        return self._now[place]
 
     def _put(self, twin: nn.Module, name: Any, item: Any) -> None:
         """Let a module of the skeleton have something."""
@@ -388,10 +418,12 @@ class Held:
                 hook_tables(twin)[table].pop(key, None)
             else:
                 hook_tables(twin)[table][key] = item
-        elif name in own_parameters(twin):
-            cast("Any", own_parameters(twin)[name]).__dict__.update(vars(item))
-        elif name in own_buffers(twin):
+        elif name in own_buffers(twin) and isinstance(item, Tensor):
             own_buffers(twin)[name] = item
+        elif (held := dict(_tensors(twin)).get(name)) is not None:
+            for mark in _marks(held):
+                delattr(held, mark)
+            vars(held).update(vars(item) if isinstance(item, SimpleNamespace) else {})
         elif item is MISSING:
             vars(twin).pop(name, None)
         else:
@@ -405,9 +437,15 @@ def _is_users(hook: Any) -> bool:
     return not is_library(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)  # pyright: ignore
 
 
-def _marks(parameter: Tensor) -> dict[str, Any]:
-    """What was set on a parameter."""
-    return {name: held for name, held in vars(parameter).items() if type(held) in PLAIN and not name.startswith("_")}
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters and buffers."""
+    every = chain(own_parameters(module).items(), own_buffers(module).items())
+    return ((name, held) for name, held in every if held is not None)
+
+
+def _marks(tensor: Tensor) -> dict[str, Any]:
+    """What was set on a parameter or a buffer."""
+    return {name: held for name, held in vars(tensor).items() if type(held) in PLAIN and not name.startswith("_")}
 
 
 __all__ = ["Held"]

@@ -47,6 +47,16 @@ class Kind(NamedTuple):
     traced: Part
 
 
+def state_of(traced: Part) -> object:
+    """The state of the model in which calls of a kind were seen."""
+    return traced[1]
+
+
+def in_state(traced: Part, state: int) -> Part:
+    """The same kind of call in another state of the model."""
+    return (traced[0], state, *traced[2:])
+
+
 class CallKey(NamedTuple):
     """What is held against the calls that were proved.
 
@@ -75,14 +85,14 @@ class KeyReader:
         self.devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
     def __call__(
-        self, training: bool, arguments: Sequence[Any], keywords: Mapping[str, Any], more: Part = ()
+        self, training: bool, arguments: Sequence[Any], keywords: Mapping[str, Any], more: Part = (0,)
     ) -> CallKey:
         """The key of a call.
 
         Args:
             training: the root's mode.
             arguments, keywords: the call.
-            more: what else of it a capture sees, beyond its arguments.
+            more: what else of it a capture sees, beyond its arguments: the state of the model first.
         """
         seen = _Seen(torch.is_grad_enabled())
         found: list[object] = [training, *more, torch.get_default_dtype(), *map(_autocast, self.devices)]
@@ -112,7 +122,7 @@ class KeyReader:
 class _Seen:
     """What a call's arguments show while they are read."""
 
-    __slots__ = ("_lengths", "_open", "_recorded", "devices", "sizes", "tensors")
+    __slots__ = ("_again", "_lengths", "_open", "_recorded", "devices", "sizes", "tensors")
 
     def __init__(self, recorded: bool) -> None:
         self._recorded = recorded
@@ -121,6 +131,7 @@ class _Seen:
         self.tensors: list[int] = []
         self._lengths: list[int] = []
         self._open: list[int] = []
+        self._again: dict[int, int] = {}  # the objects without tensors that were read, in order
 
     def all_sizes(self) -> tuple[object, ...]:
         """The sizes of all tensors, then the lengths that objects note, each with how often it comes in a row."""
@@ -145,23 +156,29 @@ class _Seen:
             self.devices.append(held.device.type)
             self.sizes.append(held.shape)
             self.tensors.append(id(held))
-            found: Part = (held.dtype, held.dim(), self._recorded and held.requires_grad)
+            shown: Part = (held.dtype, held.dim(), self._recorded and held.requires_grad)
             if held.__dict__:  # what its owner has noted on it
-                found = (*found, self.read(held.__dict__))
-            return found if type(held) is Tensor else (type(held), *found)
+                shown = (*shown, self.read(held.__dict__))
+            return shown if type(held) is Tensor else (type(held), *shown)
         kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
         if kind in PLAIN:
             return plain(held) if kind in _READ_OTHERWISE else (kind, held)
         open_ = self._open
         if id(held) in open_:
             return kind, open_.index(id(held))
+        if id(held) in self._again:
+            return kind, self._again[id(held)], "again"
         if len(open_) == DEEPEST:
             raise UnseenError(f"a `{kind.__name__}`, {DEEPEST} objects deep")
         open_.append(id(held))
+        counted = len(self.tensors) + len(self._lengths)
         try:
-            return self._read_further(kind, held)
+            found = self._read_further(kind, held)
         finally:
             open_.pop()
+        if kind is not tuple and counted == len(self.tensors) + len(self._lengths):
+            self._again[id(held)] = len(self._again)
+        return found
 
     def _read_further(self, kind: type[Any], held: Any) -> object:
         if kind is tuple or kind is list:
@@ -240,4 +257,4 @@ def _none_by_default(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters.items() if parameter.default is None)
 
 
-__all__ = ["CallKey", "KeyReader", "Kind", "ambient_state"]
+__all__ = ["CallKey", "KeyReader", "Kind", "ambient_state", "in_state", "state_of"]

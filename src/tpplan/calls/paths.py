@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpplan.calls.key import CallKey, Kind, Part
+from tpplan.calls.key import CallKey, Kind, Part, in_state
 from tpplan.calls.mixture import Mixture, signature
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Proved, departure
@@ -110,6 +110,12 @@ class Paths:
             path.tests[location] = max(len(found), path.tests.get(location, 0))
         path.drawn |= compiled.drawn
         path.unseen |= compiled.draws_unseen
+
+    def carry(self, kinds: Iterable[Part], state: int) -> None:
+        """Take what is known of kinds of calls as known in another state of the model, too."""
+        for kind in kinds:
+            if kind in self._paths:
+                self._paths[in_state(kind, state)] = self._paths[kind]
 
     def free(self, kind: Kind, branches: Iterable[Location]) -> None:
         """Let branches take either side, as one program was proved for both."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tpplan.calls.coverage import Coverage, FindCover, Sizes
-from tpplan.calls.key import CallKey, Kind, Part
+from tpplan.calls.coverage import Coverage, FindCover, Leans, Sizes, Written
+from tpplan.calls.key import CallKey, Kind, Part, in_state, state_of
 from tpplan.compiler.cover import Subject
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Collective, Layout
 from tpplan.compiler.ir.program import (
@@ -71,7 +71,7 @@ class Proofs:
             proof = known[key.sizes] = found[0]
         return proof
 
-    def cover(self, key: CallKey, proof: Proof, subject: Subject | None) -> None:
+    def cover(self, key: CallKey, proof: Proof, compiled: Compiled, subject: Subject | None) -> None:
         """Note that a call is covered by `proof`, of which `subject` was checked; the latest comes first.
 
         Where nothing was found of other sizes once, nothing is looked for again.
@@ -80,18 +80,21 @@ class Proofs:
         every = self._covered.setdefault(kind, [])
         own = next((coverage for other, coverage in every if other is proof and coverage.is_exact), None)
         if own is not None and every[0][1] is own:
-            own.add(key.sizes)
+            own.add(key.sizes, Leans(compiled.reads, compiled.idle))
         else:
-            every.insert(0, (proof, Coverage(key.sizes, subject)))
+            every.insert(0, (proof, Coverage(key.sizes, subject, Leans(compiled.reads, compiled.idle))))
         self._known.pop(kind, None)
 
-    def join(self, key: CallKey, subject: Subject | None) -> None:
+    def join(self, key: CallKey, compiled: Compiled) -> None:
         """Let a covered call lean on another side of a branch, too, which the same program was proved for."""
         every = self._covered[key.kind.traced]
         found = self._coverage(key)
         assert found is not None
         proof, coverage = found
-        every[every.index(found)] = (proof, coverage.joined(key.sizes, subject))
+        every[every.index(found)] = (
+            proof,
+            coverage.joined(key.sizes, compiled.subject, Leans(compiled.reads, compiled.idle)),
+        )
         if coverage.without(key.sizes):
             every.append(found)
         self._known.pop(key.kind.traced, None)
@@ -112,6 +115,37 @@ class Proofs:
     def _coverage(self, key: CallKey) -> tuple[Proof, Coverage] | None:
         every = self._covered.get(key.kind.traced, ())
         return next((held for held in every if held[1].holds(key.sizes, self._find)), None)
+
+    def carry(self, ran: CallKey | None, written: Sequence[Written], before: int, now: int) -> list[Part] | None:
+        """Let what a call has written be another state, if proofs of other calls lean on it.
+
+        That call's own holds in both, as its proof shows; so do those that don't lean on what was written.
+
+        Args:
+            ran: the call; None if its proof doesn't show that.
+            written: where it has written.
+            before, now: the states of the model.
+
+        Returns:
+            The kinds of calls of which proofs hold in both states; None if no proof leans on it.
+        """
+        own, sizes = (None, ()) if ran is None else (self._coverage(ran), ran.sizes)
+        here = {kind: every for kind, every in self._covered.items() if state_of(kind) == before}
+        holds = {
+            kind: [(p, kept) for p, c in every if (kept := c.after(written, sizes if own and c is own[1] else None))]
+            for kind, every in here.items()
+        }
+        if holds == here:
+            return None
+        if len(self._covered) > _MOST:
+            self._covered.clear()
+        for kind, every in holds.items():
+            there = self._covered.setdefault(in_state(kind, now), [])
+            there[:0] = [each for each in every if each not in there]
+            self._known.pop(in_state(kind, now), None)
+        for proof in self._all:
+            proof.met |= {k._replace(traced=in_state(k.traced, now)) for k in proof.met if holds.get(k.traced)}
+        return [kind for kind, every in holds.items() if every]
 
     def add(self, proof: Proof) -> None:
         """Let calls run by another program."""

@@ -51,6 +51,11 @@ class Departure:
         return None if self.real is None else self.real.location
 
     @property
+    def by_numbers(self) -> bool:
+        """Whether either step is a condition on a tensor's value."""
+        return any(step is not None and step.taken is not None for step in (self.proved, self.real))
+
+    @property
     def is_branch(self) -> bool:
         """Whether both took the same step, a condition on a tensor's value, and found another side."""
         if self.proved is None or self.real is None or self.real.taken is None:

@@ -31,14 +31,11 @@ from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import children, with_tensors
-from tpplan.compiler.ir.steps import Stream
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
 from tpplan.compiler.rules.packed import SPLITS
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
-from tpplan.state.parts import names_in
-from tpplan.state.reads import kinds_of, reached
 
 LEAST_LENGTH = 6
 """A whole number that an object keeps beside tensors is a length from here on; a smaller one may name a dim."""
@@ -158,22 +155,12 @@ def _cover(subject: Subject, sizes: SizeSymbols, sizes_of: SizesOf, own: int) ->
         symbolic=True,
     )
     for rank in local_run.different_ranks(given):
-        found, stream = local_run.run_rank(
+        found, _ = local_run.run_rank(
             replace(symbolic, rank=rank), subject.attributes, subject.recorded, subject.recorded
         )
         if isinstance(found, Mismatch):
             raise NotCoveredError(found.reason)
-        if stream is not None:
-            _require_no_types(stream, given.model)
     return named.cover(sizes_of(*local_run.local_call(replace(symbolic, rank=own))))
-
-
-def _require_no_types(stream: Stream, model: nn.Module) -> None:
-    """Raise if code may tell a symbol from a number by its type, which leaves no condition."""
-    for code in reached(stream.code(), kinds_of([*model.modules()])):
-        if names_in(code).tells_integers:
-            line = f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
-            raise NotCoveredError(f"`{code.co_name}` ({line}) may ask for the type of a size")
 
 
 # -- the call ---------------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ class Compiled:
             alone, as numbers are read, or as calls after the first take another way.
         called: the modules that the call runs, with those of their arguments to which a gradient comes back.
         drawn, draws_unseen, tests: see `Trace`.
+        idle: the places that each call changes, and by which it steers nothing; see `Sequel`.
         reads: the names by which bodies ask their modules for something, and those of functions that their code reads.
     """
 
@@ -99,6 +100,7 @@ class Compiled:
     drawn: frozenset[str] = frozenset()
     draws_unseen: bool = False
     tests: Sides = field(default_factory=Sides)
+    idle: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset((ANYTHING,))
 
     @property
@@ -249,8 +251,8 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),
-        keeps_writing=state.sequel.writes, asked=trace.asked, members=members, facts=trace.facts,
-        wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
+        keeps_writing=state.sequel.writes, idle=state.sequel.idle, asked=trace.asked, members=members,
+        facts=trace.facts, wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
         called=_called(trace), drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
     )  # fmt: skip
     return compiled, trace, state

@@ -43,7 +43,7 @@ class Request:
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         unread: whether layers are placed as well whose results nobody reads.
         looking: modules whose bodies look up in tables that are split by rows; see `ir/look_ups`.
-        replays: see `CaptureSettings`.
+        replays, records: see `CaptureSettings`.
         captures: what was captured of this model and call for other plans.
     """
 
@@ -64,12 +64,13 @@ class Request:
     unread: bool = False
     looking: frozenset[str] = frozenset()
     replays: bool = False
+    records: bool = True
     captures: Captures = field(default_factory=Captures, compare=False)
 
     def capture_settings(self, training: bool) -> CaptureSettings:
         """How to record the call in a mode."""
         return CaptureSettings(
-            training, self.taken, self.device, self.reducing, self.values, self.looking, self.replays
+            training, self.taken, self.device, self.reducing, self.values, self.looking, self.replays, self.records
         )
 
 

@@ -313,7 +313,7 @@ def _effect_findings(problem: Problem, placed: Placed) -> list[Diagnostic]:
     """Report what a call would leave behind that isn't what the unsharded model leaves."""
     trace, layouts = problem.trace, placed.assignment.layouts
     return [
-        *effect_findings(trace.kept, trace.outside, layouts),
+        *effect_findings(trace, layouts),
         *hidden_findings(trace.hidden, layouts),
         *seeded_findings(trace.seeded, layouts),
         *left_findings(trace, layouts, _split_lengths(problem, placed)),

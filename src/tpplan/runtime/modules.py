@@ -195,6 +195,7 @@ class ShardedRoot(ShardedModule):
         return self._run_body(runtime, args, kwargs, compiler)
 
     def _run_body(self, runtime: ModuleRuntime, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
+        outer = runtime.handed_out.under_way()  # of which this call is a part, as of a gradient that it takes
         if runtime.context is not None:
             held = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             runtime.context.batch = None if held is None or not held.dim() else held.shape[0]
@@ -225,7 +226,7 @@ class ShardedRoot(ShardedModule):
                 writes.forwards -= 1
                 if writes.settle is not None and not writes.forwards:
                     writes.settle()
-            runtime.handed_out.close()
+            runtime.handed_out.close(outer)
 
 
 def _is_plain(runtime: ModuleRuntime, writes: Writes | None) -> bool:

@@ -46,7 +46,7 @@ def serving_methods(stock: type[nn.Module], is_outside: Callable[[nn.Module], bo
     for kind in reversed([kind for kind in stock.__mro__ if not issubclass(nn.Module, kind)]):
         members |= vars(kind)  # what a subclass overrides, by a static method or a property too, stays overridden
     return {
-        name: _serving(member, is_outside)
+        name: _serving(stock, name, member, is_outside)
         for name, member in members.items()
         if isinstance(member, FunctionType) and not name.startswith("_") and name != "forward"
     }
@@ -85,12 +85,16 @@ def serving() -> Generator[None]:
         _serves.reset(token)
 
 
-def _serving(method: Callable[..., Any], is_outside: Callable[[nn.Module], bool]) -> Callable[..., Any]:
-    @functools.wraps(method)
+def _serving(
+    stock: type[nn.Module], name: str, known: FunctionType, is_outside: Callable[[nn.Module], bool]
+) -> Callable[..., Any]:
+
+    @functools.wraps(known)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(stock, name, known)  # which may have been replaced since
         if _serves.get() or not is_outside(self):
             return method(self, *args, **kwargs)
-        if method.__name__ == "generate":
+        if name == "generate":
             _compare(self, args, kwargs)
         with serving(), implicit_replication():
             return _without_parts(method(self, *args, **kwargs))

@@ -233,10 +233,16 @@ class HandedOut:
             assert self.shards is not None
             self.shards.update(zip(map(id, parameters), read(*parameters), strict=True))
 
-    def close(self) -> None:
-        """End a forward; the autograd graph keeps what it needs."""
+    def under_way(self) -> tuple[dict[int, Tensor] | None, int | None]:
+        """What the forward under way was handed out, and its batch."""
+        return self.shards, self.context.batch
+
+    def close(self, outer: tuple[dict[int, Tensor] | None, int | None]) -> None:
+        """End a forward, and go on with the one around it; the autograd graph keeps what it needs."""
         self.shards = None
         self.note(False)
+        self.shards, batch = outer
+        self.context.batch = self.context.batch if self.shards is None else batch
         if self.ended is not None and sys.exc_info()[0] is None:
             self.ended()
 

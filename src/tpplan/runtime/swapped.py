@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.compat import own_buffers, own_parameters, runs_backward
+from tpplan.compat import own_buffers, own_parameters, recomputes
 from tpplan.runtime.compiled_entry import as_called, with_entry
 from tpplan.runtime.layers import ReducedLinear, ShardedLinear, VocabularyEmbedding
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
@@ -54,7 +54,7 @@ class _OwnTensor:
         if module is None or table is None:
             raise AttributeError(f"'{kind.__name__}' object has no attribute '{self._name}'")
         runtime: ModuleRuntime | None = module.__dict__.get(RUNTIME)
-        if runtime is not None and runs_backward() and torch.is_grad_enabled() and runtime.handed_out.shards is None:
+        if runtime is not None and recomputes() and torch.is_grad_enabled() and runtime.handed_out.shards is None:
             runtime.handed_out.recall()
             latest: ModuleRuntime = module.__dict__[RUNTIME]
             for owner, name, read in (*latest.reads, *latest.parts):

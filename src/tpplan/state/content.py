@@ -10,7 +10,8 @@ An object is its class and what it holds (`parts`). Nothing counts by its identi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from types import CodeType
 from typing import Any, NamedTuple, cast
@@ -85,7 +86,11 @@ def is_constant(held: Tensor) -> bool:
 
 
 class Reader:
-    """Reads contents; what several of them share is read once."""
+    """Reads contents; what several of them share is read once.
+
+    Objects that refer to each other, a cycle, are read from the one on by which they are entered. One that comes again
+    is told by how far up it is being read, or by how many objects ago it was read.
+    """
 
     def __init__(self, modules: Mapping[nn.Module, str], tensor: Callable[[Tensor], object] = geometry) -> None:
         """Read.
@@ -95,8 +100,13 @@ class Reader:
             tensor: what counts of a tensor beside its attributes.
         """
         self._tensor, self._modules = tensor, modules
-        self._known: dict[int, tuple[object, object]] = {}
+        self._known: dict[int, tuple[object, object, int]] = {}  # with how many objects were read for it
         self._open: dict[int, int] = {}
+        self._again: dict[int, tuple[int, int]] = {}  # read in the cycle that is open: when, and up to where it leads
+        self._members: list[int] = []  # the same, in order
+        self._cycles: dict[int, int] = {}  # of those in cycles that were read: the one by which theirs was entered
+        self._entered: Counter[int] = Counter()
+        self._count = 0
         self._lowest = DEEPEST
 
     def __call__(self, held: Any) -> object:
@@ -110,23 +120,39 @@ class Reader:
             return plain(held)
         if isinstance(held, nn.Module) and held in self._modules:
             return Value(kind, f"`{self._modules[held]}`")
-        known = self._known.get(id(held))
-        if known is not None:
+        known, cycle = self._known.get(id(held)), self._cycles.get(id(held), 0)
+        if known is not None and not self._entered[cycle]:
+            self._count += known[2]
             return known[1]
         depth = len(self._open)
         if id(held) in self._open:
             self._lowest = min(self._lowest, self._open[id(held)])
             return Value(kind, depth - self._open[id(held)])
+        if id(held) in self._again:
+            read, lowest = self._again[id(held)]
+            self._lowest = min(self._lowest, lowest)
+            return Value(kind, f"{self._count - read} ago")
         if depth == DEEPEST:
             raise UnseenError(f"a `{kind.__name__}`, {DEEPEST} objects deep")
         outer, self._lowest = self._lowest, DEEPEST
         self._open[id(held)] = depth
+        self._entered[cycle] += cycle > 0
+        self._count += 1
+        count, first = self._count, len(self._members)
         try:
             content = self._read(kind, held)
         finally:
             del self._open[id(held)]
+            self._entered[cycle] -= cycle > 0
         if self._lowest >= depth:  # it reads so from wherever it is reached
-            self._known[id(held)] = (held, content)
+            self._known[id(held)] = (held, content, self._count - count + 1)
+            for member in self._members[first:]:
+                del self._again[member]
+                self._cycles[member] = self._cycles[id(held)] = cycle or id(held)
+            del self._members[first:]
+        else:
+            self._again[id(held)] = count, self._lowest
+            self._members.append(id(held))
         self._lowest = min(outer, self._lowest if self._lowest < depth else DEEPEST)
         return content
 
@@ -197,6 +223,20 @@ def difference(place: str, before: object, now: object) -> Difference:
     return Difference(place, shown(before), shown(now))
 
 
+def differing(place: str, before: object, now: object) -> Iterator[str]:
+    """All places at which two contents differ."""
+    if not (isinstance(before, Node) and isinstance(now, Node) and before.kind is now.kind):
+        yield place
+        return
+    if not (isinstance(before.parts, tuple) and isinstance(now.parts, tuple)):
+        yield place
+        return
+    old, new = dict(before.parts), dict(now.parts)
+    for step in dict.fromkeys((*old, *new)):
+        if old.get(step, NOTHING) != new.get(step, NOTHING):
+            yield from differing(place_of(place, step), old.get(step, NOTHING), new.get(step, NOTHING))
+
+
 def place_of(place: str, step: Step) -> str:
     """The place that a step leads to."""
     if isinstance(step, Item):
@@ -236,6 +276,7 @@ __all__ = [
     "Reader",
     "Value",
     "difference",
+    "differing",
     "geometry",
     "is_constant",
     "leaf",

@@ -208,7 +208,7 @@ class _Found:
             return ()
         own = getattr(item, "__dict__", None)
         own: dict[str, Any] | None = own if type(own) is dict and own is not item else None
-        if own is not None and (own or not isinstance(item, Tensor)):
+        if own is not None:
             self.objects.append(item)
         if isinstance(item, Tensor) and is_constant(item):
             if item.is_inference():

@@ -55,11 +55,12 @@ PLAIN = frozenset(
 
 _ATOMS = PLAIN | {torch.Size, CodeType, type(NotImplemented), MemberDescriptorType, GetSetDescriptorType}
 _TOOLS = (
-    *(ModuleType, torch.Generator, torch.Stream, torch.Event),
+    *(torch.Generator, torch.Stream, torch.Event),
     *(io.IOBase, threading.Thread),
 )
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LONGEST = 60  # a text that names something
+OURS = "_tpplan"  # what we note on modules
 _FEW = 4096  # bytes that are kept as they are
 _POINTER = struct.calcsize("P")
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class was written in Python
@@ -74,6 +75,8 @@ _OF_EACH = frozenset(
     )
     for name in names
 )
+_CACHED: Any = type(functools.lru_cache(lambda: None))  # functools has no public name for it
+_CODE = (FunctionType, BuiltinFunctionType, _CACHED)
 _LOADS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 _STORES = frozenset(("STORE_GLOBAL", "STORE_ATTR"))
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"))
@@ -120,6 +123,8 @@ def parts(held: Any) -> Parts | None:
         return None
     if isinstance(held, Tensor):
         return [*vars(held).items()]
+    if isinstance(held, ModuleType):
+        return None if is_library(held.__name__) else [item for item in vars(held).items() if _is_setting(*item)]
     if isinstance(held, type):
         return class_parts(held)
     known = next((taken for base, taken in _KNOWN.items() if isinstance(held, base)), None)
@@ -128,13 +133,18 @@ def parts(held: Any) -> Parts | None:
     if isinstance(held, enum.Enum):
         return [(name, item) for name, item in _attributes(held) if name != "__objclass__"]
     if isinstance(held, nn.Module):
-        return [(n, item) for n, item in _attributes(held) if item or n not in _STOCK]
+        return [(n, item) for n, item in _attributes(held) if (item or n not in _STOCK) and OURS not in str(n)]
     memory = _memory(held)
     if memory is not None:
         return [*memory, *_attributes(held)]
     if is_written_in_python(kind) or isinstance(held, SimpleNamespace):
         return _attributes(held)
     return _hidden(held)
+
+
+def _is_setting(name: str, held: object) -> bool:
+    """Whether what a user's file has by a name is what it says, and no code."""
+    return not (name.startswith("__") or isinstance(held, (ModuleType, type, *_CODE)))
 
 
 def _attributes(held: Any) -> Parts:
@@ -285,7 +295,6 @@ class Names(NamedTuple):
         imports: the modules of Python that it imports, each with the level of a relative import.
         texts: short texts in it.
         fills: whether it puts something into a container.
-        matches: whether it has a pattern for objects of a class.
     """
 
     globals: frozenset[str]
@@ -294,12 +303,6 @@ class Names(NamedTuple):
     imports: frozenset[tuple[int, str]]
     texts: frozenset[str]
     fills: bool
-    matches: bool
-
-    @property
-    def tells_integers(self) -> bool:
-        """Whether the code may ask whether something is an `int`, and not of a class that is like it."""
-        return "int" in self.globals and (self.matches or "type" in self.globals or "__class__" in self.attributes)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -322,8 +325,7 @@ def names_in(code: CodeType) -> Names:
         loaded, attributes, imports = loaded | texts, attributes | texts, imports | {(0, text) for text in texts}
     fills = not _FILLING.isdisjoint(attributes) or any(kind == "STORE_SUBSCR" for kind, _ in found)
     fills |= any(names.fills for names in inner)
-    matches = any(kind == "MATCH_CLASS" for kind, _ in found) or any(names.matches for names in inner)
-    return Names(loaded, attributes, of(_STORES, "put"), imports, texts, fills, matches)
+    return Names(loaded, attributes, of(_STORES, "put"), imports, texts, fills)
 
 
 def class_parts(kind: type[Any]) -> Parts | None:
@@ -362,8 +364,9 @@ def _of_class(item: Any) -> Any:
 
 
 def functions_in(item: Any) -> list[FunctionType]:
-    """The functions of an entry in a class: a method, or a property."""
+    """The functions of an entry in a class or a file: a method, a property, or what keeps the results of one."""
     found = [item.fget, item.fset] if isinstance(item, property) else [getattr(item, "__func__", item)]
+    found = [item.__wrapped__ if isinstance(item, _CACHED) else item for item in found]
     return [function for function in found if isinstance(function, FunctionType)]
 
 

@@ -98,7 +98,8 @@ def _reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeT
         for name, held in vars(base).items():
             functions = functions_in(held)
             methods.setdefault(name, []).extend(functions)
-            if name.startswith("__") and not (issubclass(base, nn.Module) or is_library(base.__module__)):
+            made = name == "__init__" and issubclass(base, nn.Module)
+            if name.startswith("__") and not (made or is_library(base.__module__)):
                 unnamed += functions
     found: dict[CodeType, tuple[str, ...]] = {}
     waiting = [*code, *(function.__code__ for function in (*methods.get("forward", ()), *unnamed))]
@@ -109,8 +110,8 @@ def _reached(code: Iterable[CodeType], kinds: Iterable[type[Any]]) -> dict[CodeT
         found[each] = spaces = tuple(files.get(each.co_filename, ()))
         names = names_in(each)
         for space in spaces:
-            held = (vars(sys.modules[space]).get(name) for name in names.globals)
-            functions = [function for function in held if isinstance(function, FunctionType)]
+            own = vars(sys.modules[space])
+            functions = [function for name in names.globals for function in functions_in(own.get(name))]
             waiting += [function.__code__ for function in functions if not _is_torchs(function.__module__)]
         if not any(map(_is_torchs, spaces)):
             waiting += [function.__code__ for name in names.attributes for function in methods.get(name, ())]

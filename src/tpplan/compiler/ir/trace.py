@@ -276,13 +276,15 @@ class Asked:
     Attributes:
         memory: the methods by which they ask how tensors lie in memory.
         flags: the parameters of which they ask whether these require grad.
+        recording: whether they ask if autograd records, or take another way where it doesn't.
     """
 
     memory: frozenset[str] = frozenset()
     flags: frozenset[str] = frozenset()
+    recording: bool = False
 
     def __or__(self, other: Asked) -> Asked:
-        return Asked(self.memory | other.memory, self.flags | other.flags)
+        return Asked(self.memory | other.memory, self.flags | other.flags, self.recording or other.recording)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +334,9 @@ class Trace:
         drawn: generators of random numbers, by name, that Python is told numbers of.
         draws_unseen: whether any such number was drawn otherwise than to compare it.
         tests: the sides of all branches on data, test by test.
+        records: whether autograd recorded the run.
+        reread: the places around the modules, of those that the run fills, of which this run or the next reads what
+            stood there before.
     """
 
     root: Frame
@@ -374,6 +379,8 @@ class Trace:
     drawn: frozenset[str] = frozenset()
     draws_unseen: bool = False
     tests: Sides = field(default_factory=Sides)
+    records: bool = True
+    reread: frozenset[str] = frozenset()
 
     def sends_back(self, value: int) -> bool:
         """Whether a gradient comes back for a value that crosses a boundary."""

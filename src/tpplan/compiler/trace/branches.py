@@ -14,7 +14,7 @@ A capture on meta tensors has no numbers, so that it takes one side. The program
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class CaptureSettings:
         values: whether bodies may read the numbers in the call; else only if they can't be captured without.
         looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
         replays: whether the generators of Python and of numpy are where a call found them, of which `taken` are sides.
+        records: whether autograd records, as without `torch.no_grad()` around the call.
     """
 
     training: bool
@@ -56,6 +57,7 @@ class CaptureSettings:
     values: bool = False
     looking: frozenset[str] = frozenset()
     replays: bool = False
+    records: bool = True
 
 
 def record_model(
@@ -100,7 +102,8 @@ def _recorded(
     chosen, training, device = settings.taken, settings.training, settings.device or device_of(model)
 
     def recorder_with(taken: frozenset[Location], values: bool, picking: _Picking) -> Recorder:
-        return Recorder(taken, device, settings.reducing, values, settings.looking, picking, settings.replays)
+        looking, replays, records = settings.looking, settings.replays, settings.records
+        return Recorder(taken, device, settings.reducing, values, looking, picking, replays, records)
 
     def run(skeleton: Skeleton, recorder: Recorder) -> tuple[Trace, Capture]:
         around.repeat_draws()
@@ -164,7 +167,7 @@ def _recorded(
             break
         trace, state, unused, skeleton = found, reached, still, other
     state.sequel = sequel(trace, skeleton.model, before, around, again)
-    return trace, state
+    return replace(trace, reread=trace.reread | state.sequel.reread), state
 
 
 def _picking(cause: BaseException, picking: _Picking) -> _Picking:

@@ -259,7 +259,8 @@ def _record(
     for _, tensor in held_tensors(skeleton.model):
         recorder.outlives(tensor)
     standing = slots_of(skeleton.model, around) if state.leaves else {}
-    before, numbers = {id(tensor) for _, tensor in _tensors_of(skeleton.model, standing)}, told(standing)
+    stood = [*_tensors_of(skeleton.model, standing)]
+    before, numbers = {id(tensor) for _, tensor in stood}, told(standing)
     buffers = {recorder.value_of(tensor): names for tensor, names in skeleton.buffers}
     called = argument_names(type(skeleton.model).forward)
     example = with_tensors(arguments, keywords, called, _to_meta, fresh_object)
@@ -276,7 +277,7 @@ def _record(
     try:
         with (
             noting_modules(modules, placed), without_collection(), recorder, ConstantWatcher(recorder),
-            torch.enable_grad(), without_packing(), warnings.catch_warnings(),
+            torch.set_grad_enabled(recorder.records), without_packing(), warnings.catch_warnings(),
             recorder.chances.followed(recorder.compared),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
@@ -394,7 +395,16 @@ def _record(
         drawn=frozenset(recorder.chances.drawn),
         draws_unseen=recorder.chances.unseen,
         tests=tests,
+        records=recorder.records,
+        reread=_reread(root, recorder, stood) if outside else frozenset(),
     )
+
+
+def _reread(root: Frame, recorder: Recorder, stood: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
+    """The places of which operations read the tensor that stood there before the run."""
+    nodes = (node for frame in root.walk() for node in frame.body)
+    read = {value for node in nodes if isinstance(node, Operation) for value in node.inputs}
+    return frozenset(name for name, tensor in stood if recorder.held_value(tensor) in read)
 
 
 def _names(model: nn.Module, around: Surroundings) -> Iterator[tuple[str, Mapping[str, Any]]]:

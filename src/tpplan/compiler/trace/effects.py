@@ -42,15 +42,16 @@ def _tensors_in(held: object) -> Sequence[Tensor]:
     return [item for item in items if isinstance(item, Tensor)]  # pyright: ignore[reportUnknownVariableType]
 
 
-def effect_findings(
-    kept: Mapping[int, str], outside: Collection[int], layouts: Mapping[int, Layout]
-) -> list[Diagnostic]:
+def effect_findings(trace: Trace, layouts: Mapping[int, Layout]) -> list[Diagnostic]:
     """Report what the forward leaves behind and what isn't as in the unsharded model.
 
-    A part that a hook or a global gets shows in its shape. A term of a sum doesn't, and a module may read its own.
+    A part that a hook or a global gets shows in its shape, unless a later call reads it. A term of a sum doesn't, and a
+    module may read its own.
     """
-    parts = {value: name for value, name in kept.items() if layouts.get(value, REPLICATED) != REPLICATED}
-    shown = [name for value, name in parts.items() if value in outside and layouts[value].is_sharded]
+    outside = trace.outside
+    parts = {value: name for value, name in trace.kept.items() if layouts.get(value, REPLICATED) != REPLICATED}
+    seen = {value: name for value, name in parts.items() if value in outside and name not in trace.reread}
+    shown = [name for value, name in seen.items() if layouts[value].is_sharded]
     findings = [
         Diagnostic(
             code="TP107",

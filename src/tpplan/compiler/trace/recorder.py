@@ -109,6 +109,7 @@ class Recorder(RecordingMode):
         looking: frozenset[str] = frozenset(),
         picking: frozenset[tuple[int, int]] = frozenset(),
         replays: bool = False,
+        records: bool = True,
     ) -> None:
         """Start a record.
 
@@ -120,10 +121,11 @@ class Recorder(RecordingMode):
             looking: modules whose bodies' look-ups are recorded as functions over the rows of their tables.
             picking: of how many numbers bodies pick something by those that aren't zero, with how many are found.
             replays: whether the numbers that Python draws are those of the call.
+            records: whether autograd records.
         """
         super().__init__()
         self.chances = Chances()
-        self.replays = replays
+        self.replays, self.records = replays, records
         self.known = Known() if values else None
         self.reads: dict[tuple[str, int], list[object]] = {}  # what bodies were told of numbers, by call
         self.device = device
@@ -184,7 +186,10 @@ class Recorder(RecordingMode):
     @classmethod
     def like(cls, trace: Trace) -> Recorder:
         """One that answers as that of a trace did."""
-        return cls(trace.taken, trace.device, trace.reducing, trace.facts is not None, trace.looking, trace.picking)
+        values = trace.facts is not None
+        made = cls(trace.taken, trace.device, trace.reducing, values, trace.looking, trace.picking)
+        made.records = trace.records
+        return made
 
     # -- values ---------------------------------------------------------------------------------------------------
     def value_of(self, tensor: Tensor) -> int:

@@ -30,7 +30,8 @@ from tpplan.compiler.trace.surroundings import CONTAINERS, Space, Surroundings
 _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 _FEW = 1000  # items of a container that are told apart
 _LAST = 8  # of a longer list
-_LENGTH = " (its length)"
+LENGTH = " (its length)"
+OF_HOOK = "a hook of "
 
 State = dict[str, Any]
 Setter = Callable[[Any, Any, Any], object]
@@ -86,7 +87,7 @@ def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
     collector.outside = True
     for prefix, module in modules:
         for hook in hooks_of(module):
-            collector.collect(f"a hook of {prefix or 'the model'}", hook)
+            collector.collect(f"{OF_HOOK}{prefix or 'the model'}", hook)
     for name, space in around.spaces:
         for leaf, held in around.values(space).items():
             collector.collect(f"{name}.{leaf}", held, space, leaf, Space.set)
@@ -122,7 +123,7 @@ class _Collector:
         self._seen.add(id(held))
         if stored:
             counted = held if kind in (list, deque) else None
-            self.found[f"{name}{_LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
+            self.found[f"{name}{LENGTH}"] = Slot(len(held), holder, key, setter, counted, self.outside)
             if len(held) > _FEW and not issubclass(kind, (list, deque)):
                 return
         self._look_into(name, held, kind)
@@ -298,22 +299,34 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
     """
     slots = slots_of(model, around)
     tensors: set[int] = set()
-    counted = {name.removesuffix(_LENGTH): slot.counted for name, slot in slots.items() if slot.counted is not None}
+    counted = {name.removesuffix(LENGTH): slot.counted for name, slot in slots.items() if slot.counted is not None}
     numbers = [n for n in names & slots.keys() if not isinstance(slots[n].value, Tensor)]
     full = {n for n, held in counted.items() if type(held) is deque and any(m.startswith(f"{n}[") for m in numbers)}
-    lists = full.union(name for name in counted if f"{name}{_LENGTH}" in names)
-    changed = (names & slots.keys()).union(f"{name}{_LENGTH}" for name in full)
+    lists = full.union(name for name in counted if f"{name}{LENGTH}" in names)
+    changed = (names & slots.keys()).union(f"{name}{LENGTH}" for name in full)
     for name in sorted(changed, key=len, reverse=True):  # what a list holds before the list
         slot = slots[name]
         if isinstance(slot.value, Tensor):
             tensors.add(id(slot.value))
         elif slot.counted is not None and slot.setter is not None:
-            slot.put(_watched(slot.counted, functools.partial(note, name.removesuffix(_LENGTH))))
-        elif type(slot.value) in (int, float) and slot.setter is not None and not name.endswith(_LENGTH):
+            slot.put(_watched(slot.counted, functools.partial(note, name.removesuffix(LENGTH))))
+        elif type(slot.value) in (int, float) and slot.setter is not None and not name.endswith(LENGTH):
             slot.put(Watched(slot.value, name, note))
         elif not any(name.startswith(f"{grown}[") for grown in lists):  # whoever reads that reads the list
             raise StateError(f"`{name}` changes with each call, and later calls may depend on it", name)
     return tensors
 
 
-__all__ = ["State", "StateError", "Watched", "changes", "described", "is_same", "slots_of", "told", "watch"]
+__all__ = [
+    "LENGTH",
+    "OF_HOOK",
+    "State",
+    "StateError",
+    "Watched",
+    "changes",
+    "described",
+    "is_same",
+    "slots_of",
+    "told",
+    "watch",
+]

@@ -19,9 +19,10 @@ import logging
 import sys
 import threading
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path as FilePath
 from typing import Any, cast
+from unittest import mock
 
 import sympy
 import torch
@@ -131,25 +132,57 @@ def symbols() -> Generator[SizeSymbols]:
     hash, so that no cache of a function ever holds what was made of one.
     """
     log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    with _lock:  # one at a time, as all threads see it
-        kind: Any = torch.SymInt
-        plain_test, plain_text = builtins.isinstance, kind.__repr__
+    with _lock, ExitStack() as changed:  # one at a time, as all threads see it
+        changed.enter_context(mock.patch.object(log, "disabled", True))  # it warns of what is raised, and told later
+        changed.enter_context(mock.patch.object(torch.SymInt, "__repr__", _shown))
+        for kind in _LIKE:
+            changed.enter_context(mock.patch.object(kind, "__getattribute__", _attribute))
+        changed.enter_context(mock.patch.object(builtins, "isinstance", _is_instance))
+        changed.enter_context(mock.patch.object(builtins, "type", _Type))
+        yield SizeSymbols(_line)
 
-        def shown(number: torch.SymInt) -> str:
-            return repr(int(number)) if _asked_by_user() else plain_text(number)
 
-        def tested(item: Any, classes: Any) -> bool:
-            return plain_test(item, classes) or (
-                type(item) in _LIKE and _asked_by_user() and plain_test(_LIKE[type(item)], classes)
-            )
+_test: Any = builtins.isinstance
+_kind_of: Any = builtins.type
+_text: Any = torch.SymInt.__repr__
 
-        quiet, log.disabled = log.disabled, True  # it warns of what is raised, and told by whoever handles that
-        kind.__repr__, builtins.isinstance = shown, tested
-        try:
-            yield SizeSymbols(_line)
-        finally:
-            kind.__repr__, builtins.isinstance = plain_text, plain_test
-            log.disabled = quiet
+
+def _shown(number: torch.SymInt) -> str:
+    return repr(int(number)) if _asked_by_user() else _text(number)
+
+
+def _is_instance(item: Any, classes: Any) -> bool:
+    kind = _kind_of(item)
+    return _test(_LIKE[kind] if kind in _LIKE and _asked_by_user() else item, classes)
+
+
+def _attribute(held: Any, name: str) -> Any:
+    """An attribute of a symbol, which has those of a number; its class as well, also for patterns."""
+    if _asked_by_user():
+        like = _LIKE[_kind_of(held)]
+        if name == "__class__" or not hasattr(like, name):
+            return getattr(like, name)
+    return object.__getattribute__(held, name)
+
+
+class _AnyType(type):
+    """The class of what stands for `type`, of which all classes are."""
+
+    def __instancecheck__(cls, held: object) -> bool:
+        return _test(held, _kind_of)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, _kind_of)
+
+
+class _Type(_kind_of, metaclass=_AnyType):
+    """What stands for `type`."""
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Any:
+        if len(args) != 1:
+            return _kind_of(*args, **keywords)
+        kind = _kind_of(args[0])
+        return _kind_of(_LIKE[kind]) if kind in _LIKE and _asked_by_user() else kind
 
 
 def fix(held: Any) -> None:
