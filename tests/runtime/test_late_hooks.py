@@ -65,6 +65,19 @@ def read(model: nn.Module) -> None:
     model.get_submodule("up").register_forward_hook(added)
 
 
+def sharing(model: nn.Module) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, arguments: Any, result: Tensor) -> None:
+        kept["result"] = result
+
+    def use(module: nn.Module, arguments: Any, result: Tensor) -> Tensor:
+        return result * kept["result"].mean()
+
+    model.get_submodule("up").register_forward_hook(keep)
+    model.get_submodule("down").register_forward_hook(use)
+
+
 def centred(model: nn.Module) -> None:
     def centre(module: nn.Module, arguments: tuple[Tensor], keywords: dict[str, Any]) -> Any:
         return (arguments[0] - arguments[0].mean(-1, keepdim=True),), keywords
@@ -85,7 +98,7 @@ def with_own_module(model: nn.Module) -> None:
     model.get_submodule("up").register_forward_hook(lambda module, _, result: result * down.in_features / 24)
 
 
-@pytest.mark.parametrize("register", [softmax, centred, half_gradient, with_own_module, read])
+@pytest.mark.parametrize("register", [softmax, centred, half_gradient, with_own_module, read, sharing])
 def test_a_hook_is_part_of_each_later_call(register: Callable[[nn.Module], None]) -> None:
     calls = [CALL, register, CALL, CALL]
     assert max(worst(stock(), MLP, 2, CALL, calls)) < TOLERANCE

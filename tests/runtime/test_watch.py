@@ -443,3 +443,21 @@ class Looks(nn.Module):
 def test_what_a_lowered_model_cannot_run_is_told_when_it_is_compiled() -> None:
     with pytest.raises(tpplan.CompileError, match="TP136"):
         tpplan.compile_plan(Looks().double(), plan_of(MLP), 2, (x().detach(),))
+
+
+class Ponders(Body):
+    """Adds up results until enough has come together, which is nothing at first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, total, count = torch.zeros(x.shape[:2], dtype=x.dtype), torch.zeros_like(x), 0
+        while count < 4 and bool((weight < 0.9).any()):
+            made = self.down(self.up(x).relu())
+            share = torch.minimum(made.mean(-1).sigmoid(), 1 - weight)
+            weight, total, x, count = weight + share, total + share.unsqueeze(-1) * made, x + made, count + 1
+        return total
+
+
+def test_a_loop_whose_first_test_is_of_constants_is_followed() -> None:
+    torch.manual_seed(0)
+    calls = [((x(scale=scale),), {}) for scale in (1.0, 1.0, 100.0, 0.01)]
+    assert max(worst(Ponders(large).double(), MLP, 2, ((x(),), {}), calls)) < TOLERANCE

@@ -22,7 +22,7 @@ from tpplan.calls.hooks import Hooks
 from tpplan.compat import own_buffers, own_modules, own_parameters
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
-from tpplan.runtime.writes import HOOKS, WRITES, Writes
+from tpplan.runtime.writes import HOOKS, WRITES, Watched, Writes, stock_class
 from tpplan.state.content import Difference
 from tpplan.state.flat import Standing
 from tpplan.state.parts import PLAIN, UnseenError
@@ -65,7 +65,7 @@ class Changes:
         self._children = {module: contents.children(module) for module in self._names}
         self._tensors = {module: contents.tensors(module) for module in self._names}
         self._forwards = {module for module in self._names if _FORWARD in vars(module)}
-        self._classes = {module: type(module) for module in self._names}
+        self._classes = {module: stock_class(module) for module in self._names}
         self._kinds = [*dict.fromkeys(map(type, skeletons.values()))]
         self._functions = [*map(_functions, self._kinds)]
         self._hooks = Hooks(model, self._stock, self._writes)
@@ -209,9 +209,9 @@ class Changes:
         if name == _FORWARD:  # what it calls of torch shows in the next call; around the root it sees whole tensors
             return module is not self._model
         if name == _CLASS:  # a class that derives from ours adds to it, as FSDP's do
-            before, now = self._classes[module], type(module)
-            if issubclass(now, before):
-                return now.forward is not before.forward
+            now = type(module)
+            if issubclass(now, Watched) and stock_class(module) is self._classes[module]:
+                return _FORWARD in vars(now)
             broken = f"{shown} was set to `{now.__name__}`"
         elif (module, name) in self._writes.local:
             if vars(module).get(name) != self._writes.local[module, name]:

@@ -12,6 +12,7 @@ followed. Nor is a hook of all modules, unless it changes something; see `runtim
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -47,8 +48,8 @@ class Hooks:
     def look(self, modules: Iterable[nn.Module] = ()) -> bool:
         """Whether hooks were registered or removed: on these modules, on those that have hooks, or on all alike."""
         changed = [module for module in {*modules, *self._registered} if self._differs(module)]
-        for module in changed:
-            self._follow(module)
+        if changed:
+            self._follow(changed)
         everywhere = self._of_all()
         if everywhere != self._global:
             self._global = everywhere
@@ -79,16 +80,18 @@ class Hooks:
         known = module in self._twins and module is not self._root
         return known and self._registered_on(module) != self._registered.get(module, ())
 
-    def _follow(self, module: nn.Module) -> None:
-        twin, tables = self._twins[module], hook_tables(module)
-        before, now = self._registered.pop(module, ()), self._registered_on(module)
-        for name, key in set(before) - set(now):
-            hook_tables(twin)[name].pop(key, None)
-        for name, key in now:
-            if (name, key) not in before:
-                copy_hook(module, twin, name, key, transplanted(tables[name][key], self._twins))
-        if now:
-            self._registered[module] = now
+    def _follow(self, modules: Iterable[nn.Module]) -> None:
+        """Let the skeleton have the hooks that there are now, all at once: they may share what they hold."""
+        for module in modules:
+            before, now = self._registered.pop(module, ()), self._registered_on(module)
+            for name, key in set(before) - set(now):
+                hook_tables(self._twins[module])[name].pop(key, None)
+            if now:
+                self._registered[module] = now
+        places = [(module, *place) for module, held in self._registered.items() for place in held]
+        made: Any = transplanted([hook_tables(module)[name][key] for module, name, key in places], self._twins)
+        for (module, name, key), hook in zip(places, made, strict=True):
+            copy_hook(module, self._twins[module], name, key, hook)
 
 
 __all__ = ["Hooks"]

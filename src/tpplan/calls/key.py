@@ -131,7 +131,7 @@ class _Seen:
         self.tensors: list[int] = []
         self._lengths: list[int] = []
         self._open: list[int] = []
-        self._again: dict[int, int] = {}  # the objects without tensors that were read, in order
+        self._again: dict[int, tuple[int, object]] = {}  # the objects without tensors that were read, by number
 
     def all_sizes(self) -> tuple[object, ...]:
         """The sizes of all tensors, then the lengths that objects note, each with how often it comes in a row."""
@@ -167,7 +167,7 @@ class _Seen:
         if id(held) in open_:
             return kind, open_.index(id(held))
         if id(held) in self._again:
-            return kind, self._again[id(held)], "again"
+            return kind, self._again[id(held)][0], "again"
         if len(open_) == DEEPEST:
             raise UnseenError(f"a `{kind.__name__}`, {DEEPEST} objects deep")
         open_.append(id(held))
@@ -177,7 +177,7 @@ class _Seen:
         finally:
             open_.pop()
         if kind is not tuple and counted == len(self.tensors) + len(self._lengths):
-            self._again[id(held)] = len(self._again)
+            self._again[id(held)] = len(self._again), held
         return found
 
     def _read_further(self, kind: type[Any], held: Any) -> object:

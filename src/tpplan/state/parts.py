@@ -366,7 +366,7 @@ def _of_class(item: Any) -> Any:
 def functions_in(item: Any) -> list[FunctionType]:
     """The functions of an entry in a class or a file: a method, a property, or what keeps the results of one."""
     found = [item.fget, item.fset] if isinstance(item, property) else [getattr(item, "__func__", item)]
-    found = [item.__wrapped__ if isinstance(item, _CACHED) else item for item in found]
+    found = [cast("Any", item).__wrapped__ if isinstance(item, _CACHED) else item for item in found]
     return [function for function in found if isinstance(function, FunctionType)]
 
 

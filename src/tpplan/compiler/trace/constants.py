@@ -195,6 +195,10 @@ class ConstantWatcher(TorchFunctionMode):
                 "it reads `grad_fn`, which is another one on a rank's part", "ask for `requires_grad` instead"
             )
         self._note_step(func, result, args)
+        if args and isinstance(args[0], Tensor) and not args[0].is_meta and self._recorder.frames:
+            side = side_of(func, result, args)
+            if side is not None:
+                self._recorder.note_test(side)
         if data is not None and isinstance(result, Tensor) and result.is_meta and not isinstance(data, Tensor):
             numbers = torch.tensor(data, dtype=result.dtype, device="cpu")
             self._recorder.new_value(result, result.requires_grad, numbers=numbers)

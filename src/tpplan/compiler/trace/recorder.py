@@ -551,8 +551,10 @@ class Recorder(RecordingMode):
     def _assume(self, tensor: Tensor) -> Any:
         """What Python is told of a tensor with one entry: its number if that is known, else the side of a branch."""
         value = self.value_of(tensor)
-        if tensor.dtype is not torch.bool or (self.known is not None and value in self.known):
+        if tensor.dtype is not torch.bool:
             return self.read(tensor).item()
+        if self.known is not None and value in self.known:
+            return self.note_test(bool(self.read(tensor)))
         location, taken = self._tested()
         drawn = value in self.drawn
         if drawn:
@@ -566,6 +568,10 @@ class Recorder(RecordingMode):
         location, taken = self._tested(found if self.replays else None)
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken, True))
         return taken
+
+    def note_test(self, found: bool) -> bool:
+        """Count a test of what is known, as a call counts all of them; returns what was found."""
+        return self._tested(found)[1]
 
     def _tested(self, found: bool | None = None) -> tuple[Location | None, bool]:
         """The line of a test, and the side that it takes."""
