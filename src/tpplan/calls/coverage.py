@@ -9,7 +9,7 @@ call of another size first comes. Where they can't be, the sizes that were prove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tpplan.compiler.cover import Cover, Subject
@@ -35,10 +35,14 @@ class Written(NamedTuple):
     Attributes:
         name: of the attribute of a module that it is, or is in; None for what no module has.
         place: where that is, in full.
+        is_sure: whether no function's globals lead there, to what has a place of its own as well.
+        contents: what stood there before, and after.
     """
 
     name: str | None
     place: str
+    is_sure: bool
+    contents: tuple[object, object]
 
 
 class Leans(NamedTuple):
@@ -52,21 +56,24 @@ class Leans(NamedTuple):
     reads: frozenset[str]
     idle: frozenset[str]
 
-    def on(self, written: Iterable[Written]) -> bool:
+    def on(self, written: Sequence[Written]) -> bool:
         """Whether it may go another way after another call has written there."""
-        return any(self._on(name, place) for name, place in written)
+        idle = [held for held in written if self._is_idle(held)]
+        others = [held for held in written if held not in idle]
+        return any(held.is_sure or not any(_is_one(held, other) for other in idle) for held in others)
 
-    def _on(self, name: str | None, place: str) -> bool:
+    def _is_idle(self, written: Written) -> bool:
+        name, place = written.name, written.place
         if name is not None and name not in self.reads and ANYTHING not in self.reads:
-            return False
-        for idle in self.idle:
-            held = idle.removesuffix(LENGTH)
-            inside = held[:1] in ".[{"
-            if place == held or (inside and place.endswith(held)):
-                return False
-            if held != idle and f"{held}[" in place and (inside or place.startswith(held)):
-                return False
-        return True
+            return True
+        grown = [held.removesuffix(LENGTH) for held in self.idle if held.endswith(LENGTH)]
+        return place in self.idle or any(place == held or place.startswith(f"{held}[") for held in grown)
+
+
+def _is_one(written: Written, other: Written) -> bool:
+    """Whether a function that leads to what was written leads to the other place."""
+    last = max(map(other.place.rfind, ".[{"))
+    return other.is_sure and written.place.endswith(other.place[last:]) and written.contents == other.contents
 
 
 class Coverage:

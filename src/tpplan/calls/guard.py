@@ -522,8 +522,8 @@ class CallGuard:
 
     def _answers(self, call: Call) -> Iterator[object]:
         """What bodies are told that ask for more than the rest of a key has."""
-        if self._asked.recording:
-            yield torch.is_grad_enabled()
+        if self._asked.recording and not torch.is_grad_enabled():
+            yield tuple(t.requires_grad for _, t in tensors_of(call.arguments, call.keywords, self._names))
         for method in sorted(self._asked.memory):
             called = tensors_of(call.arguments, call.keywords, self._names)
             yield tuple(_answer(tensor, method) for _, tensor in called)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -26,6 +27,7 @@ from tpplan.calls.coverage import Written
 from tpplan.compat import hook_tables, own_buffers, own_parameters, without_dispatch_modes, without_function_modes
 from tpplan.compiler.ir.objects import without_checkpoint
 from tpplan.compiler.trace.skeleton import transplanted
+from tpplan.compiler.trace.state import hook_name
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
 from tpplan.runtime.writes import Watched, Writes
 from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, differing, is_constant
@@ -171,12 +173,37 @@ class Held:
 
     def _written_in(self, before: Mapping[Place, object]) -> list[Written]:
         """Where contents differ from what they were."""
-        return [
-            Written(place.name if isinstance(place.holder, nn.Module) and isinstance(place.name, str) else None, where)
-            for place, known in before.items()
-            for where in differing(self._shown(place), known, self._now.get(place, NOTHING))
-            if known != self._now.get(place, NOTHING)
+        found: list[Written] = []
+        for place, known in before.items():
+            now = self._now.get(place, NOTHING)
+            if now == known:
+                continue
+            attribute = isinstance(place.holder, nn.Module) and isinstance(place.name, str)
+            start = self._told(place)
+            for where, *contents in differing(start, known, now):
+                sure = attribute or not self._is_led(place, where[len(start) :])
+                found.append(Written(place.name if attribute else None, where, sure, (contents[0], contents[1])))
+        return found
+
+    def _told(self, place: Place) -> str:
+        """As `_shown`, with a hook as `Trace.written` has it."""
+        if not isinstance(place.name, tuple):
+            return self._shown(place)
+        hooks: list[tuple[Any, ...]] = [
+            (table, key) for table, held in hook_tables(place.holder).items() for key in held
         ]
+        return hook_name(
+            self._names[place.holder],
+            hooks.index(cast("tuple[Any, ...]", place.name)) if place.name in hooks else len(hooks),
+        )
+
+    def _is_led(self, place: Place, steps: str) -> bool:
+        """Whether steps from a place go through a function's globals, to what has a place of its own."""
+        held = self._standing(place)
+        if isinstance(place.holder, type) and functions_in(held):
+            return True
+        first = re.match(r"\.(\w+)", steps)
+        return isinstance(held, FunctionType) and (first is None or first[1] not in held.__code__.co_freevars)
 
     def _accept(self, before: Mapping[Place, object]) -> None:
         """Let what stands in these places now count as what was there before."""

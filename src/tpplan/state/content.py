@@ -223,13 +223,13 @@ def difference(place: str, before: object, now: object) -> Difference:
     return Difference(place, shown(before), shown(now))
 
 
-def differing(place: str, before: object, now: object) -> Iterator[str]:
-    """All places at which two contents differ."""
+def differing(place: str, before: object, now: object) -> Iterator[tuple[str, object, object]]:
+    """All places at which two contents differ, with what stands there in each."""
     if not (isinstance(before, Node) and isinstance(now, Node) and before.kind is now.kind):
-        yield place
+        yield place, before, now
         return
     if not (isinstance(before.parts, tuple) and isinstance(now.parts, tuple)):
-        yield place
+        yield place, before, now
         return
     old, new = dict(before.parts), dict(now.parts)
     for step in dict.fromkeys((*old, *new)):

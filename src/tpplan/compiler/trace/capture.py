@@ -375,6 +375,7 @@ def _record(
         Asked(
             frozenset(recorder.asked_memory),
             frozenset(name for value in recorder.asked_flags for name in parameters.get(value, ())[:1]),
+            recorder.asked_recording,
         ),
         recorder.reducing,
         frozenset(in_objects),

@@ -170,6 +170,8 @@ class ConstantWatcher(TorchFunctionMode):
             self._recorder.asked_memory.add(func.__name__)
         elif func == _REQUIRES_GRAD and isinstance(args[0], nn.Parameter):
             self._recorder.asked_flags.add(self._recorder.value_of(args[0]))
+        elif func == _REQUIRES_GRAD and step_of(func):
+            self._recorder.asked_recording = True
         if func in _HOOKS:
             note_tensor_hook(self._recorder, *args, **keywords, accumulated=_HOOKS[func])
         if func is Tensor.to or (keywords and keywords.get("device") is not None):

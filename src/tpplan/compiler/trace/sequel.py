@@ -6,7 +6,7 @@ out: whether later calls run other operations; a `StateError` if that goes on ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from tpplan.compat import named_modules
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace, Value
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import Skeleton, make_skeleton
-from tpplan.compiler.trace.state import OF_HOOK, State, StateError, changes, described, slots_of, watch
+from tpplan.compiler.trace.state import State, StateError, changes, described, slots_of, watch
 from tpplan.compiler.trace.surroundings import Surroundings
 
 Record = Callable[[Skeleton, Recorder | None], tuple[Trace, Recorder]]
@@ -30,7 +30,7 @@ class Sequel(NamedTuple):
     """What is known of the calls after the first: whether they run other operations, and whether each changes state.
 
     And what they read of what the first has left behind, see `Trace.reread`; the places that each of them changes and
-    by which it steers nothing: by their names, or by the end of these for what no attribute of a module holds.
+    by which it steers nothing.
     """
 
     differs: bool
@@ -70,16 +70,7 @@ def sequel(trace: Trace, used: nn.Module, before: State, around: Surroundings, r
     again = {name for name in changes(after, described(slots)) if name not in slots or not slots[name].cached}
     if again:
         _refuse_steering(second, without_records(skeleton.model), again, around, record)
-    holders = [f"{OF_HOOK}{name or 'the model'}" for name, _ in named_modules(used)]
-    holders += [name for name, _ in around.spaces]
-    idle = {_end(name, holders) if name in slots and slots[name].outside else name for name in again}
-    return Sequel(not same, bool(again), second.reread, frozenset(idle))
-
-
-def _end(name: str, holders: Iterable[str]) -> str:
-    """The name of a place without that of the hook's module, or of the module of Python, in which it is."""
-    held = (holder for holder in holders if name.startswith(holder) and name[len(holder) :][:1] in ".[{ ")
-    return name.removeprefix(max(held, key=len, default=""))
+    return Sequel(not same, bool(again), second.reread, frozenset(again))
 
 
 def _refuse_steering(trace: Trace, model: nn.Module, names: set[str], around: Surroundings, record: Record) -> None:

@@ -31,7 +31,6 @@ _STOCK = frozenset(vars(nn.Module())) | {"forward"}
 _FEW = 1000  # items of a container that are told apart
 _LAST = 8  # of a longer list
 LENGTH = " (its length)"
-OF_HOOK = "a hook of "
 
 State = dict[str, Any]
 Setter = Callable[[Any, Any, Any], object]
@@ -86,14 +85,19 @@ def slots_of(model: nn.Module, around: Surroundings) -> dict[str, Slot]:
                 collector.found[f"{prefix}.{leaf}" if prefix else leaf] = Slot(buffer)
     collector.outside = True
     for prefix, module in modules:
-        for hook in hooks_of(module):
-            collector.collect(f"{OF_HOOK}{prefix or 'the model'}", hook)
+        for number, hook in enumerate(hooks_of(module)):
+            collector.collect(hook_name(prefix, number), hook)
     for name, space in around.spaces:
         for leaf, held in around.values(space).items():
             collector.collect(f"{name}.{leaf}", held, space, leaf, Space.set)
     for cache in around.caches.values():
         collector.found[f"the cache of {cache.__qualname__}"] = Slot(cache.cache_info().currsize, cached=True)
     return collector.found
+
+
+def hook_name(module: str, number: int) -> str:
+    """How a module's hook of this number is called."""
+    return f"a hook of {module or 'the model'}" + (f" (number {number + 1})" if number else "")
 
 
 class _Collector:
@@ -319,12 +323,12 @@ def watch(model: nn.Module, around: Surroundings, names: set[str], note: Callabl
 
 __all__ = [
     "LENGTH",
-    "OF_HOOK",
     "State",
     "StateError",
     "Watched",
     "changes",
     "described",
+    "hook_name",
     "is_same",
     "slots_of",
     "told",

@@ -10,23 +10,29 @@ a cache, a counter that is one too high.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import os
 import random
 import sys
 import sysconfig
+import threading
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from contextvars import ContextVar
 from operator import is_
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.compat import global_hooks, hooks_of, named_modules, random_state, set_random_state
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import names_in
+from tpplan.state.parts import names_in, slots_of
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
@@ -37,6 +43,7 @@ CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 _PLAIN_ATTRIBUTES = frozenset((*_SCALARS - {tuple}, OrderedDict, torch.dtype, torch.device, Tensor))
 _STOCK = frozenset(vars(nn.Module()))
 _CODE = (type, FunctionType, nn.Module, _CACHE)
+_NUMBERS = frozenset("?bBhHiIlLqQefd")
 _LARGEST = 1 << 16
 _MOST = 256
 
@@ -81,7 +88,42 @@ class Surroundings:
         for _, values in self._bound:
             for held in values.values():
                 self._note(held)
+        for function in self._functions():
+            for held in (vars(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                if type(held) in CONTAINERS:
+                    self._note(held)
+        self._undo = [undo for held in self._named() if (undo := self._way_back(held)) is not None]
+        self._environment = dict(os.environ)
         self._random = generators()
+
+    def _named(self) -> Iterator[object]:
+        """What has names around the model, and in the user's classes there."""
+        for _, space in self.spaces:
+            for held in [*space.names().values()]:
+                yield held
+                if isinstance(held, type) and is_users(held.__module__):
+                    yield from [*vars(held).values()]
+
+    def _way_back(self, held: Any) -> Callable[[], object] | None:
+        """How to put back what is written to something that is no container; notes what it has of containers."""
+        kind: Any = cast("Any", type(held))
+        if issubclass(kind, ContextVar):
+            with suppress(LookupError):  # it was never set
+                before: Any = held.get()
+                return lambda: held.get() is before or held.set(before)
+        elif issubclass(kind, threading.local):
+            self._note(cast("object", vars(held)))
+        elif issubclass(kind, (bytearray, array)) or hasattr(kind, "__array_interface__"):
+            view = memoryview(held)
+            if view.format in _NUMBERS and view.contiguous and not view.readonly:
+                kept, size = copy.copy(held), view.nbytes
+                view.release()
+                return lambda: _put_numbers(held, kept, size)
+        elif kind.__module__ in self._files and not issubclass(kind, (type, nn.Module)):
+            self._note(held)
+            named = {name: getattr(held, name) for name in slots_of(kind) if hasattr(held, name)}
+            return (lambda: [setattr(held, *item) for item in named.items()]) if named else None
+        return None
 
     def _note(self, held: object) -> None:
         """Remember what a container holds, and what those in it do; and the numbers of a small tensor."""
@@ -125,20 +167,20 @@ class Surroundings:
     def written(self) -> tuple[set[str], set[str]]:
         """By what functions around the model do: the names of what they put anew, and of what they put entries into."""
         names, filled = set[str](), set[str]()
-        for code in self._codes():
-            put, entered = _written_by(code)
+        for function in self._functions():
+            put, entered = _written_by(function.__code__)
             names |= put
             filled |= entered
         return names, filled
 
-    def _codes(self) -> Iterator[CodeType]:
+    def _functions(self) -> Iterator[FunctionType]:
         for _, space in self.spaces:
             for held in space.names().values():
                 own = [held, *vars(held).values()] if isinstance(held, type) and is_users(held.__module__) else [held]
                 for function in own:
                     function = getattr(function, "__func__", function)
                     if isinstance(function, FunctionType):
-                        yield function.__code__
+                        yield function
 
     def repeat_draws(self) -> None:
         """Put the generators of random numbers back to where they were."""
@@ -172,6 +214,11 @@ class Surroundings:
                     space.set(name, held)
         for held, contents in self._contents.values():
             _refill(held, contents)
+        for undo in self._undo:
+            undo()
+        if dict(os.environ) != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
         self.repeat_draws()
 
 
@@ -290,6 +337,12 @@ def cached_tensors(cache: Cache) -> list[Tensor]:
     """The tensors that a cache holds."""
     held = [item for item in gc.get_referents(cache) if not isinstance(item, (FunctionType, type))]
     return [tensor for _, tensor in hidden_tensors(held)]
+
+
+def _put_numbers(held: Any, kept: Any, size: int) -> None:
+    with memoryview(held) as view, memoryview(kept) as numbers:
+        if view.nbytes == size and view.tobytes() != numbers.tobytes():
+            view.cast("B")[:] = numbers.cast("B")  # pyright: ignore
 
 
 def _refill(held: Any, contents: Any) -> None:

@@ -1,0 +1,122 @@
+"""What a forward changes around its model: captures put it back, so that the first call meets what the user left."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+
+COUNT: contextvars.ContextVar[int] = contextvars.ContextVar("count", default=0)
+LOCAL = threading.local()
+BYTES, NUMBERS, ARRAY = bytearray(1), np.zeros(2), array.array("i", [0])
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Single:
+    """A class that keeps one of its objects."""
+
+    one: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+Single.one = Single()
+SLOTTED = Slotted()
+
+
+def by_attribute() -> None:
+    by_attribute.count = getattr(by_attribute, "count", 0) + 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def by_default(held: dict[str, int] = {"count": 0}) -> int:  # noqa: B006
+    held["count"] += 1
+    return held["count"]
+
+
+def by_context() -> None:
+    COUNT.set(COUNT.get() + 1)
+
+
+def by_thread() -> None:
+    LOCAL.count = getattr(LOCAL, "count", 0) + 1
+
+
+def by_bytes() -> None:
+    BYTES[0] += 1
+
+
+def by_numbers() -> None:
+    NUMBERS[0] += 1
+
+
+def by_array() -> None:
+    ARRAY[0] += 1
+
+
+def by_slot() -> None:
+    SLOTTED.count += 1
+
+
+def by_single() -> None:
+    Single.one.count += 1
+
+
+def by_environment() -> None:
+    os.environ["TESTS_COUNT"] = str(int(os.environ.get("TESTS_COUNT", "0")) + 1)
+
+
+SEEN: dict[Callable[[], object], Callable[[], object]] = {
+    by_attribute: lambda: dict(vars(by_attribute)),
+    by_default: lambda: dict((by_default.__defaults__ or ({},))[0]),
+    by_context: lambda: COUNT.get(),
+    by_thread: lambda: dict(vars(LOCAL)),
+    by_bytes: lambda: bytes(BYTES),
+    by_numbers: lambda: NUMBERS.tolist(),
+    by_array: lambda: ARRAY.tolist(),
+    by_slot: lambda: SLOTTED.count,
+    by_single: lambda: Single.one.count,
+    by_environment: lambda: os.environ.get("TESTS_COUNT"),
+}
+
+
+class Counting(nn.Module):
+    """Counts its calls elsewhere."""
+
+    count: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).count()
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("count", SEEN, ids=lambda count: count.__name__)
+def test_what_a_capture_changes_is_put_back(count: Callable[[], object]) -> None:
+    kind = type("Counting", (Counting,), {"count": staticmethod(count), "__module__": __name__})
+    before = SEEN[count]()
+    tpplan.compile_plan(
+        kind(), {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}, 2, (torch.ones(2, 4, 8),)
+    )
+    assert SEEN[count]() == before
