@@ -28,6 +28,7 @@ CONTEXT: contextvars.ContextVar[bool] = contextvars.ContextVar("flag")
 LOCAL = threading.local()
 LOG = logging.getLogger(__name__)
 OWN = False
+NUMBERS = torch.zeros(3)
 
 
 class Chooser:
@@ -143,6 +144,7 @@ READ: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
     "held": (lambda: HOLDER.settings.FLAG, lambda value: put("FLAG", value)),
     "dotted": (lambda: tests.runtime.steering.FLAG, lambda value: put("FLAG", value)),
     "dotted table": (lambda: tests.runtime.steering.TABLE["flag"], lambda value: steering.TABLE.update(flag=value)),
+    "a tensor": (lambda: NUMBERS[1].item() > 0, lambda value: NUMBERS.fill_(float(value))),
     "property": (lambda: CHOOSER.flag, fill),
 }
 

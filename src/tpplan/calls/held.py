@@ -30,7 +30,7 @@ from tpplan.compiler.trace.skeleton import transplanted
 from tpplan.compiler.trace.state import hook_name
 from tpplan.runtime.contents import MISSING, NOT_ATTRIBUTES
 from tpplan.runtime.writes import Watched, Writes
-from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, differing, is_constant
+from tpplan.state.content import NOTHING, Difference, Node, Reader, Value, difference, differing, is_constant, numbers
 from tpplan.state.flat import Flat, Values
 from tpplan.state.parts import PLAIN, UnseenError, functions_in, is_library, names_in, own_bases
 from tpplan.state.reads import ANYTHING, function_content, is_function, shown, space_of
@@ -297,11 +297,12 @@ class Held:
         Raises:
             UnseenError: a body reads something that can be neither compared nor counted.
         """
-        reader = Reader(self._names)
+        own, others = Reader(self._names), Reader(self._names, numbers)
         for place in places:
             if place in self._local:
                 continue
             held = self._standing(place)
+            reader = others if place.is_shared or isinstance(place.name, tuple) else own
             try:
                 if place.is_function and (is_function(held) or isinstance(held, ModuleType)):
                     yield place, function_content(place.holder, held)

@@ -23,6 +23,7 @@ from tpplan.state.parts import PLAIN, Bytes, Item, Memory, Step, UnseenError, cl
 
 DEEPEST = 100
 _LONGEST = 60
+_SMALL = 64
 NOTHING = object()
 
 
@@ -78,6 +79,20 @@ def geometry(held: Tensor) -> Value:
     """What counts of a tensor that a model holds."""
     number = str(held.item()) if is_constant(held) else None
     return Value(type(held), Geometry(held.dtype, tuple(held.shape), held.requires_grad, number))
+
+
+def numbers(held: Tensor) -> Value:
+    """What counts of a tensor that no module has, of which a capture has the numbers: these, if it's small."""
+    if not is_small(held):
+        return geometry(held)
+    told: Any = cast("Any", held).tolist()
+    return Value(type(held), Geometry(held.dtype, tuple(held.shape), held.requires_grad, str(told)))
+
+
+def is_small(held: Tensor) -> bool:
+    """Whether code may well go by the numbers of a tensor."""
+    plain = type(held) is Tensor and held.layout is torch.strided and not held.is_quantized
+    return plain and held.device.type == "cpu" and held.numel() <= _SMALL
 
 
 def is_constant(held: Tensor) -> bool:
@@ -279,6 +294,8 @@ __all__ = [
     "differing",
     "geometry",
     "is_constant",
+    "is_small",
     "leaf",
+    "numbers",
     "plain",
 ]

@@ -21,7 +21,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from tpplan.compat import without_function_modes
-from tpplan.state.content import Identity, Reader, is_constant, plain
+from tpplan.state.content import Identity, Reader, is_constant, is_small, numbers, plain
 from tpplan.state.parts import (
     PLAIN,
     Bytes,
@@ -210,9 +210,9 @@ class _Found:
         own: dict[str, Any] | None = own if type(own) is dict and own is not item else None
         if own is not None:
             self.objects.append(item)
-        if isinstance(item, Tensor) and is_constant(item):
+        if isinstance(item, Tensor) and (is_constant(item) or is_small(item)):
             if item.is_inference():
-                self.others.append(lambda: [item.item()])
+                self.others.append(lambda: [numbers(item)])
             else:
                 self.tensors.append(item)
         if isinstance(item, dict):
