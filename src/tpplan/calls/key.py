@@ -156,10 +156,10 @@ class _Seen:
             self.devices.append(held.device.type)
             self.sizes.append(held.shape)
             self.tensors.append(id(held))
-            shown: Part = (held.dtype, held.dim(), self._recorded and held.requires_grad)
+            found: Part = (held.dtype, held.dim(), self._recorded and held.requires_grad)
             if held.__dict__:  # what its owner has noted on it
-                shown = (*shown, self.read(held.__dict__))
-            return shown if type(held) is Tensor else (type(held), *shown)
+                found = (*found, self.read(held.__dict__))
+            return found if type(held) is Tensor else (type(held), *found)
         kind: type[Any] = type(held)  # pyright: ignore[reportUnknownVariableType]
         if kind in PLAIN:
             return plain(held) if kind in _READ_OTHERWISE else (kind, held)
@@ -173,12 +173,12 @@ class _Seen:
         open_.append(id(held))
         counted = len(self.tensors) + len(self._lengths)
         try:
-            found = self._read_further(kind, held)
+            content = self._read_further(kind, held)
         finally:
             open_.pop()
         if kind is not tuple and counted == len(self.tensors) + len(self._lengths):
             self._again[id(held)] = len(self._again), held
-        return found
+        return content
 
     def _read_further(self, kind: type[Any], held: Any) -> object:
         if kind is tuple or kind is list:

@@ -58,7 +58,7 @@ def before_any_call(model: nn.Module) -> Generator[bool]:
     names = [slot for slot in names if slot.key in put]
     for table, before in filled:
         for key in [key for key, held in before.items() if _is_of_tensors(held)]:
-            del table[key]
+            table.pop(key, None)  # it may have several names
     for slot in names:
         slot.put(None)
     try:

@@ -552,10 +552,8 @@ class Recorder(RecordingMode):
     def _assume(self, tensor: Tensor) -> Any:
         """What Python is told of a tensor with one entry: its number if that is known, else the side of a branch."""
         value = self.value_of(tensor)
-        if tensor.dtype is not torch.bool:
+        if tensor.dtype is not torch.bool or (self.known is not None and value in self.known):
             return self.read(tensor).item()
-        if self.known is not None and value in self.known:
-            return self.note_test(bool(self.read(tensor)))
         location, taken = self._tested()
         drawn = value in self.drawn
         if drawn:

@@ -11,6 +11,7 @@ a cache, a counter that is one too high.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import gc
 import os
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import global_hooks, hooks_of, named_modules, random_state, set_random_state
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import names_in, slots_of
+from tpplan.state.parts import slots_of
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
@@ -225,9 +226,11 @@ class Surroundings:
 @functools.lru_cache(maxsize=1 << 16)
 def _written_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Of a function: the names that it puts anew, and those that it may put entries into."""
-    names = names_in(code)
-    put = frozenset[str]() if code.co_name == "__init__" else names.put
-    return put, names.globals | names.attributes if names.fills else frozenset()
+    instructions = [*dis.get_instructions(code)]
+    put = {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "STORE_ATTR")}
+    enters = "setdefault" in code.co_names or any(i.opname == "STORE_SUBSCR" for i in instructions)
+    names = frozenset[str]() if code.co_name == "__init__" else frozenset(put)
+    return names, frozenset(code.co_names if enters else ())
 
 
 def _own_kinds(kinds: Iterable[type]) -> set[type]:
