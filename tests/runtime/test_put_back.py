@@ -7,6 +7,7 @@ import contextvars
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,6 +42,17 @@ class Single:
 
 Single.one = Single()
 SLOTTED = Slotted()
+DATES = np.array(["2026-01-01"], dtype="datetime64[D]")  # which shows nobody its memory
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """An object that nobody can write to."""
+
+    count: int = 0
+
+
+FROZEN = Frozen()
 
 
 def by_attribute() -> None:

@@ -130,7 +130,7 @@ class Coverage:
         if len(kept) == len(self._exact):
             return self
         if own is not None:
-            kept[own] = next(iter(self._exact.values()))
+            kept[own] = self._exact.get(own) or next(iter(self._exact.values()))
         made: Coverage | None = None
         for sizes, leans in kept.items():
             if made is None:

@@ -82,7 +82,6 @@ _STORES = frozenset(("STORE_GLOBAL", "STORE_ATTR"))
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"))
 _BY_TEXT = frozenset(("getattr", "globals", "vars", "attrgetter", "__dict__", "modules", "import_module", "__import__"))
 _ENVIRONMENT = frozenset(("environ", "getenv"))
-_FILLING = frozenset(("setdefault", "append", "extend", "insert", "update", "add", "pop", "popitem", "clear", "remove"))
 
 
 class UnseenError(Exception):
@@ -294,7 +293,6 @@ class Names(NamedTuple):
         put: those that it sets, in its module or in an object.
         imports: the modules of Python that it imports, each with the level of a relative import.
         texts: short texts in it.
-        fills: whether it puts something into a container.
     """
 
     globals: frozenset[str]
@@ -302,7 +300,6 @@ class Names(NamedTuple):
     put: frozenset[str]
     imports: frozenset[tuple[int, str]]
     texts: frozenset[str]
-    fills: bool
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -323,9 +320,7 @@ def names_in(code: CodeType) -> Names:
     ).union(*(names.imports for names in inner))
     if not _BY_TEXT.isdisjoint(loaded | attributes):
         loaded, attributes, imports = loaded | texts, attributes | texts, imports | {(0, text) for text in texts}
-    fills = not _FILLING.isdisjoint(attributes) or any(kind == "STORE_SUBSCR" for kind, _ in found)
-    fills |= any(names.fills for names in inner)
-    return Names(loaded, attributes, of(_STORES, "put"), imports, texts, fills)
+    return Names(loaded, attributes, of(_STORES, "put"), imports, texts)
 
 
 def class_parts(kind: type[Any]) -> Parts | None:

@@ -568,9 +568,9 @@ class Recorder(RecordingMode):
         self.assumptions.append(Assumption(self.frames[-1].module, location, taken, True))
         return taken
 
-    def note_test(self, found: bool) -> bool:
-        """Count a test of what is known, as a call counts all of them; returns what was found."""
-        return self._tested(found)[1]
+    def note_test(self, found: bool) -> None:
+        """Count a test of what is known, as a call counts all of them."""
+        self._tested(found)
 
     def _tested(self, found: bool | None = None) -> tuple[Location | None, bool]:
         """The line of a test, and the side that it takes."""

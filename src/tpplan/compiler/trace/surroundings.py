@@ -115,15 +115,14 @@ class Surroundings:
         elif issubclass(kind, threading.local):
             self._note(cast("object", vars(held)))
         elif issubclass(kind, (bytearray, array)) or hasattr(kind, "__array_interface__"):
-            view = memoryview(held)
-            if view.format in _NUMBERS and view.contiguous and not view.readonly:
-                kept, size = copy.copy(held), view.nbytes
-                view.release()
-                return lambda: _put_numbers(held, kept, size)
+            with suppress(TypeError, ValueError, BufferError), memoryview(held) as view:  # of dates there is none
+                if view.format in _NUMBERS and view.contiguous and not view.readonly:
+                    kept, size = copy.copy(held), view.nbytes
+                    return lambda: _put_numbers(held, kept, size)
         elif kind.__module__ in self._files and not issubclass(kind, (type, nn.Module)):
             self._note(held)
             named = {name: getattr(held, name) for name in slots_of(kind) if hasattr(held, name)}
-            return (lambda: [setattr(held, *item) for item in named.items()]) if named else None
+            return (lambda: [object.__setattr__(held, *item) for item in named.items()]) if named else None
         return None
 
     def _note(self, held: object) -> None:
