@@ -193,6 +193,37 @@ def test_what_is_only_counted_makes_no_proof_anew() -> None:
     assert on_ranks(Counts().double(), PLAN, 2, call(), work) == [1, 1]  # of the flag
 
 
+class CountsInTraining(Body):
+    """Counts in training what steers evaluation."""
+
+    calls = 0
+
+    def middle(self, h: Tensor, length: int, flag: bool | None) -> Tensor:
+        if self.training:
+            self.calls += 1
+            return h.relu()
+        return chosen(self.calls > 2, h)
+
+
+def count_calls(model: nn.Module) -> None:
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.get_submodule("0.up").register_forward_pre_hook(count)
+
+
+def test_a_counter_of_a_hook_is_none_of_a_module_that_has_its_name() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(CountsInTraining()).double()
+    plan = {f"0.{name}": style for name, style in PLAN.items()}
+    training: list[Call | Change] = [train, call(), call(), call(), evaluate]
+    calls: list[Call | Change] = [count_calls, evaluate, call(), call(), *training, call(), *training, call()]
+    assert max(worst(model, plan, 2, call(), calls)) < TOLERANCE
+
+
 class Marked(Body):
     """Reads what was set on tensors that are no parameters."""
 
