@@ -39,6 +39,8 @@ class _Turns:
         self._meeting = threading.Barrier(ranks)
         self._turn = threading.Lock()
         self._taken: int | None = None  # by which thread
+        self._changed = threading.Condition()
+        self._proving, self._rounds = 0, 0
         self.covers: dict[int, tuple[Trace, Cover | None]] = {}  # of proofs, by the ids of their traces
 
     @contextmanager
@@ -46,7 +48,10 @@ class _Turns:
         if self._taken == threading.get_ident():
             yield
             return
-        self._meet()
+        with self._changed:
+            self._proving += 1
+        with suppress(threading.BrokenBarrierError):  # of a rank that proves alone, as what both hold has changed
+            self._meeting.wait(5)
         try:
             with self._turn:
                 self._taken = threading.get_ident()
@@ -55,11 +60,17 @@ class _Turns:
                 finally:
                     self._taken = None
         finally:
-            self._meet()
+            self._leave()
 
-    def _meet(self) -> None:
-        with suppress(threading.BrokenBarrierError):  # of a rank that proves alone, as what both hold has changed
-            self._meeting.wait(5)
+    def _leave(self) -> None:
+        """Wait until all that prove have done so, however long it takes: a forward fills what a proof would find."""
+        with self._changed:
+            self._proving -= 1
+            if not self._proving:
+                self._rounds += 1
+                self._changed.notify_all()
+            this_round = self._rounds
+            self._changed.wait_for(lambda: not self._proving or self._rounds != this_round)
 
 
 class _Guard(CallGuard):
