@@ -403,6 +403,29 @@ def test_functions_inside_of_a_reentrant_checkpoint_are_refused() -> None:
         compiled(Split(lambda x: checkpoint(inner, x, use_reentrant=True)), SPLIT, 2)  # pyright: ignore
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [lambda x: torch.is_grad_enabled(), lambda x: (x * 1).requires_grad],
+    ids=["is_grad_enabled", "requires_grad"],
+)
+def test_a_reentrant_checkpoint_that_takes_another_way_in_the_backward_is_refused(
+    asked: Callable[[Tensor], bool],
+) -> None:
+    def inner(x: Tensor) -> Tensor:
+        return (x * 2 if asked(x) else x).tanh()
+
+    with pytest.raises(tpplan.CompileError, match=r"TP128.*use_reentrant.*something else with gradients"):
+        compiled(Split(lambda x: checkpoint(inner, x, use_reentrant=True)), SPLIT, 2)  # pyright: ignore
+
+
+def test_a_reentrant_checkpoint_may_make_constants() -> None:
+    def inner(x: Tensor) -> Tensor:
+        beside = torch.zeros_like(x) if torch.is_grad_enabled() else x + 1  # nobody reads it
+        return (x @ torch.ones(INNER, INNER, dtype=x.dtype) * torch.tensor(0.1), beside)[0]
+
+    prove(Split(lambda x: checkpoint(inner, x, use_reentrant=True)), SPLIT, 2)  # pyright: ignore
+
+
 def test_hooks_that_the_sharded_model_would_not_have_are_refused() -> None:
     model = Split(torch.tanh)
     model.up.weight.register_hook(lambda g: g * 2)  # pyright: ignore

@@ -235,3 +235,23 @@ def test_those_of_a_library_are_found(where: str, called: str, tmp_path: Path, m
     for _ in range(2):
         assert max(worst(model, RULES, 2, example, calls)) < 1e-12
         assert not model(x_of(6)).is_meta
+
+
+def test_of_a_package_only_files_are_looked_at_that_code_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package has a name for each of its files that was ever imported."""
+    package = f"asked_{tmp_path.name}"
+    (tmp_path / package).mkdir()
+    for name in ("__init__", "other", "unasked"):
+        (tmp_path / package / f"{name}.py").write_text("TABLE = {}")
+    (tmp_path / package / "tables.py").write_text(TABLES_FILE)
+    called = f"{package}.tables.made"
+    text = MODEL_FILE.format(package=package, function="made", called=called).replace("as tables", "")
+    (tmp_path / package / "model.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("other", "unasked"):
+        importlib.import_module(f"{package}.{name}")
+    spaces = {name for name, _ in surroundings.Surroundings(importlib.import_module(f"{package}.model").Model()).spaces}
+    assert {f"{package}.model", f"{package}.tables", package} <= spaces
+    assert not {f"{package}.other", f"{package}.unasked"} & spaces

@@ -185,3 +185,67 @@ def test_a_method_that_is_replaced_is_followed(kind: str, monkeypatch: pytest.Mo
     ((before, changed, expected, after, stock_after),) = on_ranks(model, plan, 1, call(), work)
     torch.testing.assert_close([changed, after], [expected, stock_after], rtol=0, atol=TOLERANCE)
     assert torch.equal(before, after) and not torch.equal(before, changed)
+
+
+class PartlyRecomputed(Body):
+    """A checkpoint of a part of its body, which reads a setting and calls a module."""
+
+    def __init__(self, reentrant: bool, scale: float = 1.0, counts: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.reentrant, self.scale, self.counts, self.count = reentrant, scale, counts, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + checkpoint(self.part, x, use_reentrant=self.reentrant))  # pyright: ignore
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.count += 1
+        return self.norm(x) * self.scale
+
+
+def doubling(_module: nn.Module, _arguments: Any, result: Tensor) -> Tensor:
+    return result * 2
+
+
+@pytest.mark.parametrize("change", ["scale", "hook"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_is_not_recomputed_in_another_state(reentrant: bool, change: str) -> None:
+    def loop(model: nn.Module, _: CallGuard) -> str:
+        result = model(call(4)[0][0].requires_grad_()).sum()
+        if change == "scale":
+            setattr(model, "scale", 3.0)  # noqa: B010
+        else:
+            model.get_submodule("norm").register_forward_hook(doubling)
+        with pytest.raises(tpplan.TpplanError) as raised:
+            result.backward()
+        return str(raised.value)
+
+    found = on_ranks(PartlyRecomputed(reentrant).double(), PLAN, 2, call(4), loop)
+    assert all("TP175" in text and "was changed since the call" in text for text in found), found
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_is_recomputed_after_other_calls_and_changes_taken_back(reentrant: bool, counts: bool) -> None:
+    def steps(model: Any) -> list[Tensor]:
+        x, other = (call(length)[0][0].requires_grad_() for length in (4, 6))
+        result = model(x).square().sum()
+        model.scale = 3.0
+        with torch.no_grad():
+            model(other)
+        model.scale = 1.0
+        result = result + model(other).square().sum()
+        if not counts:
+            model.extra = 2  # nothing reads it
+        result.backward()
+        assert x.grad is not None and other.grad is not None
+        return [result.detach(), x.grad, other.grad]
+
+    def loop(model: nn.Module, _: CallGuard) -> list[Tensor]:
+        return steps(model)
+
+    stock = PartlyRecomputed(reentrant, counts=counts).double()
+    found = on_ranks(stock, PLAN, 2, call(4), loop)
+    expected = steps(stock)
+    assert all((a - b).abs().max() < TOLERANCE for ours in found for a, b in zip(ours, expected, strict=True))

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import tpplan
 from tests.runtime.world import Member, world
+from tpplan.compat import fake_process_group
 
 pytestmark = pytest.mark.processes
 
@@ -94,3 +96,39 @@ def _errors(member: Member, number: int) -> None:
             torch.testing.assert_close(ours, expected)
         else:
             assert ours == expected, f"{ours} instead of {expected}"
+
+
+class Counting(Strict):
+    """It raises after it has written to its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.last = 0, None
+        self.seen: list[int] = []
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, kind: str = "", options: Any = None) -> Tensor:
+        if options == "count":
+            self.count += 1
+        elif options == "seen":
+            self.seen.append(x.shape[1])
+        elif options == "steps":
+            self.steps += 1
+        elif options == "last":
+            self.last = x * 2
+        return super().forward(x, mask, kind)
+
+
+@pytest.mark.parametrize("name", ["count", "seen", "steps", "last"])
+def test_an_error_amid_writes_says_that_they_are_put_back(name: str) -> None:
+    """A caller that catches the model's own error would go on with another state than unsharded."""
+    x = torch.randn(2, LENGTH, HIDDEN)
+    with fake_process_group(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model: Any = tpplan.parallelize(Counting(), {"version": 1, "modules": PLANS[0]}, mesh, inputs=(x,))
+        with pytest.raises(UnsupportedError):
+            model(x, kind="unsupported")
+        with pytest.raises(tpplan.UnprovedCallError, match=rf"UnsupportedError(.|\n)*had changed `{name}"):
+            model(x, kind="unsupported", options=name)
+    assert (model.count, model.seen, model.last, float(model.steps)) == (0, [], None, 0.0)

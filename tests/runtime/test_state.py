@@ -328,7 +328,7 @@ def test_what_no_body_reads_is_no_premise() -> None:
             own._previous_max_cache_length = number
             own.up.noted = [number]
             assert torch.equal(own(x()), before)
-        return guard._state
+        return guard.state
 
     assert on_ranks(stock(Flagged), MLP, 2, EXAMPLE, work) == [0, 0]
 
@@ -349,7 +349,7 @@ def test_generating_with_a_static_cache_forgets_no_proof() -> None:
             assert own._previous_max_cache_length > 0
             before = len(guard._proofs._covered)
             own(input_ids=ids, use_cache=False)
-        return guard._state, len(guard._proofs._covered) - before
+        return guard.state, len(guard._proofs._covered) - before
 
     assert on_ranks(model, rules, 2, ((), {"input_ids": ids, "use_cache": False}), work) == [(0, 0), (0, 0)]
 

@@ -110,6 +110,11 @@ class Changes:
         if [*map(_functions, self._kinds)] != self._functions:
             self._refuse_replaced_function()
         writes = self._writes
+        counted = writes.noted & self._held.by_forwards if writes.noted else ()
+        if counted:  # also by what is recomputed in a backward
+            writes.noted.difference_update(counted)
+            writes.inside |= counted
+            self._held.settle()
         noted = [module for module, name in writes.noted if name == HOOKS] if writes.noted else ()
         changed = self._hooks.look(noted)
         if changed:

@@ -213,7 +213,7 @@ class CallGuard:
         self._look()
         repeats = not (self._asks_tensors or self._wrote or torch.is_grad_enabled()) and self._lockstep is None
         if repeats and not has_left():
-            known = self._repeats.find((training, self._modes, self._state), arguments, keywords)
+            known = self._repeats.find((training, self._modes, self.state), arguments, keywords)
             if known is not None:
                 return known, None
         call, decision = self._decide(training, arguments, keywords)
@@ -229,7 +229,7 @@ class CallGuard:
             if repeats and settled and not self._steering.is_known(decision.plain):
                 # Whether a sequence is odd is part of a key, but of calls that continue a cache.
                 holds = self._proofs.conditions(key) if call.parts or not self._sequence_dims else None
-                self._repeats.note((training, self._modes, self._state), arguments, keywords, proof.program, holds)
+                self._repeats.note((training, self._modes, self.state), arguments, keywords, proof.program, holds)
             return proof.program, None
         self._require_alike(call, key.kind)
         passed = Passed(arguments, keywords)
@@ -245,9 +245,16 @@ class CallGuard:
         if torch.is_grad_enabled():
             self._follow_thawed()
         if self._changes is not None:
-            if self._changes.look():
-                self._forget("hooks or wrappers")
+            self.look()
             self._modes = self._changes.modes
+
+    def look(self) -> int | None:
+        """See `Guard`."""
+        self._ran = None
+        if self._changes is not None and self._changes.look():
+            self._forget("hooks or wrappers")
+            return None
+        return self.state
 
     @property
     def _asks_tensors(self) -> bool:
@@ -262,8 +269,8 @@ class CallGuard:
         return kinds is not None
 
     @property
-    def _state(self) -> int:
-        """What of the modules' own state proofs are kept apart by."""
+    def state(self) -> int:
+        """See `Guard`."""
         return 0 if self._changes is None else self._changes.state
 
     def _decide(self, training: bool, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Decision]:
@@ -277,10 +284,10 @@ class CallGuard:
         if proof is None or has_left() or key.kind in self._uncompared:
             self._require_alike(call, key.kind)
         if proof is None:
-            state = self._state
+            state = self.state
             if self._changes is not None and self._changes.compare():
                 self._forget("hooks or wrappers")
-            if state != self._state:
+            if state != self.state:
                 return self._decide(training, arguments, keywords)
             try:
                 proof, compiled = self._prove(call)
@@ -479,14 +486,13 @@ class CallGuard:
         Raises:
             UnprovedCallError: the model was changed in a way that no proof can follow.
         """
-        if self._changes is not None and self._changes.look():
-            self._forget("hooks or wrappers")
+        self.look()
         if torch.is_grad_enabled():
             self._follow_thawed()
             self._refuse_thawed()
-        if self._state not in self._alone:
-            self._alone[self._state] = self._of_single_modules()
-        return self._alone[self._state].program
+        if self.state not in self._alone:
+            self._alone[self.state] = self._of_single_modules()
+        return self._alone[self.state].program
 
     def _of_single_modules(self) -> Proof:
         """The example's proof with all sequences whole; once settings were changed, as it is under these.
@@ -494,7 +500,7 @@ class CallGuard:
         That a program of before covers it isn't enough: modules may return what they didn't, as attention its weights.
         """
         base = self._with_whole_sequences() if self._sequence_dims else self.main
-        if not (self._changed or self._state):
+        if not (self._changed or self.state):
             return base
         example = Call(self.main.program.training, *self._example, Parts())
         with torch.enable_grad():
@@ -503,7 +509,7 @@ class CallGuard:
 
     def _key(self, call: Call) -> CallKey:
         """The key of a call; under sequence parallelism with what decides how its sequences are split."""
-        more: tuple[object, ...] = (self._state, *call.parts.key)
+        more: tuple[object, ...] = (self.state, *call.parts.key)
         if self._asked != _NOTHING:
             more = (*more, *self._answers(call))
         if self._modes:

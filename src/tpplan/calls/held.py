@@ -71,6 +71,7 @@ class Held:
 
     Attributes:
         state: 0 in the state of the first proofs; in another one that bodies could tell from it, another number.
+        by_forwards: attributes that forwards have written to.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Held:
         self._changed: dict[Place, object] = {}
         self._copied: dict[Place, object] = {}
         self._unread: set[Place] = set()
-        self._by_forwards: set[Place] = set()
+        self.by_forwards: set[Place] = set()
         self._made: set[Place] = set()  # buffers that forwards have replaced: their shapes count
         self._states: dict[frozenset[tuple[Place, object]], int] = {frozenset(): 0}
         self.state = 0
@@ -125,7 +126,7 @@ class Held:
         made._writes, made._local = again(self._writes), again(self._local)
         made._now, made._first, made._like = moved(self._now), moved(self._first), moved(self._like)
         made._changed, made._copied = moved(self._changed), moved(self._copied)
-        made._by_forwards = {*moved(dict.fromkeys(self._by_forwards))}
+        made.by_forwards = {*moved(dict.fromkeys(self.by_forwards))}
         made._made = {*moved(dict.fromkeys(self._made))}
         made._unread, made._deep = {*moved(dict.fromkeys(self._unread))}, [*moved(dict.fromkeys(self._deep))]
         made._states = {frozenset(moved(dict(held)).items()): state for held, state in self._states.items()}
@@ -142,7 +143,7 @@ class Held:
         read = {place for place in known if self._is_read(place.name)}
         self._unread |= known - read
         if not self._has_same_values():  # whoever wrote past `__setattr__`, as by `__dict__`
-            read |= {*self._now, *self._places()} - self._by_forwards
+            read |= {*self._now, *self._places()} - self.by_forwards
         if read or not self._is_same():
             self._compare({*self._deep, *self._around(), *read})
 
@@ -160,7 +161,7 @@ class Held:
         inside = {Place(*place) for place in self._writes.inside if place[1] not in NOT_ATTRIBUTES}
         places = {place for place in inside if self._is_read(place.name)}
         self._writes.inside.clear()
-        self._by_forwards |= places
+        self.by_forwards |= places
         self._made |= {place for place in places if own_buffers(place.holder).get(place.name) is not None}
         same = self._is_same()
         if not self._has_same_values():  # as `cached_property` writes, which tells nobody
@@ -398,7 +399,7 @@ class Held:
 
     def _is_plain(self, place: Place, held: object) -> bool:
         """Whether it is a module's own attribute, and holds nothing else."""
-        if place.is_shared or place in self._local or place in self._by_forwards:
+        if place.is_shared or place in self._local or place in self.by_forwards:
             return False
         return type(held) in PLAIN and place.name in vars(place.holder)
 

@@ -32,7 +32,7 @@ from tpplan.runtime.modules import ShardedModule
 from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.placements import check_modules, follow
 from tpplan.runtime.pretrained import wrapper_class
-from tpplan.runtime.recent import Ran, RecentCalls
+from tpplan.runtime.recent import Ran, RecentCalls, unknown
 from tpplan.runtime.state import give_wholes, take_parts
 from tpplan.runtime.swapped import replaces_body, swapped_class
 from tpplan.runtime.watched import WatchedCall
@@ -53,6 +53,15 @@ class Guard(Protocol):
 
     def alone(self) -> Program | None:
         """The program for a module that is called by itself; None for the one that is in place."""
+        ...
+
+    @property
+    def state(self) -> int:
+        """What of the model's state proofs are kept apart by."""
+        ...
+
+    def look(self) -> int | None:
+        """The state now, as it was changed since the last call; None if all is to be proved anew."""
         ...
 
     def watch(self, model: nn.Module) -> None:
@@ -332,8 +341,14 @@ class Variants:
         program = next(known for known, held in self._held if held[0].runtime.handed_out is handed_out)
         return Outside(name, program, handed_out)
 
-    def again(self, ran: Ran) -> None:
-        """Put the program in place that a call ran by, of which a part is recomputed in a backward."""
+    def state(self) -> int:
+        """See `Guard`."""
+        return 0 if self._guard is None else self._guard.state
+
+    def again(self, ran: Ran, whole: bool) -> None:
+        """Put the program in place that a call ran by, of which a part, or the whole, is recomputed in a backward."""
+        if not whole and self._guard is not None and self._guard.look() != ran.state:
+            raise unknown("what the model's code reads, or a hook, was changed since the call")
         for program, prepared in self._held:
             if prepared and prepared[0].runtime.handed_out is ran.handed_out and program is not self._current:
                 self._change_to(program)
@@ -378,6 +393,7 @@ class Variants:
                     held.runtime.direct = Direct((module, known.get(module)) for module in others)
                 held.runtime.handed_out.alone = None if self._guard is None else self.alone
                 held.runtime.handed_out.again = self.again
+                held.runtime.handed_out.state = self.state
                 held.runtime.handed_out.calls = self._calls
             held.module.__dict__[RUNTIME] = held.runtime
             for attribute, value in held.attributes:

@@ -152,7 +152,7 @@ class ShardedRoot(ShardedModule):
     def _call_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: object) -> Any:
         args, kwargs = whole_arguments(args, kwargs)
         if runs_backward():
-            runtime_of(self).handed_out.recall()
+            runtime_of(self).handed_out.recall(whole=True)
         with behind_a_call():
             return self._held_against_proofs(args, kwargs, compiler)
 

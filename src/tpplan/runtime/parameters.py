@@ -174,6 +174,7 @@ class HandedOut:
         calls: the calls that ended, of which activation checkpoints may recompute a part.
         alone: called before a module runs by itself, outside of any forward of the root.
         again: called before a module runs once more in a backward, with the call's entry in `calls`.
+        state: tells what state the model is in, of what its code reads.
         ended: called when a forward of the root has ended, where the ranks compare what they do.
         within: whether a call of either kind is under way.
         lends: whether local tensors are in place for as long as the call takes.
@@ -197,7 +198,8 @@ class HandedOut:
         self.shards: dict[int, Tensor] | None = None
         self.calls = RecentCalls()
         self.alone: Callable[[], None] | None = None
-        self.again: Callable[[Ran], None] | None = None
+        self.again: Callable[[Ran, bool], None] | None = None
+        self.state: Callable[[], int] | None = None
         self.ended: Callable[[], None] | None = None
         self.within = False
         self.lends = False
@@ -249,15 +251,23 @@ class HandedOut:
     def note(self, alone: bool) -> None:
         """Remember how a call ran that has ended, of which a part may be recomputed."""
         if self.calls.has_grown() and not torch.compiler.is_compiling():
-            self.calls.note(Ran(self, self.context.batch, alone, self.uncompiled, self.compiled_by))
+            state = 0 if self.state is None else self.state()
+            self.calls.note(Ran(self, self.context.batch, alone, self.uncompiled, self.compiled_by, state))
 
-    def recall(self) -> bool:
-        """Put in place what the call ran by of which a part is recomputed; whether that was a module by itself."""
+    def recall(self, whole: bool = False) -> bool:
+        """Put in place what the call ran by of which a part is recomputed; whether that was a module by itself.
+
+        Args:
+            whole: whether all of it is recomputed, which is held against proofs as any other call.
+
+        Raises:
+            RecomputeError: it isn't known, or the model was changed since.
+        """
         ran = self.calls.running()
         if ran is None:  # the call under way, or one inside of what is recomputed
             return False
         if self.again is not None:
-            self.again(ran)
+            self.again(ran, whole)
         ran.handed_out.context.batch = ran.batch
         ran.handed_out.recalled = ran
         return ran.alone

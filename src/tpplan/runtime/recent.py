@@ -32,6 +32,7 @@ class Ran(NamedTuple):
         alone: whether it was a module that was called by itself.
         watched: whether it was watched, so that what was to be compiled ran as it is.
         compiler: what compiled the modules that its body called, where the body itself ran in Python.
+        state: what its proof stands on of what the model's code reads.
     """
 
     handed_out: HandedOut
@@ -39,6 +40,7 @@ class Ran(NamedTuple):
     alone: bool
     watched: bool = False
     compiler: object = None
+    state: int = 0
 
 
 class RecentCalls:
@@ -89,18 +91,19 @@ class RecentCalls:
         if number is None:
             return None
         if self._mixed and len(set(self._ran)) > 1:
-            raise _unknown("the model was called from several threads")
+            raise unknown("the model was called from several threads")
         if number <= self._forgotten:
-            raise _unknown(f"there were over {_LIMIT} calls of alternating kinds since its forward")
+            raise unknown(f"there were over {_LIMIT} calls of alternating kinds since its forward")
         place = bisect_left(self._ends, number)
         return self._ran[place] if place < len(self._ends) else None
 
 
-def _unknown(reason: str) -> RecomputeError:
+def unknown(reason: str) -> RecomputeError:
+    """An error that says why a part of a call can't be recomputed."""
     return RecomputeError(
         "TP175 recompute-unknown: an activation checkpoint can't tell which program its call ran by, as "
         f"{reason}\n  help: call `backward` in the thread of the forward, before calls of other kinds"
     )
 
 
-__all__ = ["Ran", "RecentCalls", "RecomputeError"]
+__all__ = ["Ran", "RecentCalls", "RecomputeError", "unknown"]

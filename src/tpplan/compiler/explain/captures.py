@@ -36,6 +36,7 @@ _NO_NUMBERS = (
 _OWN = str(FilePath(__file__).parents[2])
 _SHOWN = "note: the model raised this as it was shown the call on shapes alone, before any rank ran it"
 _FEW = 1 << 22
+_SHOWN_NAMES = 3
 
 
 def of_capture(error: BaseException) -> Diagnostic:
@@ -68,11 +69,14 @@ def of_capture(error: BaseException) -> Diagnostic:
             subject=cause.name.rpartition(".")[0] or None,
         )
     at, (message, way_out) = _raised_at(cause), _told(cause, quoted(name)) or _raised(cause, quoted(name))
+    written = error.written if isinstance(error, BodyError) else ()
+    names = ", ".join(f"`{held}`" for held in written[:_SHOWN_NAMES])
+    notes = (f"in {quoted(name)}, at {at}",) if at else ()
     return Diagnostic(
         code="TP110",
         message=message,
         help=way_out,
-        notes=(f"in {quoted(name)}, at {at}",) if at else (),
+        notes=(*notes, f"before that it had changed {names}, which a proof puts back") if written else notes,
         subject=name or None,
     )
 
@@ -133,6 +137,8 @@ def models_own(error: BaseException | None) -> Exception | None:
     while error is not None and not isinstance(error, CompileError):
         error = error.__cause__
     cause = None if error is None else error.__cause__
+    if isinstance(cause, BodyError) and cause.written:
+        return None  # whoever catches it would go on with another state than unsharded
     cause = cause.__cause__ if isinstance(cause, BodyError) else cause
     if not isinstance(cause, Exception) or isinstance(cause, (ReplacedModuleError, StateError, TpplanError)):
         return None

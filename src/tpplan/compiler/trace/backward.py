@@ -12,8 +12,9 @@ the trace, so that the trace keeps the operations that make them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from tpplan.compiler.trace.noted import NotedFunction, NotedHook, UnrecordedErro
 from tpplan.compiler.trace.recorder import Recorder
 
 Call = tuple[str, int]
-_SMALL = 64
 _REENTRANT = "the backward of an activation checkpoint with `use_reentrant=True`"
 
 
@@ -139,22 +139,36 @@ class _Writer:
         """
         recorder = self.recorder
         known, hooks = set(recorder.functions), len(recorder.hooks)
-        inputs: list[Any] = list(node.inputs)
-        for place, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
-            inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)
         try:
-            with recorder.aside(), torch.enable_grad():
-                made = node.run_function(*inputs)
-                for item in made if isinstance(made, tuple) else (made,):  # pyright: ignore[reportUnknownVariableType]
-                    if isinstance(item, Tensor):
-                        recorder.value_of(item)
+            forward, again = (self._ran_again(node, recording) for recording in (False, True))
         except Exception as error:  # whatever it raises when it runs again
             return f"what it calls can't run again: {_first_line(error)}"
+        if forward[0] != again[0] or forward[1] is not again[1]:
+            return "what it calls computes something else with gradients, as the backward runs it, than without"
         inner: list[Any] = [noted.node for key, noted in recorder.functions.items() if key not in known]
         if len(recorder.hooks) > hooks or not all(map(is_reentrant_checkpoint, inner)):
             return "it hides functions or hooks that take part in the backward"
         reasons: list[str] = [self._hidden(node) for node in inner]
         return next(filter(None, reasons), "")
+
+    def _ran_again(self, node: Any, recording: bool) -> tuple[tuple[int, ...], BackwardGraph]:
+        """What a reentrant checkpoint calls, with or without gradients, as a record."""
+        recorder, first = self.recorder, len(self.recorder.values)
+        inputs: list[Any] = list(node.inputs)
+        arriving: list[int] = []
+        with Unwatched():
+            for place, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
+                inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)
+                arriving.append(recorder.new_value(inputs[place], tensor.requires_grad))
+        with recorder.aside() as aside, torch.set_grad_enabled(recording):
+            made = node.run_function(*inputs)
+            returned: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)  # pyright: ignore
+            results = [recorder.value_of(item) if isinstance(item, Tensor) else None for item in returned]
+        outside: dict[int, int] = {}
+        body = list(_flattened(aside.body, outside))
+        return self._graph(
+            first, tuple(arriving), tuple(None if v is None else outside.get(v, v) for v in results), body
+        )
 
     def hook(self, noted: NotedHook) -> ForeignBackward:
         outputs = tuple(value for value in noted.outputs if value is not None)
@@ -255,6 +269,17 @@ def _tensor_or_none(item: object) -> Tensor | None:
     raise UnrecordedError(f"it returns a {type(item).__name__} for a gradient")
 
 
+def _flattened(nodes: Sequence[Operation | Frame], outside: dict[int, int]) -> Iterator[Operation]:
+    """The operations of a body and of modules that it calls; `outside` takes what values at their edges stand for."""
+    for node in nodes:
+        if isinstance(node, Operation):
+            yield _renumbered(node, outside)
+            continue
+        outside |= {crossing.target: outside.get(crossing.source, crossing.source) for crossing in node.entries}
+        yield from _flattened(node.body, outside)
+        outside |= {crossing.target: outside.get(crossing.source, crossing.source) for crossing in node.exits}
+
+
 def _needed(body: list[Operation], live: set[int]) -> list[Operation]:
     """Without what no result depends on, such as what a hook prints."""
     kept: list[Operation] = []
@@ -266,10 +291,15 @@ def _needed(body: list[Operation], live: set[int]) -> list[Operation]:
     return kept[::-1]
 
 
-def _renumbered(node: Operation, numbers: dict[int, int]) -> Operation:
+def _renumbered(node: Operation, numbers: Mapping[int, int]) -> Operation:
+    """With other numbers for values; those that `numbers` lacks stay."""
+
+    def number(value: int) -> int:
+        return numbers.get(value, value)
+
     def refer(argument: Any) -> Any:
         if isinstance(argument, Reference):
-            return Reference(numbers[argument.identifier])
+            return Reference(number(argument.identifier))
         if isinstance(argument, tuple):
             return tuple(refer(item) for item in argument)  # pyright: ignore
         return argument
@@ -278,18 +308,16 @@ def _renumbered(node: Operation, numbers: dict[int, int]) -> Operation:
         node.target,
         tuple(refer(argument) for argument in node.arguments),
         {name: refer(argument) for name, argument in node.keywords.items()},
-        tuple(numbers[value] for value in node.inputs),
-        tuple(None if value is None else numbers[value] for value in node.outputs),
-        tuple(numbers[value] for value in node.overwritten),
+        tuple(map(number, node.inputs)),
+        tuple(None if value is None else number(value) for value in node.outputs),
+        tuple(map(number, node.overwritten)),
         node.location,
     )
 
 
 def _value_key(value: Value) -> object:
     numbers = value.numbers
-    shown: object = None
-    if numbers is not None:
-        shown = str(numbers.tolist()) if numbers.numel() <= _SMALL else id(numbers)  # pyright: ignore
+    shown = None if numbers is None else blake2b(numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
     sizes = tuple(map(expression_of, value.shape)), tuple(map(expression_of, value.stride))
     return (*sizes, value.dtype, shown)
 

@@ -94,14 +94,16 @@ class BodyError(Exception):
     Attributes:
         root: what was recorded until then; calls that were open have no exits.
         frame: the innermost call that was open.
+        written: what the model had changed of its state by then, by name.
         side: the branch on data of which each call that takes this side raises; None if it has nothing to do with one.
     """
 
-    def __init__(self, root: Frame, frame: Frame) -> None:
+    def __init__(self, root: Frame, frame: Frame, written: Sequence[str] = ()) -> None:
         """Remember the record so far."""
         super().__init__(frame.module)
         self.root = root
         self.frame = frame
+        self.written = written
         self.side: Location | None = None
 
 
@@ -294,7 +296,11 @@ def _record(
         if state.failed is None:  # raised before any forward ran: by a hook, or for the arguments
             raise
         (root,) = (node for node in outer.body if isinstance(node, Frame))
-        raise BodyError(root, state.failed) from error
+        standing = slots_of(skeleton.model, around) if state.leaves else {}
+        made = (name for name, tensor in _tensors_of(skeleton.model, standing) if id(tensor) not in before)
+        put = (names[0] for tensor, names in skeleton.buffers if recorder.held_value(tensor) not in buffers)
+        written = tuple(dict.fromkeys((*changes(numbers, told(standing)), *made, *put)))
+        raise BodyError(root, state.failed, written) from error
     if recorder.unreadable:
         _refuse_swallowed(recorder, outer)
     (root,) = (node for node in outer.body if isinstance(node, Frame))

@@ -21,7 +21,7 @@ import sysconfig
 import threading
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from operator import is_
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import global_hooks, hooks_of, named_modules, random_state, set_random_state
 from tpplan.compiler.ir.hidden import hidden_tensors, holds_only
-from tpplan.state.parts import slots_of
+from tpplan.state.parts import functions_in, names_in, slots_of
 
 Cache = Any  # functools has no public name for what `lru_cache` makes
 _CACHE: Any = type(functools.lru_cache(lambda: None))
@@ -254,23 +254,55 @@ def _spaces(kinds: set[type], model: nn.Module) -> Iterator[tuple[str, Space]]:
     hooks = [*global_hooks(), *(hook for _, module in named_modules(model) for hook in hooks_of(module))]
     held = [h for _, module in named_modules(model) for h in vars(module).values() if type(h) is FunctionType]
     waiting += [_home(function) for function in (*held, *hooks)]
-    seen: set[str] = set()
-    while waiting:
+    seen: dict[str, ModuleType] = {}
+    inner: set[str] = set()
+    while waiting or (waiting := [*_asked_for(inner, [*kinds, *held, *hooks], seen)]):
         name = waiting.pop()
+        inner.discard(name)
         module = sys.modules.get(name)
         if name in seen or module is None or name.partition(".")[0] in _OURS:
             continue
-        seen.add(name)
+        seen[name] = module
         yield name, Space(module)
         own = is_users(name)
-        for held in list(vars(module).values()):
-            home: str | None = held.__name__ if isinstance(held, ModuleType) else getattr(held, "__module__", None)
-            if home in seen or not isinstance(held, (FunctionType, type, ModuleType, _CACHE)):
+        for leaf, item in list(vars(module).items()):
+            home: str | None = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", None)
+            if home is None or home in seen or not isinstance(item, (FunctionType, type, ModuleType, _CACHE)):
                 continue
-            near = str(home).partition(".")[0] in packages and not isinstance(held, type)
-            asked = own and not isinstance(held, type) and str(home).partition(".")[0] not in sys.stdlib_module_names
-            if near or asked or is_users(home):
-                waiting.append(str(home))
+            near = home.partition(".")[0] in packages and not isinstance(item, type)
+            outside = home.partition(".")[0] not in sys.stdlib_module_names
+            if near or (own and not isinstance(item, type) and outside) or is_users(home):
+                (inner.add if home == f"{name}.{leaf}" else waiting.append)(home)
+
+
+def _asked_for(inner: Collection[str], called: Iterable[Any], files: Mapping[str, ModuleType]) -> Iterator[str]:
+    """Of the files of packages, which name all that were ever imported, those that code here may ask for.
+
+    Args:
+        inner: their names.
+        called: functions and classes.
+        files: those whose functions and classes may be called, too.
+    """
+    if inner:
+        written = (
+            item
+            for name, file in files.items()
+            for item in list(vars(file).values())
+            if getattr(item, "__module__", None) == name
+        )
+        asked = frozenset[str]().union(*map(_named_by, (*called, *written)))
+        yield from (name for name in inner if name.rpartition(".")[2] in asked)
+
+
+def _named_by(held: Any) -> frozenset[str]:
+    """The names by which a function, or those of a class, may ask for the files of a package."""
+    while isinstance(held, functools.partial):
+        held = held.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    items = [*vars(held).values()] if isinstance(held, type) else [held]
+    named = [names_in(function.__code__) for item in items for function in functions_in(item)]
+    return frozenset[str]().union(
+        *(names.attributes for names in named), *(name.split(".") for names in named for _, name in names.imports)
+    )
 
 
 def _home(function: Any) -> str:

@@ -14,7 +14,8 @@ RUNNING_CODES: Final[tuple[Entry, ...]] = (
         summary="An activation checkpoint can't tell which program its call ran by.",
         explanation="""
 Calls of different kinds may run by different programs. An activation checkpoint recomputes by that of its own call,
-which is remembered for some thousand changes from one kind to another, and for calls of one thread.
+which is remembered for some thousand changes from one kind to another, and for calls of one thread. The model has to
+be in the state of the call still: the forward once more with another setting was never proved.
 """,
         bad="""
 kept = [model(batch) for batch in batches]          # 5000 of them, each followed by a call of another kind
