@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import types
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -96,3 +98,24 @@ def test_a_capture_writes_to_nothing_that_is_the_user_s() -> None:
     model.next = (n for n in range(9))
     tpplan.compile_plan(model, {"version": 1, "modules": RULES}, tp=2, inputs=(torch.randn(2, 6, 16),))
     assert kept["own"].count == 0 and list(kept["listed"][1]) == [1] and next(model.next) == 0
+
+
+def taken(held: Any, _: Tensor) -> None:
+    """A turn with what is put and taken, or entered and left; or nothing."""
+    if hasattr(held, "put"):
+        held.put(1)
+        held.get()
+    elif hasattr(held, "__enter__") and not hasattr(held, "submit"):
+        with held:
+            pass
+
+
+@pytest.mark.parametrize(
+    "made",
+    [threading.Semaphore, threading.Condition, threading.Event, queue.Queue, queue.PriorityQueue, ThreadPoolExecutor],
+)
+def test_what_has_a_lock_in_it_is_copied_or_shared_as_a_whole(made: Callable[[], Any]) -> None:
+    model = Keeps(made(), taken)
+    for _ in range(2):
+        tpplan.compile_plan(model, {"version": 1, "modules": RULES}, tp=2, inputs=(torch.randn(2, 6, 16),))
+        taken(model.kept, torch.zeros(()))

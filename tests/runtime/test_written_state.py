@@ -276,3 +276,20 @@ def test_objects_that_refer_to_each_other_are_read_once() -> None:
 
     torch.manual_seed(0)
     assert max(worst(OfRing().double(), PLAN, 2, call(), [call(), change, call(), call()])) < TOLERANCE
+
+
+class GivenRing(Body):
+    def forward(self, x: Tensor, ring: Ring) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.down(chosen(ring.others[3].number, self.up(x)) * vars(ring)["tensor"])
+
+
+def test_arguments_that_refer_to_each_other_are_read_once() -> None:
+    def given(number: int) -> Call:
+        ring: Any = Ring(12)
+        ring.others[3].number, ring.tensor = number, torch.full((16,), 2.0, dtype=torch.float64)
+        for held in ring.others:
+            vars(held).update({f"next_{at}": other for at, other in enumerate(held.others)})
+        return (*call()[0], ring), {}
+
+    torch.manual_seed(0)
+    assert max(worst(GivenRing().double(), PLAN, 2, given(0), [given(0), given(1), given(0)])) < TOLERANCE

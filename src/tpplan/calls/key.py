@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tpplan.compiler.cover import LEAST_LENGTH
 from tpplan.compiler.ir.objects import is_opaque
-from tpplan.compiler.ir.pytree import children, is_record, shows_its_state
+from tpplan.compiler.ir.pytree import children, has_own_state, is_record, shows_its_state
 from tpplan.compiler.trace.capture import argument_names
 from tpplan.state.content import DEEPEST, Identity, Reader, leaf, plain
 from tpplan.state.parts import PLAIN, Bytes, UnseenError, class_data, parts
@@ -131,7 +131,7 @@ class _Seen:
         self.tensors: list[int] = []
         self._lengths: list[int] = []
         self._open: list[int] = []
-        self._again: dict[int, tuple[int, object]] = {}  # the objects without tensors that were read, by number
+        self._again: dict[int, tuple[int, object]] = {}  # by number; of containers those without tensors
 
     def all_sizes(self) -> tuple[object, ...]:
         """The sizes of all tensors, then the lengths that objects note, each with how often it comes in a row."""
@@ -176,7 +176,7 @@ class _Seen:
             content = self._read_further(kind, held)
         finally:
             open_.pop()
-        if kind is not tuple and counted == len(self.tensors) + len(self._lengths):
+        if kind is not tuple and (has_own_state(kind) or counted == len(self.tensors) + len(self._lengths)):
             self._again[id(held)] = len(self._again), held
         return content
 

@@ -218,16 +218,24 @@ class Walk:
 
 
 def leaves(held: Any, path: Path = (), objects: bool = False) -> Iterator[tuple[Path, Any]]:
-    """What nested containers hold, in order, with its path; also what objects hold if these are to be looked into."""
+    """What nested containers hold, in order, with its path; also what objects hold if these are to be looked into.
+
+    What an object holds comes once, by the first path to it: objects may all refer to each other.
+    """
     found: list[tuple[Path, Any]] = []
     waiting: list[tuple[Path, Any, frozenset[int]]] = [(path, held, frozenset())]
+    seen: set[int] = set()
     while waiting:
         at, item, outer = waiting.pop()
+        if id(item) in seen:
+            continue
         inner = None if id(item) in outer else children(item, objects=objects)
         if inner is None:
             found.append((at, item))
-        else:
-            waiting += [((*at, key), child, outer | {id(item)}) for key, child in reversed(inner)]
+            continue
+        if objects and has_own_state(cast("type[Any]", type(item))):
+            seen.add(id(item))
+        waiting += [((*at, key), child, outer | {id(item)}) for key, child in reversed(inner)]
     return iter(found)
 
 

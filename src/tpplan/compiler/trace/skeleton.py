@@ -132,9 +132,12 @@ def _duplicate(held: Any, memo: dict[int, Any]) -> object:
         copied = memo[id(held)] = dict[Any, Any]()
         copied.update((_duplicate(key, memo), _duplicate(item, memo)) for key, item in held.items())  # pyright: ignore
         return copied
+    known = len(memo)
     try:
         return copy.deepcopy(held, memo)
     except Exception:  # it is or has a lock, an open file: both share that
+        while len(memo) > known:
+            memo.popitem()  # half a copy
         return _duplicate_around(held, memo)
 
 
