@@ -197,24 +197,32 @@ def to_softmax(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.softmax(-1)
 
 
-@pytest.mark.sweep
-def test_a_hook_that_a_forward_registers_is_registered_once() -> None:
+@pytest.mark.parametrize(("plan", "recorded"), [("llama", True), ("llama-sequence", False)])
+def test_a_hook_that_a_forward_registers_is_registered_once(plan: str, recorded: bool) -> None:
     """transformers registers hooks at the first call that asks for attentions, and notes that in an attribute.
 
-    Both are the forward's doing, so that each proof begins without them.
+    Later calls are proved with both.
     """
     pytest.importorskip("transformers")
     stock, example = tiny("llama")
     stock.config._attn_implementation = "eager"
     ids = tokens(2, 8)
     asked: list[dict[str, Any]] = [{}, {"use_cache": False}, {"attention_mask": torch.ones_like(ids)}]
-    calls: list[dict[str, Any]] = [{"input_ids": ids, "output_attentions": True, **more} for more in asked]
-    expected = [copy.deepcopy(stock)(**call).attentions for call in calls]
+    wanted = {"output_attentions": True, "output_hidden_states": True}
+    calls: list[dict[str, Any]] = [{"input_ids": ids, **wanted, **more} for more in asked]
+
+    def shown(model: nn.Module, call: dict[str, Any], record: bool) -> list[Tensor]:
+        with torch.set_grad_enabled(record):
+            result = model(**call)
+        return [held.detach() for held in (*result.attentions, *result.hidden_states)]
+
+    expected = [shown(copy.deepcopy(stock), call, True) for call in calls]
 
     def work(own: nn.Module, _: CallGuard) -> list[Any]:
-        return [own.eval()(**call).attentions for call in calls]
+        own.eval()
+        return [shown(own, call, recorded if number < 2 else not recorded) for number, call in enumerate(calls)]
 
-    for found in on_ranks(stock, "plans/llama.yaml", 2, ((), example), work):
+    for found in on_ranks(stock, f"plans/{plan}.yaml", 2, ((), example), work):
         for ours, theirs in zip(found, expected, strict=True):
             assert len(ours) == len(theirs) and all(map(torch.allclose, ours, theirs))
 

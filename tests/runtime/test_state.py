@@ -416,3 +416,30 @@ def test_a_refusal_names_the_place_and_both_values() -> None:
     model = stock(Refuses, {"deep": {"scale": 2}}, lambda held: False)
     for text in on_ranks(model, MLP, 2, EXAMPLE, work):
         assert "`held['deep']['scale']` was 2 in the proof and is 3 now" in text, text
+
+
+def test_a_cache_of_which_a_call_reads_a_part_only_may_come_under_another_name() -> None:
+    """`past_key_values` for `cache`: what the decoder has of the encoder's keys isn't written to again."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads"), 4
+    )
+    config = transformers.BartConfig(
+        d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=24, max_position_embeddings=32, **sizes
+    )
+    model = stock(lambda: transformers.BartForConditionalGeneration(config)).eval()
+    ids = torch.arange(4, 16)[None]
+    example = {"input_ids": ids, "decoder_input_ids": ids[:, :6]}
+
+    def work(own: Any, _: Any = None) -> Tensor:
+        with torch.no_grad():
+            found = own(input_ids=ids, decoder_input_ids=ids[:, :3], use_cache=True)
+            cache, shown = found.past_key_values, [found.logits]
+            for number in (3, 4):
+                step = {"input_ids": ids, "decoder_input_ids": ids[:, number : number + 1], "past_key_values": cache}
+                shown.append(own(**step, use_cache=True).logits)
+        return torch.cat(shown, 1)
+
+    expected = work(copy.deepcopy(model))
+    for found in on_ranks(model, "plans/bart.yaml", 2, ((), example), work):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)

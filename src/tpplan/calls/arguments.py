@@ -18,7 +18,7 @@ from torch import Tensor
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
 from tpplan.compiler.ir.objects import PLAIN, is_object, is_opaque, note_alike
 from tpplan.compiler.ir.program import LeftTensor, Program
-from tpplan.compiler.ir.pytree import children, has_own_state, tensors_in, with_items
+from tpplan.compiler.ir.pytree import children, has_own_state, tensors_in, tensors_of, with_items
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
 from tpplan.parity.tree import Path
 
@@ -266,6 +266,16 @@ class Left:
         finding = next((d for d in program.diagnostics if d.code == "TP125"), None)
         if new and not told and finding is not None:
             warnings.warn(finding.text, stacklevel=2)
+
+    def take(self, guess: Parts, arguments: tuple[Any, ...], keywords: dict[str, Any], names: Sequence[str]) -> None:
+        """Remember a guess that was proved: the call may only read what it is about, and leave nothing there."""
+        shapes = {path: tuple(tensor.shape) for path, tensor in tensors_of(arguments, keywords, names)}
+        self._known |= {
+            path: LeftTensor(path, guess.wholes.get(path, shapes[path]), layout)
+            for path, layout in guess.items()
+            if path not in self._known
+        }
+        self._lay_out()
 
     def _lay_out(self) -> None:
         """Lay the places out by the steps of their paths."""

@@ -570,6 +570,7 @@ class CallGuard:
                 self._prove(call._replace(parts=guess.beside(call.parts)))
             except (UnprovedCallError, UnevenShardError):
                 continue
+            self._left.take(guess, call.arguments, call.keywords, self._names)
             return True
         return False
 

@@ -312,13 +312,11 @@ class Held:
             except UnseenError as error:
                 raise UnseenError(f"`{self._shown(place)}` is or holds {error}") from None
 
-    def _places(self) -> Iterator[Place]:
+    @_apart()
+    def _places(self) -> list[Place]:
         """All that bodies read."""
-        for module in self._names:
-            for name in self._named(module):
-                if self._is_read(name):
-                    yield Place(module, name)
-        yield from self._around()
+        named = [Place(module, name) for module in self._names for name in self._named(module) if self._is_read(name)]
+        return [*named, *self._around()]
 
     def _around(self) -> Iterator[Place]:
         """Those of functions and of classes, and of parameters on which something was set."""

@@ -33,10 +33,8 @@ class Hooks:
         Args:
             model: the sharded model.
             twins: for each of its modules that of the skeleton.
-            writes: has the hooks that forwards register, as those of proofs do so as well, and what is known of hooks
-                of all modules.
+            writes: has what is known of hooks of all modules.
         """
-        self._hooked = writes.hooked
         self._onlookers = writes.onlookers
         self._twins = twins
         self._root = model
@@ -67,13 +65,9 @@ class Hooks:
         return [(hook, hook in known) for hook in found if hook in known or (is_users(hook) and may_return(hook))]
 
     def _registered_on(self, module: nn.Module) -> Registered:
-        """The tables and names of a module's hooks that aren't torch's own, nor those of forwards."""
+        """The tables and names of a module's hooks that aren't torch's own."""
         return tuple(
-            (name, key)
-            for name, table in hook_tables(module).items()
-            if table
-            for key in table
-            if (module, key) not in self._hooked and is_users(table[key])
+            (name, key) for name, table in hook_tables(module).items() if table for key in table if is_users(table[key])
         )
 
     def _differs(self, module: nn.Module) -> bool:

@@ -67,7 +67,6 @@ class Writes:
         noted: modules with the names that were set in them outside of forwards.
         modes: whether a module's `training` was.
         inside: the same of forwards: what a body writes is a matter of its proof.
-        hooked: the hooks that forwards registered, by module and number.
         outside: how values lie around a module, for those who look at them.
         local: the attributes that hold what this rank counts, with that.
         cut: the parameters that FSDP cuts further, by module and name; each with those that it handles together.
@@ -84,7 +83,6 @@ class Writes:
         self.noted: set[tuple[nn.Module, str]] = set()
         self.modes = False
         self.inside: set[tuple[nn.Module, str]] = set()
-        self.hooked: set[tuple[nn.Module, int]] = set()
         self.local: dict[tuple[nn.Module, str], Any] = {}
         self.cut: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
         self.dropped: tuple[nn.Module | None, str, nn.Parameter | None] = (None, "", None)
@@ -109,7 +107,7 @@ class Writes:
         if self._paused:
             return
         self.compiled |= name == COMPILED_CALL
-        if self.forwards:
+        if self.forwards and name != HOOKS:
             self.inside.add((module, name))
         elif name == "training":
             self.modes = True
@@ -208,8 +206,6 @@ def _noted(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
     writes: Writes | None = module.__dict__.get(WRITES)
     if writes is not None:
         writes.note(module, HOOKS)
-        if writes.forwards:
-            writes.hooked.add((module, handle.id))
     return handle
 
 
