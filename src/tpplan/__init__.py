@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from tpplan.runtime.lockstep import WatchError
     from tpplan.runtime.observe import ObserveError, observe
     from tpplan.runtime.onlookers import ChangedByToolError, ChangingHookError
-    from tpplan.runtime.packed import StateError
     from tpplan.runtime.randomness import RandomnessError
     from tpplan.runtime.recent import RecomputeError
     from tpplan.runtime.reshard import SecondDerivativeError, TailError, UnevenShardError
+    from tpplan.runtime.sharded import StateError
     from tpplan.runtime.standalone import AloneError
     from tpplan.training.sharding import TrainingError
 

@@ -28,7 +28,6 @@ from tpplan.runtime.agreement import agree
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lockstep import ranks_of
 from tpplan.runtime.lower import lower, wrap_around
-from tpplan.runtime.numbers import take_whole_numbers, write_whole_numbers
 from tpplan.runtime.replicas import follow_wrappers
 from tpplan.runtime.stepping import step_on_parts
 from tpplan.runtime.wrapped import bare
@@ -178,8 +177,6 @@ def _parallelize(
         wrap_around(model, inner.name)
     follow_wrappers()
     step_on_parts()
-    take_whole_numbers()
-    write_whole_numbers(over.device_type)
 
 
 def plan_name(model: nn.Module) -> str:

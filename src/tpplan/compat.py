@@ -7,7 +7,6 @@ typed function. Checked on the torch versions that pyproject.toml admits.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import sys
@@ -78,7 +77,6 @@ __all__ = [
     "PythonNode",
     "RecordingMode",
     "SizeSymbols",
-    "StateTensor",
     "TorchDispatchMode",
     "Unwatched",
     "active_compiler",
@@ -92,7 +90,6 @@ __all__ = [
     "computed_weights",
     "copy_all",
     "copy_hook",
-    "copy_without_gradients",
     "count_as_compiled",
     "derive_class",
     "enable_python_dispatcher",
@@ -105,11 +102,10 @@ __all__ = [
     "given_expression",
     "global_hook_tables",
     "global_hooks",
+    "gradient_of",
     "graph_break",
     "group_all_gather",
     "group_reduce_scatter",
-    "handle_operator",
-    "handler_of",
     "has_gradient_hooks",
     "hint_of",
     "hook_tables",
@@ -129,7 +125,6 @@ __all__ = [
     "is_reentrant_checkpoint",
     "is_registered_container",
     "is_traced",
-    "let_data_be_set",
     "lie_alike",
     "like_distributed",
     "local_of",
@@ -137,6 +132,8 @@ __all__ = [
     "made_dtensor",
     "made_wrapper",
     "make_gradient",
+    "name_of",
+    "name_tensor",
     "named_modules",
     "native_apply",
     "new_distributed_tensor",
@@ -159,6 +156,7 @@ __all__ = [
     "replicas_without_mesh",
     "replicates_implicitly",
     "run_as_written",
+    "run_by_dtensor",
     "runs_as_written",
     "runs_backward",
     "schema_argument_names",
@@ -169,7 +167,6 @@ __all__ = [
     "set_compiler",
     "set_random_state",
     "skip_frame",
-    "state_tensor",
     "storage_key",
     "takes_apart",
     "takes_device",
@@ -184,6 +181,7 @@ __all__ = [
     "without_dispatch_modes",
     "without_function_modes",
     "without_packing",
+    "wrapper_like",
 ]
 
 COMPOSED = frozenset((STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
@@ -849,27 +847,6 @@ def like_distributed(local: Tensor, like: DTensor) -> DTensor:
     return made_dtensor(DTensor, local, like.device_mesh, like.placements, like.shape)
 
 
-class _ArrivingGradient(DTensor):
-    """A gradient on its way to its parameter.
-
-    Where autograd puts it into `.grad` it detaches it, and has a DTensor like any other from then on. DTensor's own
-    dispatch takes twice as long for that, and several times as long where autograd adds it to what is in `.grad`.
-    """
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is _DETACH:
-            return new_distributed_tensor(args[0]._local_tensor.detach(), args[0])
-        if func is _ADD_ and not kwargs and _accumulates(DTensor, *args):
-            return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return new_distributed_tensor(self._local_tensor, self).__reduce_ex__(protocol)  # pyright: ignore
-
-
 def _accumulates(kind: type[DTensor], gradient: Any, arrived: Any) -> bool:
     """Add what arrived to a gradient of class `kind`, part by part, if the two lie alike."""
     if type(gradient) is not kind or not isinstance(arrived, DTensor):
@@ -882,84 +859,7 @@ def _accumulates(kind: type[DTensor], gradient: Any, arrived: Any) -> bool:
 
 def new_gradient(local: Tensor, like: DTensor) -> DTensor:
     """The gradient of the parameter `like`, as `new_distributed_tensor` makes it, to be returned from a backward."""
-    if isinstance(like, OwnTensor):
-        return like.like(local)
-    return DTensor.__new__(_ArrivingGradient, local, like._spec, requires_grad=False)  # pyright: ignore
-
-
-class StateTensor(DTensor):
-    """A DTensor in a state dict: a plain tensor, as of a stock model that loads it, can be filled from it.
-
-    That gathers the whole, so that all ranks have to. Everything else is DTensor's.
-    """
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default and not isinstance(args[0], DTensor):
-            return func(args[0], _plain(args[1]).full_tensor(), *args[2:], **(kwargs or {}))
-        if func is torch.ops.aten.detach.default:
-            return state_tensor(args[0])
-        return super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return state_tensor(copy.deepcopy(_plain(self), memo))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = _plain(self)
-        return plain.__reduce_ex__(protocol)
-
-
-def state_tensor(tensor: DTensor) -> DTensor:
-    """The same memory, as a state dict has it."""
-    return DTensor.__new__(StateTensor, tensor._local_tensor.detach(), tensor._spec, requires_grad=False)  # pyright: ignore
-
-
-def _plain(tensor: DTensor) -> DTensor:
-    return new_distributed_tensor(local_of(tensor), tensor)
-
-
-def handle_operator(
-    operator: OpOverload, handler: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-) -> None:
-    """Let DTensor run `operator` by `handler`, as it has handlers of its own for some."""
-    DTensor._op_dispatcher._custom_op_handlers[operator] = handler  # pyright: ignore
-
-
-def handler_of(operator: OpOverload) -> Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]:
-    """What DTensor runs `operator` by."""
-    return DTensor._op_dispatcher._custom_op_handlers[operator]  # pyright: ignore
-
-
-@functools.cache
-def let_data_be_set() -> None:
-    """From now on let `tensor.data = other` reach the numbers of a DTensor; torch sets only what is around these."""
-    stock: Any = torch._C.TensorBase.data
-
-    def put(tensor: DTensor, value: Tensor) -> None:
-        if isinstance(value, DTensor) and value.placements != tensor.placements:
-            with torch.no_grad():
-                value = value.redistribute(tensor.device_mesh, tensor.placements)
-        stock.__set__(tensor, value)
-        if isinstance(value, DTensor):
-            tensor._local_tensor, tensor._spec = value._local_tensor.detach(), value._spec  # pyright: ignore
-
-    DTensor.data = property(lambda tensor: stock.__get__(tensor), put)  # pyright: ignore
-
-
-@functools.cache
-def copy_without_gradients() -> None:
-    """From now on let copies of DTensors that are parameters have no gradient, as copies of other parameters."""
-    stock = cast("Any", DTensor).__deepcopy__
-
-    def copied(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
-        made: DTensor = stock(tensor, memo)
-        if isinstance(tensor, torch.nn.Parameter):
-            made.grad = None
-        return made
-
-    DTensor.__deepcopy__ = copied  # pyright: ignore
+    return like.like(local) if isinstance(like, OwnTensor) else new_distributed_tensor(local, like)
 
 
 _SHAPES_ALONE = frozenset(("_forward_metadata_inference", "_shape_inference"))
@@ -1378,6 +1278,10 @@ class OwnPlacement(Partial):
         """This rank's part."""
         raise NotImplementedError
 
+    def adopt(self, tensor: DTensor, axis: int) -> None:
+        """Give a DTensor that has this placement on `axis` the class that its operations need."""
+        raise NotImplementedError
+
     def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         return self.gathered(tensor, mesh, mesh_dim)
 
@@ -1400,7 +1304,7 @@ class OwnTensor(DTensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DETACH:
+        if func is _DETACH and isinstance(args[0], OwnTensor):
             return args[0].like(local_of(args[0]).detach())
         if func is _ADD_ and not kwargs and _accumulates(cls, *args):
             return args[0]
@@ -1416,30 +1320,88 @@ class OwnTensor(DTensor):
         """The same object, of this class if it is a DTensor that lost it on its way through torch's code."""
         raise NotImplementedError
 
+    def taken(self, value: Any) -> Any:
+        """What lies as this tensor does, of the whole's numbers or of a part's; `value` if it is neither."""
+        raise NotImplementedError
+
     def like(self, local: Tensor) -> Any:
         """A tensor of this class and geometry around `local`, whose dtype it has; no autograd, no communication."""
         spec = self._spec  # pyright: ignore
         meta: Any = spec.tensor_meta
         if meta.dtype != local.dtype:
+            known = spec.__dict__.get("tpplan_name")
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
+            spec.__dict__["tpplan_name"] = known
         return DTensor.__new__(type(self), local, spec, requires_grad=False)  # pyright: ignore
 
-    # What arrives at a parameter from FSDP, or through `to_local`, is a plain DTensor.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = cast("Any", super()).__deepcopy__(memo)
+        if isinstance(self, torch.nn.Parameter):
+            made.grad = None
+        return made
+
+    # What arrives at a parameter from FSDP, or from operations on whole tensors, is laid out as the parameter is.
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore
         """The gradient."""
-        return self.adopted(_GRADIENT.__get__(self))
+        held = _GRADIENT.__get__(self)
+        if held is None or type(held) is type(self):
+            return held
+        taken = self.taken(held)
+        if taken is not held:
+            _GRADIENT.__set__(self, taken)
+        return taken
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _GRADIENT.__set__(self, self.adopted(gradient))
+        _GRADIENT.__set__(self, self.taken(gradient))
 
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore
         _GRADIENT.__delete__(self)
 
+    @property
+    def data(self) -> Any:  # pyright: ignore
+        """The same numbers, outside of autograd; what it is set to is cut, where it is a whole."""
+        return _DATA.__get__(self)
 
+    @data.setter
+    def data(self, value: Any) -> None:
+        value = self.taken(value)
+        _DATA.__set__(self, value)
+        if isinstance(value, DTensor):
+            self._local_tensor, self._spec = value._local_tensor.detach(), value._spec  # pyright: ignore
+
+
+_DATA: Any = torch._C.TensorBase.data
 _GRADIENT: Any = Tensor.grad
+
+
+def run_by_dtensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation as DTensor's class does, whatever class of DTensor its arguments are of."""
+    return DTensor._op_dispatcher.dispatch(operator, args, kwargs)  # pyright: ignore
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """`parameter.grad`; of one that lies as its parameter without a call of Python's."""
+    held = _GRADIENT.__get__(parameter)
+    return held if held is None or type(held) is type(parameter) else parameter.grad
+
+
+def name_tensor(tensor: DTensor, name: str) -> None:
+    """Let a DTensor, and what has its geometry and dtype, be known by a name."""
+    tensor._spec.__dict__["tpplan_name"] = name  # pyright: ignore
+
+
+def name_of(tensor: DTensor) -> str | None:
+    """The name by which a DTensor, or that of which it has the geometry, is known."""
+    return tensor._spec.__dict__.get("tpplan_name")  # pyright: ignore
+
+
+def wrapper_like(kind: type[Any], shown: Tensor, device: torch.device) -> Any:
+    """A tensor of class `kind` without memory, of the geometry of `shown`, on `device`."""
+    geometry = {"strides": shown.stride(), "storage_offset": shown.storage_offset(), "dtype": shown.dtype}
+    return Tensor._make_wrapper_subclass(kind, shown.shape, device=device, **geometry)  # pyright: ignore
 
 
 def placed_anew(tensor: DTensor, kind: type[DTensor], placements: Sequence[Placement]) -> None:

@@ -60,7 +60,7 @@ ELSEWHERE = {
     "TP130": "runtime/test_changes.py",
     "TP131": "runtime/test_watch.py",
     "TP132": "parity/test_uneven_heads.py",
-    "TP140": "runtime/test_packed.py",
+    "TP140": "runtime/test_holders.py",
     "TP142": "checkpoint/test_save_pretrained.py",
     "TP143": "initialize/test_unknown.py",
     "TP144": "initialize/test_transformers.py",

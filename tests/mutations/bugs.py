@@ -240,7 +240,7 @@ BUGS = (
         "own, owned = pack.owned(ranks, place)", "own, owned = start, length", ("runtime/test_packed.py",)),
     Bug("shared packs of a gradient aren't summed", "runtime/parameters.py",
         "if pack.is_shared:", "if False:", ("parity/test_grouped_projections.py",)),
-    Bug("operands that lie otherwise are taken as parts", "runtime/packed_operations.py",
+    Bug("operands that lie otherwise are taken as parts", "runtime/sharded_operations.py",
         "return owner.part.of(operand.expand(owner.shape))", "return operand", ("runtime/test_packed.py",)),
     # What verify sees.
     Bug("buffers stay as the unsharded run left them", "parity/reference.py",

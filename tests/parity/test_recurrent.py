@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -248,9 +249,8 @@ def _trained(member: Member, kind: str) -> list[float]:
     torch.manual_seed(3)
     stock, x = Tagger(kind, num_layers=2, bidirectional=True, dropout=0.4).double(), example().detach().double()
     model = copy.deepcopy(stock)
-    freed = model.rnn.__dict__[WEIGHTS_LISTED][0]
     model = tpplan.parallelize(model, plan_for(head=BOTH), member.mesh(), (x,))
-    assert all(listed is not freed for listed in model.rnn.__dict__[WEIGHTS_LISTED])
+    assert all(isinstance(listed, DTensor) for listed in model.rnn.__dict__[WEIGHTS_LISTED])
     found: list[float] = []
 
     def run(which: nn.Module) -> Tensor:

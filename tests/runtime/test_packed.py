@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate
 
-import tpplan
 from tpplan.compat import fake_mesh, local_of, made_dtensor
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
-from tpplan.runtime.packed import PackedShard, PackedTensor, StateError, packed_tensor
+from tpplan.runtime.packed import PackedShard, PackedTensor, packed_tensor
 from tpplan.runtime.pieces import part
 
 LAYOUTS = {
@@ -108,23 +107,6 @@ def test_operands_that_lie_otherwise_are_cut_to_parts() -> None:
     assert type(lost) is PackedTensor
     tensor.copy_(torch.ones_like(whole))
     assert bool((local_of(tensor) == 1).all())
-
-
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "a view": lambda t: t.t() if t.dim() == 2 else t.transpose(0, 1),
-    "a slice": lambda t: t[:2],
-    "another shape": lambda t: t.view(-1),
-    "an entry": lambda t: t[0].zero_(),
-    "places": lambda t: t.index_fill_(0, torch.tensor([1]), 0.0),
-    "a plain tensor": lambda t: t + torch.ones(t.shape),
-}
-
-
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_needs_places_in_the_whole_is_refused(how: str) -> None:
-    with pytest.raises(StateError, match="TP140") as caught:
-        REFUSED[how](_made()[0])
-    assert isinstance(caught.value, tpplan.TpplanError)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.checkpoint.files import problem
-from tpplan.runtime.packed import PackedTensor
+from tpplan.runtime.sharded import ShardedTensor
 
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -104,7 +104,7 @@ def entries_of(model: nn.Module) -> list[Entry]:
     distinct: dict[int, Entry] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in distinct:
-            distinct[id(value)] = entry = Entry(name, PackedTensor.adopted(value))
+            distinct[id(value)] = entry = Entry(name, ShardedTensor.adopted(value))
             _refuse_unstorable(entry)
     entries = list(distinct.values())
     missing = [entry.name for entry in entries if entry.tensor.is_meta]

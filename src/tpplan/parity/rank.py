@@ -44,6 +44,8 @@ class RankResult:
 class SimulatedDistributor(MeshDistributor):
     """Cuts a rank's shards as `parallelize` does, for a mesh without a process group."""
 
+    owns = False
+
     def __init__(self, axis: Communicator, mesh: DeviceMesh | None = None) -> None:
         """Cut for `axis`; its ranks hold the same numbers already."""
         super().__init__(mesh or fake_mesh(axis.size, axis.rank), axis, None)

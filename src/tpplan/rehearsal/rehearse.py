@@ -99,6 +99,8 @@ class ShapeCommunicator:
 class _ShapeDistributor(MeshDistributor):
     """Leaves buffers as the skeleton has them: on `meta`, but for single numbers, which bodies may read."""
 
+    owns = False
+
     def place_buffer(self, buffer: Tensor) -> Tensor:
         return buffer
 

@@ -343,7 +343,7 @@ def _alone(
     name: str, module: nn.Module, held: Sequence[Boundary], handed_out: HandedOut, context: CallContext, is_root: bool
 ) -> ModuleRuntime:
     """What happens at a module's boundary if it is called by itself; at the root's, if `generate` calls it."""
-    moves = alone_moves(name, held, handed_out.axis, context)
+    moves = alone_moves(name, isinstance(module, nn.Linear), held, handed_out.axis, context)
     if is_root:
         moves = [(at, _kept_split(at, handed_out.axis) if _splits_classes(at) else move) for at, move in moves]
     return ModuleRuntime(

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import OwnPlacement, foreach_norm, interleaving, local_of
-from tpplan.runtime.packed import PackedTensor
-from tpplan.runtime.packed_operations import owned_elements
+from tpplan.compat import foreach_norm, local_of
+from tpplan.runtime.sharded import ShardedTensor
+from tpplan.runtime.sharded_operations import owned_elements, split_axes
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def clip_grad_norm_(
     """
     order = float(norm_type)
     listed: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients: list[Tensor | None] = [PackedTensor.adopted(parameter.grad) for parameter in listed]
+    gradients: list[Tensor | None] = [ShardedTensor.adopted(parameter.grad) for parameter in listed]
     there = [gradient for gradient in gradients if gradient is not None]
     total: Tensor = cast("Any", torch.linalg).vector_norm(_norms(listed, gradients, order), order)
     if there:
@@ -101,7 +101,7 @@ def _norms(parameters: list[Tensor], gradients: list[Tensor | None], order: floa
 
 def _counted_once(gradient: Tensor | None) -> Tensor | None:
     """The local elements of a gradient that this rank counts; None if there are none."""
-    if isinstance(gradient, PackedTensor):
+    if isinstance(gradient, ShardedTensor):
         local = owned_elements(gradient)
     elif isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
         summed = [Replicate() if p.is_partial() else p for p in gradient.placements]
@@ -124,8 +124,7 @@ def _groups(tensors: list[Tensor]) -> list[tuple[dist.ProcessGroup, list[int]]]:
             continue
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         if (mesh, placements) not in known:
-            splits = [i for i, p in enumerate(placements) if isinstance(p, OwnPlacement) or interleaving(p) is not None]
-            groups = [mesh.get_group(axis) for axis in splits if mesh.size(axis) > 1]
+            groups = [mesh.get_group(axis) for axis in split_axes(tensor)]
             known[mesh, placements] = [named.setdefault(group.group_name, (group, []))[1] for group in groups]
         for places in known[mesh, placements]:
             places.append(place)

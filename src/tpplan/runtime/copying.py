@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpplan.plan import Diagnostic
-from tpplan.runtime.packed import StateError
+from tpplan.runtime.sharded import StateError
 
 
 class HereOnly:

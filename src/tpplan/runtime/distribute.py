@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tpplan.compat import made_dtensor, name_tensor
 from tpplan.compiler.ir.program import ParameterPlacement
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.faults import naming_ranks
 from tpplan.runtime.packed import packed_tensor
 from tpplan.runtime.pieces import Part, narrowed, part
+from tpplan.runtime.sharded import ShardedTensor
 
 BLOCK = 32 * 1024**2
 """How many bytes of a parameter are sent to all ranks at once."""
@@ -22,6 +24,8 @@ BLOCK = 32 * 1024**2
 
 class MeshDistributor:
     """Distributes over the one axis of a device mesh."""
+
+    owns = True
 
     def __init__(self, mesh: DeviceMesh, axis: Communicator, source: dist.ProcessGroup | None) -> None:
         """Cut for `axis`, whose DTensors live on `mesh` (one-dim).
@@ -45,14 +49,9 @@ class MeshDistributor:
             packs = replace(layout, packs=layout.stretches(count))
             distributed: DTensor = packed_tensor(local, self.mesh, packs, placement.shape)
         else:
-            distributed = DTensor.from_local(
-                local,
-                self.mesh,
-                [placement.layout.stored_placement],
-                run_check=False,
-                shape=torch.Size(placement.shape),
-                stride=_contiguous_stride(placement.shape),
-            )
+            stored = [placement.layout.stored_placement]
+            distributed = made_dtensor(ShardedTensor, local, self.mesh, stored, placement.shape)
+        name_tensor(distributed, placement.name)
         return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
 
     def _local(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
@@ -100,12 +99,3 @@ def device_of_mesh(mesh: DeviceMesh) -> torch.device:
         return torch.device(mesh.device_type)
     module = getattr(torch, mesh.device_type)
     return torch.device(mesh.device_type, module.current_device())
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= size
-    return tuple(reversed(stride))

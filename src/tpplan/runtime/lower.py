@@ -26,6 +26,7 @@ from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.compiled_entry import become, carrying_class
 from tpplan.runtime.direct import Direct
+from tpplan.runtime.holders import Replaced, inherit, is_held, pass_on
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.modules import ShardedModule
@@ -78,6 +79,8 @@ class Distributor(Protocol):
 
     axis: Communicator
     device: torch.device
+    owns: bool
+    """Whether the model's parameters are its alone, so that what else holds them is given the sharded ones."""
 
     def distribute(self, parameter: Tensor, placement: ParameterPlacement) -> nn.Parameter:
         """The parameter that takes the stock one's place."""
@@ -112,16 +115,18 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
     listing = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
     changes += [_swap_entry(module.__dict__, WEIGHTS_LISTED, []) for module in listing]
     done: list[_Change] = []
+    kept: list[Replaced] = []
     replaced = 0
     try:
         for change in changes:
             done.append(change)
             change.apply()
         for (placement, holders), without_numbers in zip(held, empty, strict=True):
-            _replace(holders, placement, without_numbers, distributor)
+            kept += _replace(holders, placement, without_numbers, distributor)
             replaced += 1
         for module in listing:
             module.__dict__[WEIGHTS_LISTED] = weights_to_list(module)
+        pass_on(kept)
         if guard is not None:
             guard.watch(model)
     except BaseException as error:
@@ -155,14 +160,18 @@ def _without_numbers(holder: _Holder) -> Tensor:
 
 def _replace(
     holders: list[_Holder], placement: ParameterPlacement, empty: nn.Parameter, distributor: Distributor
-) -> None:
-    """Make a parameter, and free the one whose place it takes, unless the user holds that."""
+) -> list[Replaced]:
+    """Make a parameter, and free the one whose place it takes; returns that if anybody else holds it."""
     table, leaf = holders[0]
     stock = table[leaf]
     assert stock is not None, placement.name
     replacement = empty if stock.is_meta else distributor.distribute(stock, placement)
     for table, leaf in holders:
         table[leaf] = replacement
+    if not distributor.owns:
+        return []
+    inherit(stock, replacement)
+    return [(stock, replacement, placement.name)] if is_held(stock) else []
 
 
 def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor) -> list[_Change]:

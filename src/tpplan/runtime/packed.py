@@ -26,7 +26,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tpplan.compat import (
     OFF,
     OwnPlacement,
-    OwnTensor,
     all_gather_single,
     interleaving,
     local_of,
@@ -34,19 +33,10 @@ from tpplan.compat import (
     placed_anew,
 )
 from tpplan.compiler.ir.layout import Layout, Pack
-from tpplan.plan import Diagnostic, PlanError
 from tpplan.runtime import pieces
 from tpplan.runtime.faults import naming_ranks
 from tpplan.runtime.pieces import Box, Part
-
-
-class StateError(PlanError):
-    """What was asked of a sharded parameter, its gradient or its optimizer state can't be computed from its parts."""
-
-
-def refusal(message: str, way_out: str, *notes: str) -> StateError:
-    """A StateError with one TP140 finding."""
-    return StateError([Diagnostic(code="TP140", message=message, help=way_out, notes=notes)])
+from tpplan.runtime.sharded import ShardedTensor, StateError, refusal
 
 
 class Chunk(OwnPlacement):
@@ -64,6 +54,9 @@ class Chunk(OwnPlacement):
     def part_of(self, whole: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         """What it is given: the `PackedShard` cuts for all axes."""
         return whole
+
+    def adopt(self, tensor: DTensor, axis: int) -> None:
+        """Leave that to the `PackedShard`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Chunk) and other.dim == self.dim
@@ -120,6 +113,10 @@ class PackedShard(OwnPlacement):
         _Returned.expect()
         return self.part(mesh).of(whole).clone(memory_format=torch.contiguous_format)
 
+    def adopt(self, tensor: DTensor, axis: int) -> None:
+        """Make it a `PackedTensor`."""
+        placed_anew(tensor, PackedTensor, _on_all_axes(tensor.placements, axis))
+
     def __eq__(self, other: object) -> bool:
         return other is self or (isinstance(other, PackedShard) and other._key == self._key)
 
@@ -151,36 +148,19 @@ def _packed_shard(
 _ANEW = "take the whole with `full_tensor()` of the parameter, its gradient or its state, or a tensor like these"
 
 
-class PackedTensor(OwnTensor):
-    """A DTensor with a `PackedShard`, on one axis of its mesh."""
+class PackedTensor(ShardedTensor):
+    """A sharded tensor with a `PackedShard`, on one axis of its mesh."""
 
     __slots__ = ()
-
-    @classmethod
-    def dispatched(cls, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on parts where it has no need of more, else on the whole."""
-        from tpplan.runtime.packed_operations import run
-
-        return run(operator, args, kwargs)
-
-    @classmethod
-    def adopted(cls, tensor: Any) -> Any:
-        """The same object, of this class if it is a DTensor with a `PackedShard`."""
-        if type(tensor) is DTensor:
-            axis = next((i for i, p in enumerate(tensor.placements) if isinstance(p, PackedShard)), None)
-            if axis is not None:
-                placed_anew(tensor, cls, _on_all_axes(tensor.placements, axis))
-        return tensor
 
     @property
     def packing(self) -> PackedShard:
         """The placement that it is of this class for."""
         return next(p for p in self.placements if isinstance(p, PackedShard))
 
-    @property
-    def part(self) -> Part:
-        """What this rank holds."""
-        return self.packing.part(self.device_mesh)
+    def part_at(self, place: tuple[int, ...] | None) -> Part:
+        """What the rank at `place` of the mesh, or this one, holds."""
+        return self.packing.part(self.device_mesh, place)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole, in the model's order; a collective."""

@@ -25,6 +25,7 @@ from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.recent import Ran, RecentCalls
 from tpplan.runtime.reshard import CallContext, SecondDerivativeError
 from tpplan.runtime.segments import taken
+from tpplan.runtime.sharded import forwards
 from tpplan.runtime.writes import WRITES, Writes
 
 
@@ -221,6 +222,7 @@ class HandedOut:
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
         self.shards = {}
+        forwards.count += 1
         self.begin()
         if summed and torch.is_grad_enabled():
             self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
@@ -241,6 +243,7 @@ class HandedOut:
 
     def close(self, outer: tuple[dict[int, Tensor] | None, int | None]) -> None:
         """End a forward, and go on with the one around it; the autograd graph keeps what it needs."""
+        forwards.count -= 1
         self.shards = None
         self.note(False)
         self.shards, batch = outer

@@ -9,6 +9,7 @@ partial; so there is a reshard at its boundary then, before and after those of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,11 +55,41 @@ def _refuse(module: str, reason: str) -> Move:
     return move
 
 
+def _of_any_dims(module: str, linear: bool, boundary: Boundary, axis: Communicator, context: CallContext) -> Move:
+    """As `_move`; a linear layer also takes a batch of another number of dims, as its features are the last."""
+    moves: dict[int, Move] = {len(boundary.shape): _move(module, boundary, axis, context)}
+    layout, last = boundary.layout, len(boundary.shape) - 1
+
+    def move(tensor: Tensor) -> Tensor:
+        found = moves.get(tensor.dim())
+        if found is None:
+            if layout.dim is None:
+                found = moves[last + 1]
+            elif linear and layout.dim == last and tensor.dim():
+                moved = replace(layout, dim=tensor.dim() - 1)
+                shape = (*([1] * (tensor.dim() - 1)), boundary.shape[-1])
+                found = _move(module, replace(boundary, layout=moved, shape=shape), axis, context)
+            else:
+                reason = f"a tensor of {tensor.dim()} dims is passed or returned, and of {last + 1} there"
+                found = _refuse(module, reason)
+            moves[tensor.dim()] = found
+        return found(tensor)
+
+    return move
+
+
 def alone_moves(
-    module: str, boundaries: Sequence[Boundary], axis: Communicator, context: CallContext
+    module: str, linear: bool, boundaries: Sequence[Boundary], axis: Communicator, context: CallContext
 ) -> list[tuple[Boundary, Move]]:
-    """The reshards at the boundary of a module that is called by itself; `AloneError` where there is none."""
-    return [(held, _move(module, held, axis, context)) for held in boundaries]
+    """The reshards at the boundary of a module that is called by itself; `AloneError` where there is none.
+
+    Args:
+        module: its name.
+        linear: whether it is a linear layer.
+        boundaries: what it is given and makes in the model.
+        axis, context: see `make_reshard`.
+    """
+    return [(held, _of_any_dims(module, linear, held, axis, context)) for held in boundaries]
 
 
 __all__ = ["AloneError", "alone_moves", "starts_alone"]

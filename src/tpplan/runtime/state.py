@@ -9,28 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tpplan.compat import interleaving, local_of, made_dtensor, own_parameters, state_tensor
-from tpplan.compiler.ir.layout import REPLICATED, sharded
-from tpplan.runtime import pieces
+from tpplan.compat import local_of, made_dtensor, own_parameters
 from tpplan.runtime.packed import PackedTensor
-from tpplan.runtime.pieces import Part
-
-
-def part_of(tensor: DTensor, place: tuple[int, ...] | None = None) -> Part:
-    """What the rank at `place` of its mesh, or this one, holds of a parameter.
-
-    The axis of tensor parallelism is the last of the mesh. FSDP, on the axes before it, cuts what that axis gives to a
-    rank.
-    """
-    if isinstance(tensor, PackedTensor):
-        return tensor.packing.part(tensor.device_mesh, place)
-    splits = [interleaving(placement) for placement in tensor.placements]
-    axis, mesh = len(splits) - 1, tensor.device_mesh
-    layout = REPLICATED if splits[axis] is None else sharded((splits[axis] or (0, 1))[0])
-    chunks = tuple(None if split is None or i == axis else split[0] for i, split in enumerate(splits))
-    if place is None:
-        place = tuple(mesh.get_coordinate() or (0,) * mesh.ndim)
-    return pieces.part(layout, axis, chunks, tuple(tensor.shape), tuple(mesh.shape), place)
+from tpplan.runtime.sharded import ShardedTensor, part_of
 
 
 def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -38,7 +19,7 @@ def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
     for leaf, parameter in own_parameters(module).items():
         held = state.get(prefix + leaf)
         if isinstance(parameter, DTensor) and isinstance(held, Tensor) and held.shape == parameter.shape:
-            whole = _whole(PackedTensor.adopted(held), parameter)
+            whole = _whole(ShardedTensor.adopted(held), parameter)
             if whole is not None:
                 state[prefix + leaf] = part_like(whole, parameter, bool(metadata.get("assign_to_params_buffers")))
 
@@ -54,7 +35,7 @@ def part_like(whole: Tensor, parameter: DTensor, copy: bool = True) -> DTensor:
     part = part_of(parameter).of(whole.detach())
     if copy:
         part = part.clone(memory_format=torch.contiguous_format)
-    kind = PackedTensor if isinstance(parameter, PackedTensor) else DTensor
+    kind = PackedTensor if isinstance(parameter, PackedTensor) else ShardedTensor
     return made_dtensor(kind, part, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
@@ -73,9 +54,7 @@ def _whole(held: Tensor, parameter: DTensor) -> Tensor | None:
 def give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """A hook after a module's `state_dict`: let stock models load what is in it."""
     for leaf in own_parameters(module):
-        held = PackedTensor.adopted(state.get(prefix + leaf))
-        if type(held) is DTensor and not held.requires_grad:  # else the caller wants the parameters themselves
-            state[prefix + leaf] = state_tensor(held)
+        ShardedTensor.adopted(state.get(prefix + leaf))
 
 
 def without_replicas(model: nn.Module) -> nn.Module:

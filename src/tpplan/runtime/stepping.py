@@ -21,8 +21,8 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from tpplan.compat import OwnPlacement, lie_alike, like_distributed, local_of
-from tpplan.runtime.packed import PackedTensor
+from tpplan.compat import OwnPlacement, gradient_of, lie_alike, like_distributed, local_of
+from tpplan.runtime.sharded import ShardedTensor
 
 BY_ELEMENT: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
@@ -100,8 +100,9 @@ class _Parts:
         for group in self._groups:
             local: list[Tensor] = []
             for parameter in group["params"]:
-                if isinstance(parameter, DTensor) and parameter.grad is not None:
-                    part = _part(parameter, self._whole.get(parameter))
+                gradient = gradient_of(parameter) if isinstance(parameter, DTensor) else None
+                if gradient is not None:
+                    part = _part(parameter, gradient, self._whole.get(parameter))
                     if part is None:
                         self.state = self._whole
                         return self._groups
@@ -115,16 +116,15 @@ class _Parts:
         return groups
 
 
-def _part(parameter: DTensor, state: State | None) -> Tensor | None:
+def _part(parameter: DTensor, gradient: Tensor, state: State | None) -> Tensor | None:
     """A parameter's local tensor with its local gradient; None if they or the state don't lie alike."""
-    gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not lie_alike(gradient, parameter) or _is_partial(parameter.placements):
         return None
     for name, value in () if state is None else state.items():
         if name in _COUNTS or not isinstance(value, Tensor):
             continue
-        if isinstance(parameter, PackedTensor):
-            value = PackedTensor.adopted(value)
+        if type(value) is DTensor:
+            value = ShardedTensor.adopted(value)
         if not isinstance(value, DTensor) or not lie_alike(value, parameter):
             return None
     part = local_of(parameter).detach()

@@ -33,8 +33,8 @@ from tpplan.compat import (
     replicas_without_mesh,
 )
 from tpplan.runtime.onlookers import Onlookers
-from tpplan.runtime.packed import PackedTensor
 from tpplan.runtime.replicas import look_at_composition
+from tpplan.runtime.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program
@@ -130,7 +130,7 @@ class Watched(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):
             value = _own_parameter(self, name, value)
-        super().__setattr__(name, PackedTensor.adopted(value))  # FSDP makes plain DTensors of parameters
+        super().__setattr__(name, ShardedTensor.adopted(value))  # FSDP makes plain DTensors of parameters
         _note(self, name)
         if name == "__class__":
             replicas_without_mesh(self)

@@ -442,22 +442,22 @@ class Penalized(nn.Module):
         code="TP140",
         name="parts-of-a-parameter",
         severity=Severity.ERROR,
-        summary="An operation on a sharded parameter, its gradient or its optimizer state needs the whole of it.",
+        summary="Something was done to a sharded parameter that can't be done to it, or to one that it has replaced.",
         explanation="""
-Of a parameter that packs several projections in one, a rank holds a stretch of each; of one that several ranks use
-the same heads of, it holds what others hold as well. Operations on each element by itself, norms and sums run on these
-parts, and others on the whole, which is gathered first. What makes a view of the parameter, or writes to it by places
-in the whole, would touch a copy or the wrong elements, and is refused: take the whole with `full_tensor()`, change
-that, and load it with `load_state_dict`.
+Outside of a forward, parameters, their gradients and their optimizer's states are the whole tensors: what counts for
+each element by itself, norms and sums run on each rank's part, all else on the whole, which is gathered, and cut again
+where it was written to. Views write through. What is left is refused: a parameter keeps its shape. Lists, dicts,
+attributes, closures and optimizers that held a parameter before `parallelize` hold the sharded one afterwards; a local
+variable holds the old one, which raises, since what is done to it would be lost.
 """,
         bad="""
-with torch.no_grad():
-    model.attention.qkv.weight[:16] = 0
+weight = model.up.weight
+model = tpplan.parallelize(model, "plan.yaml")
+weight.data.mul_(2)
 """,
         good="""
-whole = model.attention.qkv.weight.detach().full_tensor()
-whole[:16] = 0
-model.load_state_dict({"attention.qkv.weight": whole}, strict=False)
+model = tpplan.parallelize(model, "plan.yaml")
+model.up.weight.data.mul_(2)
 """,
     ),
     Entry(

@@ -1,0 +1,164 @@
+"""Sharded tensors: a model's parameters, their gradients and their optimizer's states, as their owner sees them.
+
+To everyone outside of a forward they are the whole tensors. What counts for each element by itself is computed on a
+rank's part, and so are norms and sums; all else on the whole, which is gathered, and cut again where it was written to.
+Operations are in `sharded_operations.py`, views in `sharded_views.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.compat import OwnPlacement, OwnTensor, interleaving, local_of, name_of, new_distributed_tensor
+from tpplan.compiler.ir.layout import REPLICATED, sharded
+from tpplan.plan import Diagnostic, PlanError
+from tpplan.runtime import pieces
+from tpplan.runtime.pieces import Part
+
+
+class _Forwards(threading.local):
+    """How many forwards of sharded models are under way in a thread."""
+
+    count = 0
+
+
+forwards = _Forwards()
+
+
+class StateError(PlanError):
+    """What was asked of a sharded parameter, its gradient or its optimizer state can't be computed."""
+
+
+def refusal(message: str, way_out: str, *notes: str) -> StateError:
+    """A StateError with one TP140 finding."""
+    return StateError([Diagnostic(code="TP140", message=message, help=way_out, notes=notes)])
+
+
+class ShardedTensor(OwnTensor):
+    """A DTensor that is a whole tensor to operations outside of a forward."""
+
+    __slots__ = ()
+
+    @classmethod
+    def dispatched(cls, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on parts where it has no need of more, else on the whole."""
+        from tpplan.runtime.sharded_operations import run
+
+        return run(operator, args, kwargs)
+
+    @classmethod
+    def adopted(cls, tensor: Any) -> Any:
+        """The same object, of this class if it is a DTensor that torch has made of one."""
+        if type(tensor) is DTensor:
+            own = [(axis, p) for axis, p in enumerate(tensor.placements) if isinstance(p, OwnPlacement)]
+            for axis, placement in own:
+                placement.adopt(tensor, axis)
+            if not any(p.is_partial() for p in tensor.placements):
+                tensor.__class__ = ShardedTensor
+        return tensor
+
+    def taken(self, value: Any) -> Any:
+        """What lies as this tensor does: a DTensor laid out otherwise, or a plain whole, is gathered and cut."""
+        value = self.adopted(value)
+        if not isinstance(value, Tensor) or value.shape != self.shape:
+            return value
+        if isinstance(value, DTensor):
+            if value.placements == self.placements and value.device_mesh == self.device_mesh:
+                return value
+            if value.device_mesh.ndim != self.device_mesh.ndim:
+                return value
+            value = whole_of(value)
+        cut = self.part.of(value.detach())
+        return self.like(cut.clone(memory_format=torch.contiguous_format))
+
+    @property
+    def part(self) -> Part:
+        """What this rank holds."""
+        return self.part_at(None)
+
+    def part_at(self, place: tuple[int, ...] | None) -> Part:
+        """What the rank at `place` of the mesh, or this one, holds."""
+        return _part_of(self, place)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole; a collective."""
+        return self._as_dtensor().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """With other placements, as a DTensor of torch's own."""
+        return self._as_dtensor().redistribute(device_mesh, placements, **options)
+
+    def _as_dtensor(self) -> DTensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _AsDTensor.apply(self)  # pyright: ignore
+        return new_distributed_tensor(local_of(self), self)
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+        return ShardedTensor.adopted(
+            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)  # pyright: ignore
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not ShardedTensor:
+            return cast("Any", super()).__reduce_ex__(protocol)
+        plain: Any = new_distributed_tensor(local_of(self), self)
+        return plain.__reduce_ex__(protocol)
+
+
+class _AsDTensor(torch.autograd.Function):
+    """The same part in a DTensor of torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> DTensor:
+        ctx.tensor = tensor.detach()
+        return new_distributed_tensor(local_of(tensor), tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.tensor.taken(gradients[0])
+
+
+def shown(tensor: DTensor) -> str:
+    """What a message calls a sharded tensor."""
+    name = name_of(tensor)
+    if name is None:
+        return f"a sharded tensor of shape {list(tensor.shape)}"
+    return f"`{name}`" if isinstance(tensor, torch.nn.Parameter) else f"the gradient, the state or the data of `{name}`"
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """The whole, outside of autograd; a collective."""
+    return cast("DTensor", tensor.detach()).full_tensor()
+
+
+def part_of(tensor: DTensor, place: tuple[int, ...] | None = None) -> Part:
+    """What the rank at `place` of its mesh, or this one, holds of a parameter.
+
+    The axis of tensor parallelism is the last of the mesh. FSDP, on the axes before it, cuts what that axis gives to a
+    rank.
+    """
+    return tensor.part_at(place) if isinstance(tensor, ShardedTensor) else _part_of(tensor, place)
+
+
+def _part_of(tensor: DTensor, place: tuple[int, ...] | None) -> Part:
+    splits = [interleaving(placement) for placement in tensor.placements]
+    axis, mesh = len(splits) - 1, tensor.device_mesh
+    layout = REPLICATED if splits[axis] is None else sharded((splits[axis] or (0, 1))[0])
+    chunks = tuple(None if split is None or i == axis else split[0] for i, split in enumerate(splits))
+    if place is None:
+        place = tuple(mesh.get_coordinate() or (0,) * mesh.ndim)
+    return pieces.part(layout, axis, chunks, tuple(tensor.shape), tuple(mesh.shape), place)
+
+
+__all__ = ["ShardedTensor", "StateError", "forwards", "part_of", "refusal", "shown", "whole_of"]

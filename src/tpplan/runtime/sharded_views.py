@@ -1,0 +1,147 @@
+"""Views of sharded tensors: they show the whole, and what is written to them reaches each rank's part.
+
+    up.weight.diagonal().fill_(0.)        up.weight.grad[20].zero_()        for row in up.weight: row.div_(row.norm())
+
+A view keeps the tensor that it is of and the operations that lead to it. An operation on it gathers the whole and takes
+the view of that; where it writes, the whole is cut again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import OFF, OpOverload, local_of, schema_mutates, schema_returns_view, wrapper_like
+from tpplan.runtime.sharded import ShardedTensor, refusal, shown, whole_of
+
+Step = Callable[[Tensor], Tensor]
+
+
+class ShardedView(Tensor):
+    """A view of a sharded tensor, over which nothing is split.
+
+    Attributes:
+        base: the sharded tensor.
+        steps: the operations that make the view of the whole.
+        form: the same view on `meta`.
+    """
+
+    base: ShardedTensor
+    steps: tuple[Step, ...]
+    form: Tensor
+
+    __torch_function__ = OFF  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return on_views(func, args, kwargs or {})
+
+    def whole(self) -> Tensor:
+        """Its numbers, in memory of their own; a collective."""
+        return _taken(self, _gathered(self.base)).clone()
+
+    def tolist(self) -> Any:
+        """See torch's."""
+        return self.detach().whole().tolist()  # pyright: ignore
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """See torch's; a copy."""
+        return self.detach().whole().numpy(force=force)  # pyright: ignore
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = cast("Any", self.detach().whole())  # pyright: ignore
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().whole()  # pyright: ignore
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ShardedView(shape={list(self.shape)}, of {shown(self.base)})"
+
+
+def view_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation makes that returns views of its first argument, a sharded tensor or a view of one."""
+    source = args[0]
+    known = isinstance(source, ShardedView)
+    base, steps = (source.base, source.steps) if known else (source, ())
+    form = source.form if known else torch.empty(tuple(source.shape), dtype=source.dtype, device="meta")
+    made: Any = operator(form, *args[1:], **kwargs)
+
+    def viewed(place: int | None, shown: Tensor) -> ShardedView:
+        step = functools.partial(_stepped, operator, args[1:], kwargs, place)
+        view = wrapper_like(ShardedView, shown, source.device)
+        view.base, view.steps, view.form = base, (*steps, step), shown
+        return view
+
+    if isinstance(made, Tensor):
+        return viewed(None, made)
+    return type(made)(viewed(place, shown) for place, shown in enumerate(made))
+
+
+def _stepped(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None, tensor: Tensor
+) -> Tensor:
+    made: Any = operator(tensor, *args, **kwargs)
+    return made if place is None else made[place]
+
+
+def _gathered(base: ShardedTensor) -> Tensor:
+    with torch.no_grad():
+        return whole_of(base).contiguous()
+
+
+def _taken(view: ShardedView, whole: Tensor) -> Tensor:
+    return functools.reduce(lambda held, step: step(held), view.steps, whole)
+
+
+def on_views(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that has views among its arguments."""
+    if schema_returns_view(operator) and not schema_mutates(operator) and isinstance(args[0], ShardedView):
+        return view_of(operator, args, kwargs)
+    wholes: dict[int, tuple[ShardedTensor, Tensor]] = {}
+    plain: dict[int, tuple[ShardedView, Tensor]] = {}
+
+    def taken(held: Any) -> Any:
+        if not isinstance(held, ShardedView):
+            return held
+        if id(held) not in plain:
+            if id(held.base) not in wholes:
+                wholes[id(held.base)] = held.base, _gathered(held.base)
+            plain[id(held)] = held, _taken(held, wholes[id(held.base)][1])
+        return plain[id(held)][1]
+
+    local = mapped(args, taken), mapped(kwargs, taken)
+    shapes = {key: shown.shape for key, (_, shown) in plain.items()}
+    result: Any = operator(*local[0], **local[1])
+    written = schema_mutates(operator)
+    if written:
+        changed = next((v for k, (v, shown) in plain.items() if shown.shape != shapes[k]), None)
+        if changed is not None:
+            raise refusal(
+                f"`{operator.name()}` changes the shape of {changed!r} in place", "take the view anew, by its new shape"
+            )
+        for base, whole in wholes.values():
+            local_of(base).copy_(base.part.of(whole))
+            if not base.is_inference():
+                torch.autograd.graph.increment_version(base)
+    back = {id(shown): view for view, shown in plain.values()}
+    return mapped(result, lambda held: back.get(id(held), held)) if written else result
+
+
+def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments or results with every tensor changed, in lists too."""
+    if isinstance(held, dict):
+        return {name: mapped(item, change) for name, item in cast("dict[str, Any]", held).items()}
+    if isinstance(held, (list, tuple)):
+        made = [mapped(item, change) for item in cast("Sequence[Any]", held)]
+        return tuple(made) if isinstance(held, tuple) else made
+    return change(held) if isinstance(held, Tensor) else held
+
+
+__all__ = ["ShardedView", "mapped", "on_views", "view_of"]

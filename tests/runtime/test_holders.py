@@ -1,0 +1,186 @@
+"""What keeps a model's parameters beside its modules, made before `parallelize`, goes on with the sharded ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import tpplan
+from tests.runtime.owner import batch, train
+from tests.runtime.test_owner import MODELS, TOLERANCE, difference
+from tests.runtime.world import Member, world
+
+pytestmark = pytest.mark.processes
+Shard = Callable[[], object]
+
+
+def optimizer(model: Any, shard: Shard) -> None:
+    made = torch.optim.AdamW(model.parameters(), lr=0.01)
+    shard()
+    train(model, made)
+
+
+def filled_optimizer(model: Any, shard: Shard) -> None:
+    made = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, made)
+    shard()
+    train(model, made)
+
+
+def groups(model: Any, shard: Shard) -> None:
+    every = [*model.parameters()]
+    matrices, vectors = ([p for p in every if (p.dim() > 1) == wide] for wide in (True, False))
+    made = torch.optim.SGD([{"params": matrices, "lr": 0.1}, {"params": vectors, "lr": 0.01}], momentum=0.9)
+    shard()
+    train(model, made)
+
+
+def schedule(model: Any, shard: Shard) -> None:
+    made = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(made, 1)
+    shard()
+    for _ in range(2):
+        train(model, made, 1)
+        schedule.step()
+
+
+def lbfgs(model: Any, shard: Shard) -> None:
+    made = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    shard()
+
+    def closure() -> Tensor:
+        made.zero_grad()
+        loss = model(batch(1)).square().mean()
+        loss.backward()
+        return loss
+
+    made.step(closure)  # pyright: ignore
+
+
+def listed(model: Any, shard: Shard) -> list[Any]:
+    held = [*model.parameters()]
+    shard()
+    model(batch(1)).sum().backward()
+    return [nn.utils.clip_grad_norm_(held, 0.1), *[p.grad for p in held]]
+
+
+def named(model: Any, shard: Shard) -> list[Any]:
+    pairs, table = [*model.named_parameters()], dict(model.named_parameters())
+    shard()
+    assert all(table[name] is held for name, held in pairs) and table["up.weight"] is model.up.weight
+    return [held.norm() for held in table.values()]
+
+
+def attribute(model: Any, shard: Shard) -> list[Any]:
+    held, several = SimpleNamespace(weight=model.up.weight), {model.up.weight, model.up.bias}
+    shard()
+    assert held.weight is model.up.weight and model.up.weight in several and len(several) == 2
+    return [held.weight.norm()]
+
+
+def closure(model: Any, shard: Shard) -> list[Any]:
+    weight = model.up.weight
+
+    def read() -> Tensor:
+        return weight.norm()
+
+    shard()
+    return [read()]
+
+
+def average(model: Any, shard: Shard) -> list[Any]:
+    held, made = AveragedModel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    shard()
+    for _ in range(2):
+        train(model, made)
+        held.update_parameters(model)
+    return [*held.parameters()]
+
+
+def shadow(model: Any, shard: Shard) -> list[Any]:
+    held = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shard()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            held[name].mul_(0.9).add_(p, alpha=0.1)
+    return [*held.values()]
+
+
+def marked(model: Any, shard: Shard) -> None:
+    model.up.weight.decays = False
+    shard()
+    assert model.up.weight.decays is False
+
+
+def with_gradients(model: Any, shard: Shard) -> list[Any]:
+    model(batch(1)).sum().backward()
+    shard()
+    model(batch(2)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def beside(model: Any, shard: Shard) -> list[Any]:
+    """A layer outside of the model that shares a weight with it."""
+    layer = nn.Linear(16, 32, bias=False).double()
+    layer.weight = model.up.weight
+    shard()
+    made = layer(batch(1))
+    made.square().sum().backward()
+    return [made, model.up.weight.grad]
+
+
+HOLDERS = [
+    optimizer, filled_optimizer, groups, schedule, lbfgs, listed, named, attribute, closure, average, shadow, marked,
+    with_gradients, beside,
+]  # fmt: skip
+
+
+def differences(member: Member, name: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    make, rules = MODELS[name]
+    for use in HOLDERS:
+        torch.manual_seed(0)
+        stock = make().double()
+        model = copy.deepcopy(stock)
+
+        def shard(model: nn.Module = model) -> None:
+            tpplan.parallelize(model, {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),))
+
+        theirs, ours = use(stock, lambda: None), use(model, shard)
+        parameters = [[*held.parameters()] for held in (model, stock)]
+        found[use.__name__] = max(difference(ours, theirs), difference(*parameters))
+    return found
+
+
+@pytest.mark.parametrize("name", ["even", "uneven"])
+def test_what_was_made_before_goes_on(name: str) -> None:
+    for found in world(2).run(differences, name):
+        assert len(found) == len(HOLDERS)
+        assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
+
+
+def kept_in_a_variable(member: Member) -> str:
+    make, rules = MODELS["even"]
+    model = make().double()
+    weight = model.up.weight
+    tpplan.parallelize(model, {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),))
+    assert "up.weight" in repr(weight)
+    uses: list[Callable[[Any], Any]] = [torch.norm, lambda t: t.grad, lambda t: t + 1, lambda t: t.data]
+    for use in uses:
+        with pytest.raises(tpplan.StateError, match=r"TP140.*`up\.weight` as it was before `parallelize`"):
+            use(weight)
+    with pytest.raises(tpplan.StateError, match=r"TP140.*changes the shape of `up\.weight`"), torch.no_grad():
+        model.up.weight.t_()
+    return "raised"
+
+
+def test_a_variable_that_kept_a_stock_parameter_raises_by_name() -> None:
+    assert world(2).run(kept_in_a_variable) == ["raised"] * 2
