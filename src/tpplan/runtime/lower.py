@@ -171,7 +171,11 @@ def _replace(
     if not distributor.owns:
         return []
     inherit(stock, replacement)
-    return [(stock, replacement, placement.name)] if is_held(stock) else []
+    if not is_held(stock):
+        return []
+    if type(stock) is nn.Parameter and not stock.is_meta:
+        stock.data = stock.data.new_empty(0)  # whoever holds it is given the other, or can't use it any more
+    return [(stock, replacement, placement.name)]
 
 
 def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor) -> list[_Change]:
