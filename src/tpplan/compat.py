@@ -1324,6 +1324,10 @@ class OwnTensor(DTensor):
         """What lies as this tensor does, of the whole's numbers or of a part's; `value` if it is neither."""
         raise NotImplementedError
 
+    def misfit(self, value: Any) -> Exception:
+        """The error for numbers that can't be this tensor's."""
+        raise NotImplementedError
+
     def like(self, local: Tensor) -> Any:
         """A tensor of this class and geometry around `local`, whose dtype it has; no autograd, no communication."""
         spec = self._spec  # pyright: ignore
@@ -1368,9 +1372,10 @@ class OwnTensor(DTensor):
     @data.setter
     def data(self, value: Any) -> None:
         value = self.taken(value)
+        if not isinstance(value, DTensor) or value.shape != self.shape:
+            raise self.misfit(value)
         _DATA.__set__(self, value)
-        if isinstance(value, DTensor):
-            self._local_tensor, self._spec = value._local_tensor.detach(), value._spec  # pyright: ignore
+        self._local_tensor, self._spec = value._local_tensor.detach(), value._spec  # pyright: ignore
 
 
 _DATA: Any = torch._C.TensorBase.data

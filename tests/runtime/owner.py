@@ -112,7 +112,7 @@ EDITS: dict[str, Case] = {
     "plain copied": lambda m: m.up.weight.copy_(like(m.up.weight)),
     "another parameter": lambda m: m.up.weight.add_(m.up.bias[:, None]),
     "norms of rows": lambda m: m.up.weight.div_(m.up.weight.norm(dim=1, keepdim=True).clamp_(1e-3)),
-    "renorm": lambda m: m.up.weight.renorm_(2, 0, 1.0),
+    "renorm": lambda m: m.up.weight.renorm_(2, 0, 0.1),
     "index_add": lambda m: m.up.weight.index_add_(0, torch.tensor([1, 20]), torch.ones(2, 16, dtype=DOUBLE)),
     "scatter": lambda m: m.up.weight.scatter_(0, torch.tensor([[20] * 16]), 2.0),
     "masked_fill": lambda m: m.up.weight.masked_fill_(torch.arange(16) > 8, 0.0),
@@ -143,7 +143,7 @@ EDITS: dict[str, Case] = {
 }  # fmt: skip
 
 READS: dict[str, Case] = {
-    "norms": lambda m: [m.up.weight.norm(order) for order in (2, 1, 0, float("inf"))],
+    "norms": lambda m: [m.up.weight.norm(order) for order in (2, 1, 0, -1, float("inf"), -float("inf"))],
     "sums": lambda m: [m.up.weight.sum(), m.up.weight.mean(), m.up.weight.sum(0), m.up.weight.std(), m.up.weight.max()],
     "a number": lambda m: torch.tensor(m.up.weight.norm().item()),
     "numbers": lambda m: torch.tensor(m.up.weight[3].tolist()),
@@ -247,6 +247,16 @@ def penalties_alone(model: Any) -> list[Any]:
     return gradients(model)
 
 
+def read_beside(model: Any) -> list[Any]:
+    """A view that is read, and written nowhere, leaves alone what autograd has kept."""
+    model.zero_grad()
+    row, loss = torch.zeros(16, dtype=DOUBLE), (model.up.weight * model.up.weight).sum()
+    with torch.no_grad():
+        row.add_(model.up.weight[0])
+    loss.backward()
+    return [row, *gradients(model)]
+
+
 def taken(model: Any) -> list[Any]:
     weight, bias = model.up.weight, model.up.bias
     return [*torch.autograd.grad(weight.square().sum() + bias.sum(), [weight, bias])]
@@ -264,6 +274,7 @@ GRADIENTS: dict[str, Case] = {
     "hooks": hooked,
     "penalties": penalised,
     "penalties alone": penalties_alone,
+    "read beside": read_beside,
     "taken": taken,
 }
 

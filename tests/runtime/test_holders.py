@@ -177,6 +177,8 @@ def kept_in_a_variable(member: Member) -> str:
     for use in uses:
         with pytest.raises(tpplan.StateError, match=r"TP140.*`up\.weight` as it was before `parallelize`"):
             use(weight)
+    with pytest.raises(tpplan.StateError, match=r"TP140.*`\.data` of `up\.weight` was set to a tensor of shape \[3\]"):
+        model.up.weight.data = torch.ones(3)
     with pytest.raises(tpplan.StateError, match=r"TP140.*changes the shape of `up\.weight`"), torch.no_grad():
         model.up.weight.t_()
     return "raised"

@@ -60,11 +60,13 @@ def differences(member: Member, name: str, cases: list[str]) -> dict[str, float]
     found: dict[str, float] = {}
     for case in cases:
         stock, model = sharded(member, name)
+        before = [p.detach().clone() for p in stock.parameters()]
         try:
             made = [CASES[case](held) for held in (stock, model)]
         except Exception as error:
             raise AssertionError(f"{name}, {case}") from error
         parameters = [[*held.parameters()] for held in (stock, model)]
+        assert made[0] is not None or difference(parameters[0], before) > 0, f"{case} does nothing"
         found[case] = max(difference(made[1], made[0]), difference(parameters[1], parameters[0]))
     return found
 

@@ -23,6 +23,7 @@ from tpplan.runtime.sharded import ShardedTensor, refusal
 Replaced = tuple[nn.Parameter, nn.Parameter, str]
 """A stock parameter, the sharded one, and its name."""
 _SCANS = 64
+_NAME = "tpplan_name"
 
 
 class StockParameter(nn.Parameter):
@@ -36,15 +37,12 @@ class StockParameter(nn.Parameter):
         held = next((t for t in _flat((args, kwargs)) if isinstance(t, StockParameter)), None)
         raise refusal(
             f"{getattr(func, '__name__', 'an operation')} was given the parameter "
-            f"`{_NAMES.get(id(held), 'of the stock model')}` as it was before `parallelize`",
+            f"`{vars(held).get(_NAME)}` as it was before `parallelize`",
             "take it from the model again after `parallelize`: a variable can't be given the sharded one",
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"StockParameter({_NAMES.get(id(self), '')})"
-
-
-_NAMES: dict[int, str] = {}
+        return f"StockParameter({vars(self).get(_NAME)})"
 
 
 def _flat(held: Any) -> Sequence[Any]:
@@ -83,7 +81,7 @@ def pass_on(replaced: list[Replaced]) -> None:
                 _fill(holder, new)
     for stock, _, name in replaced:
         if type(stock) is nn.Parameter:
-            _NAMES[id(stock)] = name
+            vars(stock)[_NAME] = name
             stock.__class__ = StockParameter
 
 

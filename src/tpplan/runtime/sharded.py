@@ -79,6 +79,14 @@ class ShardedTensor(OwnTensor):
         cut = self.part.of(value.detach())
         return self.like(cut.clone(memory_format=torch.contiguous_format))
 
+    def misfit(self, value: Any) -> Exception:
+        """A TP140 for numbers of another shape."""
+        return refusal(
+            f"`.data` of {shown(self)} was set to a tensor of shape {list(value.shape)}, where the model was compiled "
+            f"for {list(self.shape)}",
+            "change the stock model's parameter before `parallelize`",
+        )
+
     @property
     def part(self) -> Part:
         """What this rank holds."""

@@ -22,6 +22,7 @@ from tpplan.compat import (
     OpOverload,
     OwnPlacement,
     interleaving,
+    lie_alike,
     local_of,
     run_by_dtensor,
     schema_argument_names,
@@ -30,7 +31,7 @@ from tpplan.compat import (
     without_tensor_classes,
 )
 from tpplan.runtime.sharded import ShardedTensor, forwards, refusal, shown, whole_of
-from tpplan.runtime.sharded_views import ShardedView, mapped, on_views, view_of
+from tpplan.runtime.sharded_views import ShardedView, mapped, on_views, view_of, written_to
 
 _ALIASES = {"alias", "lift_fresh", "detach", "detach_"}
 _ALIKE = {
@@ -124,7 +125,7 @@ def _viewed(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _by_element(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operands = [held for held in (*args, *kwargs.values()) if isinstance(held, Tensor)]
-    written = _written(operator, args, kwargs)
+    written = written_to(operator, args, kwargs)
     if any(not isinstance(held, ShardedTensor) for held in written):
         return _on_the_whole(operator, args, kwargs)
     shape: Any = cast("Any", torch).broadcast_shapes(*(held.shape for held in operands))
@@ -171,8 +172,7 @@ def _part_like(owner: ShardedTensor, operand: Any) -> Any:
     if not isinstance(operand, Tensor):
         return operand
     if isinstance(operand, DTensor):
-        ours, theirs = operand.placements, owner.placements
-        if (ours is theirs or ours == theirs) and operand.shape == owner.shape:
+        if lie_alike(operand, owner):
             return local_of(operand)
         operand = operand.full_tensor()
     if operand.dim() == 0:
@@ -206,7 +206,7 @@ def _counted_once(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     kind = operator.name().partition(".")[0].removeprefix("aten::")
     order = 1.0 if kind == "sum" else given.get("ord", given.get("p", 2))
     order = 2.0 if order is None else float(order)
-    local = [_owned(held, kind == "sum") for held in tensors]
+    local = [_owned(held, None if kind == "sum" else order) for held in tensors]
     results = operator(local if of_list else local[0], *args[1:], **kwargs)
     found = _over_ranks(tensors, [*results] if of_list else [results], order, kind == "sum")
     dtype = given.get("dtype")
@@ -232,14 +232,16 @@ class WholeNumber(Tensor):
         return self.as_subclass(Tensor)
 
 
-def _owned(tensor: Any, sums: bool) -> Tensor:
-    """The elements of which each rank is the first holder, in some order."""
+def _owned(tensor: Any, order: float | None) -> Tensor:
+    """The elements of which each rank is the first holder, in some order; of none, what a norm of `order` ignores."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
     local = owned_elements(tensor)
     if local.dtype in _NARROW:
         local = local.float()  # what the ranks have is added up before it is rounded
-    return local if local.numel() or sums else local.new_zeros(1)  # norms of nothing raise, on this rank alone
+    if local.numel() or order is None:
+        return local
+    return local.new_full((1,), float("inf") if order < 0 else 0.0)  # norms of nothing raise, on this rank alone
 
 
 def owned_elements(tensor: ShardedTensor) -> Tensor:
@@ -311,8 +313,7 @@ def _on_the_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
     local = mapped(args, whole), mapped(kwargs, whole)
     result: Any = operator(*local[0], **local[1])
-    written = [held for held in _written(operator, args, kwargs) if isinstance(held, ShardedTensor)]
-    for held in written:
+    for held in (held for held in written_to(operator, args, kwargs) if isinstance(held, ShardedTensor)):
         made = wholes[id(held)][1]
         if made.shape != held.shape:
             raise refusal(
@@ -326,13 +327,6 @@ def _on_the_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 def _whole(held: Any) -> Any:
     return held.full_tensor() if isinstance(held, DTensor) else held
-
-
-def _written(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    names = schema_argument_names(operator)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    held = [given.get(names[position]) for position in schema_mutates(operator)]
-    return [t for item in held for t in (item if isinstance(item, (list, tuple)) else [item]) if isinstance(t, Tensor)]  # pyright: ignore
 
 
 __all__ = ["owned_elements", "run", "split_axes"]

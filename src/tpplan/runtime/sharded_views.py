@@ -15,7 +15,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tpplan.compat import OFF, OpOverload, local_of, schema_mutates, schema_returns_view, wrapper_like
+from tpplan.compat import (
+    OFF,
+    OpOverload,
+    local_of,
+    schema_argument_names,
+    schema_mutates,
+    schema_returns_view,
+    wrapper_like,
+)
 from tpplan.runtime.sharded import ShardedTensor, refusal, shown, whole_of
 
 Step = Callable[[Tensor], Tensor]
@@ -119,19 +127,26 @@ def on_views(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     local = mapped(args, taken), mapped(kwargs, taken)
     shapes = {key: shown.shape for key, (_, shown) in plain.items()}
     result: Any = operator(*local[0], **local[1])
-    written = schema_mutates(operator)
-    if written:
-        changed = next((v for k, (v, shown) in plain.items() if shown.shape != shapes[k]), None)
-        if changed is not None:
+    written = [held for held in written_to(operator, args, kwargs) if isinstance(held, ShardedView)]
+    for view in written:
+        if plain[id(view)][1].shape != shapes[id(view)]:
             raise refusal(
-                f"`{operator.name()}` changes the shape of {changed!r} in place", "take the view anew, by its new shape"
+                f"`{operator.name()}` changes the shape of {view!r} in place", "take the view anew, by its new shape"
             )
-        for base, whole in wholes.values():
-            local_of(base).copy_(base.part.of(whole))
-            if not base.is_inference():
-                torch.autograd.graph.increment_version(base)
-    back = {id(shown): view for view, shown in plain.values()}
-    return mapped(result, lambda held: back.get(id(held), held)) if written else result
+        base, whole = wholes[id(view.base)]
+        local_of(base).copy_(base.part.of(whole))
+        if not base.is_inference():
+            torch.autograd.graph.increment_version(base)
+    back = {id(plain[id(view)][1]): view for view in written}
+    return mapped(result, lambda held: back.get(id(held), held))
+
+
+def written_to(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors among its arguments that an operation writes to."""
+    names = schema_argument_names(operator)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    held = [given.get(names[position]) for position in schema_mutates(operator)]
+    return [t for item in held for t in (item if isinstance(item, (list, tuple)) else [item]) if isinstance(t, Tensor)]  # pyright: ignore
 
 
 def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
@@ -144,4 +159,4 @@ def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
     return change(held) if isinstance(held, Tensor) else held
 
 
-__all__ = ["ShardedView", "mapped", "on_views", "view_of"]
+__all__ = ["ShardedView", "mapped", "on_views", "view_of", "written_to"]
