@@ -31,6 +31,8 @@ def filled_optimizer(model: Any, shard: Shard) -> None:
     made = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, made)
     shard()
+    for held, state in made.state.items():  # each rank's part, on which a step of a rank's parts goes on
+        assert {type(kept) for kept in state.values() if kept.dim()} == {type(held.detach())} or not held.dim()
     train(model, made)
 
 
