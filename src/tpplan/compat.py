@@ -137,7 +137,6 @@ __all__ = [
     "named_modules",
     "native_apply",
     "new_distributed_tensor",
-    "new_gradient",
     "ordinary_call",
     "own_buffers",
     "own_modules",
@@ -857,11 +856,6 @@ def _accumulates(kind: type[DTensor], gradient: Any, arrived: Any) -> bool:
     return True
 
 
-def new_gradient(local: Tensor, like: DTensor) -> DTensor:
-    """The gradient of the parameter `like`, as `new_distributed_tensor` makes it, to be returned from a backward."""
-    return like.like(local) if isinstance(like, OwnTensor) else new_distributed_tensor(local, like)
-
-
 _SHAPES_ALONE = frozenset(("_forward_metadata_inference", "_shape_inference"))
 
 
@@ -1442,10 +1436,8 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def make_gradient(local: Tensor, like: Tensor) -> Tensor:
-    """What `like.grad` may be set to, around `local`."""
-    if isinstance(like, OwnTensor):
-        return like.like(local)
-    return new_distributed_tensor(local, like) if isinstance(like, DTensor) else local
+    """What `like.grad` may be set to, around `local`; no autograd, no communication."""
+    return like_distributed(local, like) if isinstance(like, DTensor) else local
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,7 +361,10 @@ class Variants:
     def again(self, ran: Ran, whole: bool) -> None:
         """Put the program in place that a call ran by, of which a part, or the whole, is recomputed in a backward."""
         if not whole and self._guard is not None and self._guard.look() != ran.state:
-            raise unknown("what the model's code reads, or a hook, was changed since the call")
+            raise unknown(
+                "what the model's code reads, or a hook, was changed since the call",
+                "change settings and hooks after the backward of what was called with them",
+            )
         for program, prepared in self._held:
             if prepared and prepared[0].runtime.handed_out is ran.handed_out and program is not self._current:
                 self._change_to(program)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import local_of, local_of_one_axis, native_apply, new_gradient, own_parameters
+from tpplan.compat import local_of, local_of_one_axis, make_gradient, native_apply, own_parameters
 from tpplan.compiler.ir.layout import Layout
 from tpplan.runtime.averaging import DataParallelError
 from tpplan.runtime.communicator import Communicator, of_sums
@@ -45,7 +45,7 @@ class _LocalShards(torch.autograd.Function):
             raise SecondDerivativeError
         return tuple(
             [
-                None if gradient is None else new_gradient(_dense(gradient), parameter)
+                None if gradient is None else make_gradient(_dense(gradient), parameter)
                 for gradient, parameter in zip(gradients, ctx.parameters, strict=True)
             ]
         )
@@ -68,7 +68,7 @@ class _SummedShards(torch.autograd.Function):
         dense = [None if gradient is None else _dense(gradient) for gradient in gradients]
         summed = sum_coalesced(dense, ctx.parameters, ctx.axis)
         wrapped = [
-            None if gradient is None else new_gradient(gradient, parameter)
+            None if gradient is None else make_gradient(gradient, parameter)
             for gradient, parameter in zip(summed, ctx.parameters, strict=True)
         ]
         return (None, *wrapped)
@@ -222,10 +222,10 @@ class HandedOut:
     def open(self, summed: Sequence[Tensor]) -> None:
         """Begin a forward: hand out the parameters whose gradients are summed, tied together by one backward node."""
         self.shards = {}
-        forwards.count += 1
         self.begin()
         if summed and torch.is_grad_enabled():
             self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
+        forwards.count += 1  # once nothing can raise: who opens a forward closes it
 
     def begin(self) -> None:
         """Begin a call, of which nothing has been compiled yet."""

@@ -98,11 +98,13 @@ class RecentCalls:
         return self._ran[place] if place < len(self._ends) else None
 
 
-def unknown(reason: str) -> RecomputeError:
-    """An error that says why a part of a call can't be recomputed."""
+def unknown(
+    reason: str, way_out: str = "call `backward` in the thread of the forward, before calls of other kinds"
+) -> RecomputeError:
+    """An error that says why a part of a call can't be recomputed, and what to do about it."""
     return RecomputeError(
         "TP175 recompute-unknown: an activation checkpoint can't tell which program its call ran by, as "
-        f"{reason}\n  help: call `backward` in the thread of the forward, before calls of other kinds"
+        f"{reason}\n  help: {way_out}"
     )
 
 
