@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.experimental import implicit_replication as _implicit_replication
 from torch.distributed.tensor.experimental import register_sharding as _register_sharding
 from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -110,7 +109,6 @@ __all__ = [
     "hint_of",
     "hook_tables",
     "hooks_of",
-    "implicit_replication",
     "innermost_mode",
     "inside_transform",
     "interleaved_shard",
@@ -153,7 +151,6 @@ __all__ = [
     "refused_option",
     "register_sharding",
     "replicas_without_mesh",
-    "replicates_implicitly",
     "run_as_written",
     "run_by_dtensor",
     "runs_as_written",
@@ -781,30 +778,6 @@ def rebuild_container(value: Any, transform: Callable[[Any], Any]) -> Any:
     return node.unflatten_fn([transform(child) for child in children], context)
 
 
-_REPLICATION_IS_PER_THREAD = hasattr(torch._C, "_set_dtensor_allow_implicit_replication")
-_replicating = threading.Lock()
-_replicators = 0
-
-
-@contextmanager
-def implicit_replication() -> Generator[None]:
-    """As torch's own; where torch has one setting for all threads, until the last of them has left the block."""
-    if _REPLICATION_IS_PER_THREAD:
-        with _implicit_replication():
-            yield
-        return
-    global _replicators
-    with _replicating:
-        _replicators += 1
-        DTensor._op_dispatcher._allow_implicit_replication = True
-    try:
-        yield
-    finally:
-        with _replicating:
-            _replicators -= 1
-            DTensor._op_dispatcher._allow_implicit_replication = _replicators > 0
-
-
 def local_of(tensor: Tensor) -> Tensor:
     """The local shard inside a DTensor, without autograd and without a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore
@@ -1423,11 +1396,6 @@ def made_dtensor(
 
 OFF: Any = cast("Any", torch._C)._disabled_torch_function_impl
 """As `__torch_function__` of a class of tensors whose operations give plain ones."""
-
-
-def replicates_implicitly() -> bool:
-    """Whether a plain tensor beside DTensors counts as a replicated one, as in `implicit_replication()`."""
-    return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ from tpplan.runtime.parameters import HandedOut
 from tpplan.runtime.placements import check_modules, follow
 from tpplan.runtime.pretrained import wrapper_class
 from tpplan.runtime.recent import Ran, RecentCalls, unknown
-from tpplan.runtime.state import give_wholes, take_parts
+from tpplan.runtime.state import take_parts
 from tpplan.runtime.swapped import replaces_body, swapped_class
 from tpplan.runtime.watched import WatchedCall
 from tpplan.runtime.writes import WRITES, Outside, Watched, Writes, stock_class, watched_class
@@ -429,18 +429,13 @@ class Variants:
 
 
 def _take_whole_states(module: nn.Module) -> _Change:
-    """Let `load_state_dict` take whole tensors, too, and stock models what `state_dict` gives."""
+    """Let `load_state_dict` take whole tensors, too."""
     handles: list[Any] = []
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
 
     def apply() -> None:
         handles.append(module.register_load_state_dict_pre_hook(take_parts))
-        handles.append(module.register_state_dict_post_hook(give_wholes))
 
-    return _Change(apply, undo)
+    return _Change(apply, lambda: [handle.remove() for handle in handles] and None)
 
 
 __all__ = ["Distributor", "Guard", "lower", "wrap_around"]

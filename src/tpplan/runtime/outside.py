@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.compat import implicit_replication
 from tpplan.compiler.ir.pytree import leaves
 from tpplan.runtime.split_logits import SplitLogits, wholes
 
@@ -96,7 +95,7 @@ def _serving(
             return method(self, *args, **kwargs)
         if name == "generate":
             _compare(self, args, kwargs)
-        with serving(), implicit_replication():
+        with serving():
             return _without_parts(method(self, *args, **kwargs))
 
     return call

@@ -1,4 +1,4 @@
-"""State: whole tensors, such as a stock model's, taken by a sharded model's `load_state_dict`; and the other way."""
+"""State: whole tensors, such as a stock model's, taken by a sharded model's `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -51,12 +51,6 @@ def _whole(held: Tensor, parameter: DTensor) -> Tensor | None:
     return local if stuffed else None
 
 
-def give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """A hook after a module's `state_dict`: let stock models load what is in it."""
-    for leaf in own_parameters(module):
-        ShardedTensor.adopted(state.get(prefix + leaf))
-
-
 def without_replicas(model: nn.Module) -> nn.Module:
     """The model itself, of one in a DistributedDataParallel, which puts a prefix before its names."""
     while isinstance(model, DistributedDataParallel):
@@ -64,4 +58,4 @@ def without_replicas(model: nn.Module) -> nn.Module:
     return model
 
 
-__all__ = ["give_wholes", "part_like", "part_of", "take_parts", "without_replicas"]
+__all__ = ["part_like", "part_of", "take_parts", "without_replicas"]
