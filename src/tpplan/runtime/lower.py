@@ -435,7 +435,11 @@ def _take_whole_states(module: nn.Module) -> _Change:
     def apply() -> None:
         handles.append(module.register_load_state_dict_pre_hook(take_parts))
 
-    return _Change(apply, lambda: [handle.remove() for handle in handles] and None)
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return _Change(apply, undo)
 
 
 __all__ = ["Distributor", "Guard", "lower", "wrap_around"]
