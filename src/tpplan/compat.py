@@ -7,6 +7,7 @@ typed function. Checked on the torch versions that pyproject.toml admits.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
@@ -42,6 +43,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -84,6 +86,7 @@ __all__ = [
     "as_python",
     "backward_hooks",
     "balanced",
+    "base_of",
     "buffer_versions",
     "compiled_inside",
     "computed_weights",
@@ -119,6 +122,7 @@ __all__ = [
     "is_localized",
     "is_localizer",
     "is_of_fsdp",
+    "is_pruning",
     "is_random",
     "is_reentrant_checkpoint",
     "is_registered_container",
@@ -130,6 +134,7 @@ __all__ = [
     "made_dtensor",
     "made_wrapper",
     "make_gradient",
+    "name_alike",
     "name_of",
     "name_tensor",
     "named_modules",
@@ -172,6 +177,7 @@ __all__ = [
     "traced_reduce_scatter",
     "transient_buffers",
     "uncompiled",
+    "use_count",
     "wants_shapes_alone",
     "without_cached_weights",
     "without_dispatch_modes",
@@ -282,15 +288,20 @@ def named_modules(model: nn.Module, remove_duplicate: bool = True) -> list[tuple
     return found
 
 
-def computed_weights(module: nn.Module) -> dict[str, str]:
-    """The tensors that hooks before a forward compute, as torch's old weight and spectral norm do, with their class."""
+def computed_weights(module: nn.Module) -> dict[str, object]:
+    """The tensors that hooks before a forward compute, as torch's pruning and old weight norm do, with their hook."""
     hooks = cast("dict[int, object]", module._forward_pre_hooks).values()
-    names = {
-        str(getattr(hook, "name", "")): type(hook).__name__
-        for hook in hooks
-        if isinstance(getattr(hook, "name", None), str)
+    names = {getattr(hook, "_tensor_name" if is_pruning(hook) else "name", None): hook for hook in hooks}
+    return {
+        name: hook
+        for name, hook in names.items()
+        if isinstance(name, str) and name not in module._parameters and hasattr(module, name)
     }
-    return {n: kind for n, kind in names.items() if n not in module._parameters and hasattr(module, n)}
+
+
+def is_pruning(hook: object) -> bool:
+    """Whether a hook is that of `torch.nn.utils.prune`, which multiplies a parameter by its mask before a forward."""
+    return isinstance(hook, BasePruningMethod)
 
 
 FUSED_WEIGHT_NORM: Callable[..., Tensor] = torch._weight_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -1360,9 +1371,27 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return held if held is None or type(held) is type(parameter) else parameter.grad
 
 
+def use_count(tensor: Tensor) -> int:
+    """How many hold a tensor: Python, its views, and the graph of autograd that ends in it."""
+    return tensor._use_count()  # pyright: ignore
+
+
+def base_of(held: object) -> Tensor | None:
+    """The tensor of which an object is a view; None if it is no view."""
+    return held._base if issubclass(type(held), Tensor) else None  # pyright: ignore
+
+
 def name_tensor(tensor: DTensor, name: str) -> None:
     """Let a DTensor, and what has its geometry and dtype, be known by a name."""
+    tensor._spec = copy.copy(tensor._spec)  # FSDP's have one for all that lie alike  # pyright: ignore
     tensor._spec.__dict__["tpplan_name"] = name  # pyright: ignore
+
+
+def name_alike(tensor: DTensor, named: DTensor) -> None:
+    """Let a DTensor that lies as another one does be known by its name."""
+    name = name_of(named)
+    if name is not None and name_of(tensor) is None:
+        name_tensor(tensor, name)
 
 
 def name_of(tensor: DTensor) -> str | None:

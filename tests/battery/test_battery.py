@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.battery.cases import CASES, OPEN, SLOW
+from tests.battery.cases import CASES, SLOW
 from tests.battery.harness import result_of
 from tests.battery.page import is_met
 
@@ -19,8 +19,6 @@ _EVERY = 12
 def _chosen() -> Iterator[Any]:
     seen: Counter[str] = Counter()
     for case in CASES.values():
-        if case.name in OPEN:
-            continue
         seen[case.cause] += 1
         swept = case.name in SLOW or seen[case.cause] % _EVERY != 1
         yield pytest.param(case.name, marks=[pytest.mark.sweep] if swept else [], id=f"{case.cause}-{case.name}")

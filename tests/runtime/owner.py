@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 Case = Callable[[Any], Any]
@@ -92,6 +93,12 @@ def divided(rows: Any) -> None:
         row.div_(row.norm())
 
 
+def pruned(model: Any, layer: nn.Module) -> None:
+    """With the mask made permanent."""
+    assert layer is model.up
+    prune.remove(layer, "weight")
+
+
 EDITS: dict[str, Case] = {
     "a diagonal": lambda m: m.up.weight.diagonal().fill_(0.0),
     "a row": lambda m: m.up.weight[20].zero_(),
@@ -139,6 +146,10 @@ EDITS: dict[str, Case] = {
         )
     },
     "constant_": lambda m: nn.init.constant_(m.up.weight, 2.0),
+    "pruned by entries": lambda m: pruned(m, prune.l1_unstructured(m.up, "weight", 0.3)),
+    "pruned by rows": lambda m: pruned(m, prune.ln_structured(m.up, "weight", 0.3, n=2, dim=0)),
+    "pruned by a mask": lambda m: pruned(m, prune.custom_from_mask(m.up, "weight", like(m.up.weight) > 0.3)),
+    "pruned at random": lambda m: pruned(m, prune.random_unstructured(m.up, "weight", 0.3)),
     "sparse_": lambda m: nn.init.sparse_(m.up.weight, 0.3),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +163,7 @@ def differences(member: Member, name: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["even", "uneven"])
+@pytest.mark.parametrize("name", MODELS)
 def test_what_was_made_before_goes_on(name: str) -> None:
     for found in world(2).run(differences, name):
         assert len(found) == len(HOLDERS)
@@ -188,3 +189,64 @@ def kept_in_a_variable(member: Member) -> str:
 
 def test_a_variable_that_kept_a_stock_parameter_raises_by_name() -> None:
     assert world(2).run(kept_in_a_variable) == ["raised"] * 2
+
+
+class Scaled(nn.Parameter):
+    """A parameter of a user's own class."""
+
+
+def of_a_class_of_its_own(member: Member) -> str:
+    make, rules = MODELS["even"]
+    model = make().double()
+    weight = model.up.weight = Scaled(model.up.weight.detach())
+    tpplan.parallelize(model, {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),))
+    assert isinstance(weight, Scaled)
+    with pytest.raises(tpplan.StateError, match=r"TP140.*`up\.weight` as it was before `parallelize`"):
+        weight.norm()
+    return "raised"
+
+
+def test_so_does_one_of_a_users_class() -> None:
+    assert world(2).run(of_a_class_of_its_own) == ["raised"] * 2
+
+
+def not_followed(member: Member) -> str:
+    """What can't be given the sharded parameter is refused, with nothing changed."""
+    made: list[tuple[str, Callable[[nn.Parameter], Any]]] = [
+        (r"a view of `up\.weight` is alive", lambda weight: weight[3]),
+        (r"a view of `up\.weight` is alive", lambda weight: [weight.detach_().requires_grad_().view(-1)]),
+        (r"a weak dict or set has `up\.weight`", lambda weight: weakref.WeakKeyDictionary({weight: 1})),
+        (r"a weak dict or set has `up\.weight`", lambda weight: weakref.WeakSet([weight])),
+    ]
+    for kind, make_holder in made:
+        make, rules = MODELS["even"]
+        stock = make().double()
+        holder, before = make_holder(stock.up.weight), [*stock.parameters()]
+        expected = stock(batch(1)).detach()
+        with pytest.raises(tpplan.StateError, match=f"TP140.*{kind}"):
+            tpplan.parallelize(stock, {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),))
+        assert all(now is held for now, held in zip(stock.parameters(), before, strict=True)), "it was changed"
+        assert type(stock) is type(make()) and torch.equal(stock(batch(1)), expected)
+        del holder
+        model = tpplan.parallelize(stock, {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),))
+        assert difference(model(batch(1)), expected) < TOLERANCE
+    return "refused"
+
+
+def test_views_and_weak_containers_are_refused_before_anything_is_changed() -> None:
+    assert world(2).run(not_followed) == ["refused"] * 2
+
+
+def backward_later(member: Member) -> str:
+    make, rules = MODELS["even"]
+    model = make().double()
+    made = model(batch(1))
+    tpplan.parallelize(model, {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),))
+    with pytest.raises(tpplan.StateError, match=r"TP140.*a backward of a call from before `parallelize` reached `"):
+        made.sum().backward()
+    model(batch(1)).sum().backward()
+    return "raised"
+
+
+def test_a_backward_of_a_call_from_before_raises() -> None:
+    assert world(2).run(backward_later) == ["raised"] * 2

@@ -25,8 +25,10 @@ import tpplan
 from tests.marking import slow_but
 from tests.runtime.test_recompute import PLANS, stack, x
 from tests.runtime.world import start_forked
+from tpplan.runtime.pretrained import whole_state_of
 
 SECONDS = 4.0
+GATHERING = "TP176 lost-rank: the gathering of `layers.0.body.up.weight`"
 
 
 def bad(*_: object) -> None:
@@ -88,6 +90,10 @@ def gathers_alone(model: nn.Module) -> None:
     weight.full_tensor()
 
 
+def saves_pretrained_alone(model: nn.Module) -> None:
+    whole_state_of(model, keep=True)
+
+
 def saves_alone(model: nn.Module) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tpplan.save_weights(model, folder)
@@ -114,7 +120,8 @@ FAULTS: dict[str, Fault] = {
     "raises in a backward": (raises_in_backward, "note: rank 1 ended by ValueError: a bad batch", ""),
     "replaces": (replaces, "note: rank 1 raised UnprovedCallError: TP130", "TP176 that has this error"),
     "sleeps": (sleeps, "didn't come in time", ""),
-    "gathers alone": (gathers_alone, "`full_tensor`", ""),
+    "gathers alone": (gathers_alone, "`full_tensor`", f"{GATHERING} failed"),
+    "saves alone as transformers do": (saves_pretrained_alone, "`save_pretrained`", f"{GATHERING} failed"),
     "saves alone": (saves_alone, "`save_weights`", ""),
     "evaluates": (evaluates, "at the ranks' comparison of a call of a new kind", "TP176"),
 }

@@ -19,7 +19,13 @@ from torch import nn
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.held import Held, LeanedOn
 from tpplan.calls.hooks import Hooks
-from tpplan.compat import own_buffers, own_modules, own_parameters
+from tpplan.compat import (
+    computed_weights,
+    is_pruning,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 from tpplan.parity.tree import modules_in
 from tpplan.runtime import contents
 from tpplan.runtime.writes import HOOKS, WRITES, Watched, Writes, stock_class
@@ -31,9 +37,10 @@ _Place = tuple[nn.Module, str]
 _FORWARD, _CLASS = "forward", "__class__"
 _CALLED = (_FORWARD, "__call__")
 _functions = attrgetter(*_CALLED)
+_LATE = "after `parallelize`, so that what was proved isn't what would run\n  help: change the stock model before "
 _HELP = (
-    "after `parallelize`, so that what was proved isn't what would run\n  help: change the stock model before "
-    "`parallelize`: apply adapters first, and parallelize the adapted model; `merge_adapter()` of peft merges in place"
+    f"{_LATE}`parallelize`: apply adapters first, and parallelize the adapted model; `merge_adapter()` of peft merges "
+    "in place"
 )
 
 
@@ -180,7 +187,8 @@ class Changes:
         if places and not self._broken:
             self._remember_tables()
         if self._broken:
-            raise UnprovedCallError(f"TP130 changed-model: {min(self._broken.values())} {_HELP}")
+            message, (module, _) = min(((text, at) for at, text in self._broken.items()), key=lambda held: held[0])
+            raise UnprovedCallError(f"TP130 changed-model: {message} {_way_out(module)}")
         return any(changed)
 
     def _look_at_held(self, written: Iterable[_Place]) -> None:
@@ -292,6 +300,17 @@ class Changes:
                 f"TP130 changed-model: {self.difference}; `{self._names[place[0]]}.{place[1]}` is a copy that counts "
                 f"what this rank holds {_HELP}"
             )
+
+
+def _way_out(module: nn.Module) -> str:
+    """The help for a module to which something was added."""
+    pruned = next((leaf for leaf, hook in computed_weights(module).items() if is_pruning(hook)), None)
+    if pruned is not None:
+        return (
+            f'{_LATE}`parallelize`; or let go of the mask, by `torch.nn.utils.prune.remove(layer, "{pruned}")`: the '
+            "pruned entries stay zero until a step changes them"
+        )
+    return _HELP
 
 
 def _unseen(error: UnseenError) -> UnprovedCallError:

@@ -41,7 +41,7 @@ def _where() -> str:
     while frame is not None:
         module = frame.f_locals.get("self")
         writes: Any = vars(module).get("_tpplan_writes") if isinstance(module, nn.Module) else None
-        if writes is not None and writes.outside is not None:
+        if writes is not None and writes.outside is not None and writes.forwards:
             return f", in `{writes.outside(module).name or 'the model'}`"
         frame = frame.f_back
     return ""

@@ -4,20 +4,23 @@
     model = tpplan.parallelize(model, plan)         the optimizer's groups and state hold the sharded parameters now
 
 Lists, dicts, sets, tuples, attributes and closures are given the sharded parameter in the place of the stock one, and
-an optimizer's state each rank's part. A local variable can't be: what it holds raises from then on.
+an optimizer's state each rank's part. A local variable can't be: what it holds raises from then on. Views of a stock
+parameter, and weak containers with it, can't be either; `parallelize` refuses them, with nothing changed.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from types import CellType, FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from tpplan.compat import base_of, use_count, without_tensor_classes
 from tpplan.runtime.sharded import ShardedTensor, refusal
 
 Replaced = tuple[nn.Parameter, nn.Parameter, str]
@@ -60,6 +63,45 @@ def inherit(stock: nn.Parameter, sharded: nn.Parameter) -> None:
         sharded.grad = stock.grad
 
 
+def refuse_views(parameters: Iterable[tuple[nn.Parameter, str]]) -> None:
+    """Refuse parameters of which somebody has a view, or an entry in a weak container: nobody can replace these.
+
+    A weak reference by itself ends with the parameter, and shows it.
+
+    Raises:
+        StateError: TP140 with the parameter's name.
+    """
+    named = {id(parameter): (parameter, name) for parameter, name in parameters}
+    for parameter, name in named.values():
+        if any(held.__callback__ is not None for held in weakref.getweakrefs(parameter)):
+            raise refusal(
+                f"a weak dict or set has `{name}`, and would lose it", "fill weak containers after `parallelize`"
+            )
+    if any(use_count(parameter) > 1 for parameter, _ in named.values()):  # by a view, or by a graph of autograd's
+        with without_tensor_classes():
+            views = [id(held) for held in map(base_of, gc.get_objects()) if id(held) in named]
+        if views:
+            raise refusal(
+                f"a view of `{named[views[0]][1]}` is alive, which can't be given the sharded parameter",
+                "take views of parameters after `parallelize`, or delete them before",
+            )
+
+
+def refuse_gradients(stock: nn.Parameter, name: str) -> bool:
+    """Raise from a backward that is still to come to a stock parameter; whether there may be one."""
+    if use_count(stock) == 1 or not stock.requires_grad:
+        return False
+
+    def refuse(_: Tensor) -> None:
+        raise refusal(
+            f"a backward of a call from before `parallelize` reached `{name}`, which nobody reads any more",
+            "call `backward` before `parallelize`, or the model again after it",
+        )
+
+    stock.register_post_accumulate_grad_hook(refuse)
+    return True
+
+
 def is_held(parameter: nn.Parameter) -> bool:
     """Whether somebody but the caller, in one variable, holds a parameter."""
     return sys.getrefcount(parameter) > 3  # the caller's, this function's, and the argument here
@@ -80,9 +122,11 @@ def pass_on(replaced: list[Replaced]) -> None:
             if id(holder) not in own:
                 _fill(holder, new)
     for stock, _, name in replaced:
+        vars(stock)[_NAME] = name
         if type(stock) is nn.Parameter:
-            vars(stock)[_NAME] = name
             stock.__class__ = StockParameter
+        else:
+            stock.__class__ = type(type(stock).__name__, (StockParameter, type(stock)), {})
 
 
 _OURS = 4  # in `replaced`, in `waiting`, the loop's variable, and the argument
@@ -142,4 +186,4 @@ def _replace_tuple(held: tuple[Any, ...], new: Mapping[int, nn.Parameter], depth
         _fill(outer, cast("Any", {id(held): made}), depth + 1)
 
 
-__all__ = ["StockParameter", "inherit", "is_held", "pass_on"]
+__all__ = ["StockParameter", "inherit", "is_held", "pass_on", "refuse_gradients", "refuse_views"]

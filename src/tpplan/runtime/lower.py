@@ -26,7 +26,7 @@ from tpplan.runtime.bodies import Prepared, prepare
 from tpplan.runtime.communicator import Communicator
 from tpplan.runtime.compiled_entry import become, carrying_class
 from tpplan.runtime.direct import Direct
-from tpplan.runtime.holders import Replaced, inherit, is_held, pass_on
+from tpplan.runtime.holders import Replaced, inherit, is_held, pass_on, refuse_gradients, refuse_views
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import RUNTIME, ModuleRuntime
 from tpplan.runtime.modules import ShardedModule
@@ -109,6 +109,8 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
     """
     modules = dict(named_modules(model))
     held = _held_parameters(model, program)
+    if distributor.owns:
+        refuse_views(_stock(holders[0], placement) for placement, holders in held)
     # On `meta` they take no memory; what is wrong with one shows there, too.
     empty = [distributor.distribute(_without_numbers(holders[0]), placement) for placement, holders in held]
     changes = [*_buffer_changes(modules, distributor), *_module_changes(modules, program, distributor, guard)]
@@ -158,24 +160,30 @@ def _without_numbers(holder: _Holder) -> Tensor:
     return torch.empty_like(stock, device="meta", requires_grad=stock.requires_grad)
 
 
+def _stock(holder: _Holder, placement: ParameterPlacement) -> tuple[nn.Parameter, str]:
+    table, leaf = holder
+    stock = table[leaf]
+    assert stock is not None, placement.name
+    return stock, placement.name
+
+
 def _replace(
     holders: list[_Holder], placement: ParameterPlacement, empty: nn.Parameter, distributor: Distributor
 ) -> list[Replaced]:
     """Make a parameter, and free the one whose place it takes; returns that if anybody else holds it."""
-    table, leaf = holders[0]
-    stock = table[leaf]
-    assert stock is not None, placement.name
+    stock, name = _stock(holders[0], placement)
     replacement = empty if stock.is_meta else distributor.distribute(stock, placement)
     for table, leaf in holders:
         table[leaf] = replacement
     if not distributor.owns:
         return []
     inherit(stock, replacement)
+    kept = refuse_gradients(stock, name)
     if not is_held(stock):
         return []
-    if type(stock) is nn.Parameter and not stock.is_meta:
+    if type(stock) is nn.Parameter and not stock.is_meta and not kept:
         stock.data = stock.data.new_empty(0)  # whoever holds it is given the other, or can't use it any more
-    return [(stock, replacement, placement.name)]
+    return [(stock, replacement, name)]
 
 
 def _buffer_changes(modules: dict[str, nn.Module], distributor: Distributor) -> list[_Change]:

@@ -36,7 +36,7 @@ from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.runtime import pieces
 from tpplan.runtime.faults import naming_ranks
 from tpplan.runtime.pieces import Box, Part
-from tpplan.runtime.sharded import ShardedTensor, StateError, refusal
+from tpplan.runtime.sharded import ShardedTensor, StateError, refusal, shown
 
 
 class Chunk(OwnPlacement):
@@ -166,7 +166,7 @@ class PackedTensor(ShardedTensor):
         """The whole, in the model's order; a collective."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Whole.apply(self)  # pyright: ignore
-        with naming_ranks("`full_tensor()` of a packed parameter, its gradient or its state"):
+        with naming_ranks(f"the gathering of {shown(self)}"):
             return gathered(local_of(self), self.packing, self.device_mesh)
 
     def redistribute(

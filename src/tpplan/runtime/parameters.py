@@ -225,6 +225,7 @@ class HandedOut:
         self.begin()
         if summed and torch.is_grad_enabled():
             self.add([p for p in summed if p.requires_grad], functools.partial(_apply_summed_shards, self.summing))
+        forwards.opened += 1
         forwards.count += 1  # once nothing can raise: who opens a forward closes it
 
     def begin(self) -> None:

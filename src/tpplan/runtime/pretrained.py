@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.compat import own_modules
 from tpplan.runtime.around import telling_methods
+from tpplan.runtime.faults import naming_ranks
 
 
 def saving_methods(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -35,8 +36,7 @@ def saving_methods(stock: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         first = not dist.is_initialized() or dist.get_rank() == 0
         state = whole_state_of(self, first) if state_dict is None else state_dict
         result = saves(_stock_twin(self, stock), *args, state_dict=state, **kwargs)
-        if dist.is_initialized():
-            dist.barrier()  # what a rank returns from has been written
+        _await_others()
         return result
 
     return {"save_pretrained": save_pretrained}
@@ -63,11 +63,17 @@ def wrapper_class(stock: type[nn.Module], path: tuple[str, ...], inner: type[nn.
         state = _WholeOnes(self.state_dict(keep_vars=True)) if state_dict is None else state_dict
         with torch.no_grad():
             result = saves(_twin_around(self, stock, path, inner), *args, state_dict=state, **kwargs)
-        if dist.is_initialized():
-            dist.barrier()  # what a rank returns from has been written
+        _await_others()
         return result
 
     return type(stock.__name__, (stock,), {**own, "save_pretrained": functools.wraps(saves)(save_pretrained)})
+
+
+def _await_others() -> None:
+    """What a rank returns from has been written."""
+    if dist.is_initialized():
+        with naming_ranks("the meeting at the end of `save_pretrained`"):
+            dist.barrier()
 
 
 class _WholeOnes(dict[str, Any]):

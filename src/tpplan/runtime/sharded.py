@@ -8,6 +8,7 @@ Operations are in `sharded_operations.py`, views in `sharded_views.py`.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -17,17 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import OwnPlacement, OwnTensor, interleaving, local_of, name_of, new_distributed_tensor
+from tpplan.compat import OwnPlacement, OwnTensor, interleaving, local_of, name_alike, name_of, new_distributed_tensor
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.plan import Diagnostic, PlanError
 from tpplan.runtime import pieces
+from tpplan.runtime.faults import naming_ranks
 from tpplan.runtime.pieces import Part
 
 
 class _Forwards(threading.local):
-    """How many forwards of sharded models are under way in a thread."""
+    """The forwards of sharded models in a thread.
+
+    Attributes:
+        count: how many are under way.
+        opened: how many there were.
+    """
 
     count = 0
+    opened = 0
 
 
 forwards = _Forwards()
@@ -72,6 +80,7 @@ class ShardedTensor(OwnTensor):
             return value
         if isinstance(value, DTensor):
             if value.placements == self.placements and value.device_mesh == self.device_mesh:
+                name_alike(value, self)
                 return value
             if value.device_mesh.ndim != self.device_mesh.ndim:
                 return value
@@ -98,7 +107,8 @@ class ShardedTensor(OwnTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole; a collective."""
-        return self._as_dtensor().full_tensor(grad_placements=grad_placements)
+        with naming_ranks(f"the gathering of {shown(self)}"):
+            return self._as_dtensor().full_tensor(grad_placements=grad_placements)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -150,6 +160,27 @@ def whole_of(tensor: DTensor) -> Tensor:
     return cast("DTensor", tensor.detach()).full_tensor()
 
 
+def gathered_for(operator: str, tensor: DTensor) -> Tensor:
+    """The whole, for an operation that needs it; warns where each step asks for it anew."""
+    steps, last = _gatherings.get(operator, (0, -1))
+    if last != forwards.opened:
+        steps = steps + 1 if last == forwards.opened - 1 else 1
+        _gatherings[operator] = steps, forwards.opened
+        if steps == _REPEATED:
+            warnings.warn(
+                f"TP140 parts-of-a-parameter: `{operator}` gathers the whole of {shown(tensor)} in each step\n  help: "
+                "the result is the unsharded model's; where it takes too long, compute it by elements, norms and sums, "
+                "which run on each rank's part, or in every n-th step",
+                stacklevel=2,
+            )
+    return whole_of(tensor)
+
+
+_REPEATED = 3
+_gatherings: dict[str, tuple[int, int]] = {}
+"""By operation, in how many steps in a row it gathered something, and after how many forwards the last time."""
+
+
 def part_of(tensor: DTensor, place: tuple[int, ...] | None = None) -> Part:
     """What the rank at `place` of its mesh, or this one, holds of a parameter.
 
@@ -169,4 +200,4 @@ def _part_of(tensor: DTensor, place: tuple[int, ...] | None) -> Part:
     return pieces.part(layout, axis, chunks, tuple(tensor.shape), tuple(mesh.shape), place)
 
 
-__all__ = ["ShardedTensor", "StateError", "forwards", "part_of", "refusal", "shown", "whole_of"]
+__all__ = ["ShardedTensor", "StateError", "forwards", "gathered_for", "part_of", "refusal", "shown", "whole_of"]

@@ -30,7 +30,8 @@ from tpplan.compat import (
     schema_returns_view,
     without_tensor_classes,
 )
-from tpplan.runtime.sharded import ShardedTensor, forwards, refusal, shown, whole_of
+from tpplan.runtime.faults import naming_ranks
+from tpplan.runtime.sharded import ShardedTensor, forwards, gathered_for, refusal, shown
 from tpplan.runtime.sharded_views import ShardedView, mapped, on_views, view_of, written_to
 
 _ALIASES = {"alias", "lift_fresh", "detach", "detach_"}
@@ -262,19 +263,22 @@ def _over_ranks(tensors: Sequence[Any], found: list[Tensor], order: float, sums:
                 group = tensor.device_mesh.get_group(axis)
                 groups.setdefault((group, found[place].dtype, found[place].device), []).append(place)
     for (group, _, _), places in groups.items():
-        held = torch.stack([found[place] for place in places])
-        if order in (float("inf"), float("-inf")):
-            sign = 1 if order > 0 else -1
-            sent = torch.stack([(held * sign).masked_fill(held.isnan(), float("-inf")), held.isnan().to(held.dtype)])
-            dist.all_reduce(sent, dist.ReduceOp.MAX, group)
-            held = (sent[0] * sign).masked_fill(sent[1] > 0, float("nan"))
-        else:
-            powers = held if sums or order in (0, 1) else held.pow(order)
-            dist.all_reduce(powers, group=group)
-            held = powers if sums or order in (0, 1) else powers.pow(1 / order)
+        with naming_ranks(f"a {'sum' if sums else 'norm'} over {shown(tensors[places[0]])}", group):
+            held = _reduced(torch.stack([found[place] for place in places]), order, sums, group)
         for place, number in zip(places, held.unbind(), strict=True):
             found[place] = number
     return found
+
+
+def _reduced(held: Tensor, order: float, sums: bool, group: Any) -> Tensor:
+    if order in (float("inf"), float("-inf")):
+        sign = 1 if order > 0 else -1
+        sent = torch.stack([(held * sign).masked_fill(held.isnan(), float("-inf")), held.isnan().to(held.dtype)])
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group)
+        return (sent[0] * sign).masked_fill(sent[1] > 0, float("nan"))
+    powers = held if sums or order in (0, 1) else held.pow(order)
+    dist.all_reduce(powers, group=group)
+    return powers if sums or order in (0, 1) else powers.pow(1 / order)
 
 
 def split_axes(tensor: DTensor) -> list[int]:
@@ -294,7 +298,8 @@ def _rescaled(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
             group = gradient.device_mesh.get_group(axis)
             if group not in seen:
                 seen.add(group)
-                dist.all_reduce(_whole(found), dist.ReduceOp.MAX, group)
+                with naming_ranks("the search for gradients that aren't finite", group):
+                    dist.all_reduce(_whole(found), dist.ReduceOp.MAX, group)
     return None
 
 
@@ -308,7 +313,7 @@ def _on_the_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
         if not isinstance(held, ShardedTensor):
             return held.full_tensor()
         if id(held) not in wholes:
-            wholes[id(held)] = held, whole_of(held)
+            wholes[id(held)] = held, gathered_for(operator.name(), held)
         return wholes[id(held)][1]
 
     local = mapped(args, whole), mapped(kwargs, whole)

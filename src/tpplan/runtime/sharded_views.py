@@ -24,7 +24,7 @@ from tpplan.compat import (
     schema_returns_view,
     wrapper_like,
 )
-from tpplan.runtime.sharded import ShardedTensor, refusal, shown, whole_of
+from tpplan.runtime.sharded import ShardedTensor, gathered_for, refusal, shown, whole_of
 
 Step = Callable[[Tensor], Tensor]
 
@@ -120,7 +120,7 @@ def on_views(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
             return held
         if id(held) not in plain:
             if id(held.base) not in wholes:
-                wholes[id(held.base)] = held.base, _gathered(held.base)
+                wholes[id(held.base)] = held.base, gathered_for(operator.name(), held.base).contiguous()
             plain[id(held)] = held, _taken(held, wholes[id(held.base)][1])
         return plain[id(held)][1]
 

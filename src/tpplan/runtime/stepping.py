@@ -118,7 +118,9 @@ class _Parts:
 
 def _part(parameter: DTensor, gradient: Tensor, state: State | None) -> Tensor | None:
     """A parameter's local tensor with its local gradient; None if they or the state don't lie alike."""
-    if not isinstance(gradient, DTensor) or not lie_alike(gradient, parameter) or _is_partial(parameter.placements):
+    if not isinstance(gradient, DTensor) or not lie_alike(gradient, parameter):
+        return None
+    if not isinstance(parameter, ShardedTensor) and _is_partial(parameter.placements):
         return None
     for name, value in () if state is None else state.items():
         if name in _COUNTS or not isinstance(value, Tensor):

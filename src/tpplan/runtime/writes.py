@@ -29,6 +29,7 @@ from tpplan.compat import (
     is_localizer,
     is_of_fsdp,
     local_of,
+    name_alike,
     own_parameters,
     replicas_without_mesh,
 )
@@ -130,7 +131,7 @@ class Watched(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):
             value = _own_parameter(self, name, value)
-        super().__setattr__(name, ShardedTensor.adopted(value))  # FSDP makes plain DTensors of parameters
+        super().__setattr__(name, value)
         _note(self, name)
         if name == "__class__":
             replicas_without_mesh(self)
@@ -187,6 +188,9 @@ class Watched(nn.Module):
 def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter:
     """What is to be a module's parameter `name`, of what torch's data parallelism sets."""
     writes: Writes | None = module.__dict__.get(WRITES)
+    before, value = own_parameters(module).get(name), ShardedTensor.adopted(value)  # FSDP makes plain DTensors
+    if isinstance(value, DTensor) and isinstance(before, DTensor) and before is not value:
+        name_alike(value, before)
     if writes is None:
         return value
     if isinstance(value, DTensor):

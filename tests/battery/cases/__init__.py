@@ -17,12 +17,6 @@ from tests.battery.cases import (
     tables,
 )
 
-# What isn't right yet; `python -m tests.battery.page` runs them, docs/architecture.md says why.
-OPEN = frozenset(
-    {
-        "prunes_later",
-    }
-)
 SLOW = frozenset(
     {
         "colwise_clamped",
@@ -133,11 +127,10 @@ SLOW = frozenset(
     or name.startswith(("colwise_by", "colwise_bias", "colwise_ov", "colwise_re", "colwise_s", "colwise_t"))
 }
 """Siblings of other cases, and what takes long: left to `-m slow`."""
-assert CASES.keys() >= SLOW | OPEN
+assert CASES.keys() >= SLOW
 
 __all__ = [
     "CASES",
-    "OPEN",
     "SLOW",
     "backward",
     "bodies",

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from tpplan.compat import computed_weights, named_modules, own_parameters, parametrized_tensors
+from tpplan.compat import computed_weights, is_pruning, named_modules, own_parameters, parametrized_tensors
 from tpplan.compiler.bind.linear import is_convolution, is_grouped_convolution, linear_form
 from tpplan.compiler.bind.recurrent import is_recurrent, obstacle
 from tpplan.compiler.bind.tables import is_table
@@ -60,11 +60,17 @@ def _computed_weight(module: nn.Module, name: str, rule: Rule) -> Diagnostic | N
     """TP112 for a weight that a parametrization, or a hook before each forward, computes from other parameters."""
     if parametrized_tensors(module):
         return not_followed(module, name, rule)
-    leaf, hook = next(iter(computed_weights(module).items()), ("", ""))
+    leaf, hook = next(iter(computed_weights(module).items()), ("", None))
     if not leaf:
         return None
-    remove = f"`torch.nn.utils.{_REMOVED_BY[hook]}({_last(name)})`" if hook in _REMOVED_BY else "removing the hook"
-    return _computed(name, rule, leaf, f"the hook `{hook}`", remove)
+    kind = type(hook).__name__
+    remove = f"`torch.nn.utils.{_REMOVED_BY[kind]}({_last(name)})`" if kind in _REMOVED_BY else "removing the hook"
+    if is_pruning(hook):
+        remove = (
+            f'`torch.nn.utils.prune.remove({_last(name)}, "{leaf}")`; or keep the mask in a parametrization, which '
+            "multiplies each rank's part"
+        )
+    return _computed(name, rule, leaf, f"the hook `{kind}`", remove)
 
 
 def not_followed(module: nn.Module, name: str, rule: Rule) -> Diagnostic:

@@ -448,7 +448,9 @@ Outside of a forward, parameters, their gradients and their optimizer's states a
 each element by itself, norms and sums run on each rank's part, all else on the whole, which is gathered, and cut again
 where it was written to. Views write through. What is left is refused: a parameter keeps its shape. Lists, dicts,
 attributes, closures and optimizers that held a parameter before `parallelize` hold the sharded one afterwards; a local
-variable holds the old one, which raises, since what is done to it would be lost.
+variable holds the old one, which raises, since what is done to it would be lost, and so does a backward through a call
+from before. Where somebody has a view of a parameter, or a weak container with it, `parallelize` itself is refused.
+As a warning: an operation gathers the whole of a parameter in each step.
 """,
         bad="""
 weight = model.up.weight
