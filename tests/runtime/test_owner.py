@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tpplan
 from tests.runtime.owner import CASES, Block, Shared, batch
 from tests.runtime.world import Member, world
+from tpplan.rehearsal.prove import prove
 from tpplan.runtime.sharded_views import ShardedView
 
 pytestmark = pytest.mark.processes
@@ -46,20 +49,33 @@ def difference(ours: Any, theirs: Any) -> float:
     return float((ours.double() - theirs.double()).abs().max()) if theirs.numel() else 0.0
 
 
-def sharded(member: Member, name: str) -> tuple[nn.Module, nn.Module]:
+_proofs: dict[tuple[str, int], Any] = {}
+
+
+def sharded(member: Member, name: str, replicas: int = 1) -> tuple[nn.Module, nn.Module]:
+    """A stock model and its sharded copy, proved once; of several replicas, which have the same batch, cut by FSDP."""
     torch.manual_seed(0)
     make, rules = MODELS[name]
     stock = make().double()
-    model = tpplan.parallelize(
-        copy.deepcopy(stock), {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),)
-    )
-    return stock, model
+    mesh = member.mesh(*(replicas, member.size // replicas)[replicas == 1 :], names=("dp", "tp")[replicas == 1 :])
+
+    def proved(request: Any) -> Any:
+        key = name, request.size
+        if key not in _proofs:
+            _proofs[key] = prove(request)
+        return _proofs[key]
+
+    with mock.patch("tpplan.api.prove", proved):
+        model = tpplan.parallelize(
+            copy.deepcopy(stock), {"version": 1, "modules": rules}, mesh["tp"], inputs=(batch(0),)
+        )
+    return stock, model if replicas == 1 else fully_shard(model, mesh=mesh["dp"])  # pyright: ignore
 
 
-def differences(member: Member, name: str, cases: list[str]) -> dict[str, float]:
+def differences(member: Member, name: str, cases: list[str], replicas: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for case in cases:
-        stock, model = sharded(member, name)
+        stock, model = sharded(member, name, replicas)
         before = [p.detach().clone() for p in stock.parameters()]
         try:
             made = [CASES[case](held) for held in (stock, model)]
@@ -67,12 +83,18 @@ def differences(member: Member, name: str, cases: list[str]) -> dict[str, float]
             raise AssertionError(f"{name}, {case}") from error
         parameters = [[*held.parameters()] for held in (stock, model)]
         assert made[0] is not None or difference(parameters[0], before) > 0, f"{case} does nothing"
-        found[case] = max(difference(made[1], made[0]), difference(parameters[1], parameters[0]))
+        with torch.no_grad():
+            results = [held(batch(9)) for held in (stock, model)]
+        found[case] = max(
+            difference(made[1], made[0]),
+            difference(parameters[1], parameters[0]),
+            difference(results[1], results[0]) / max(1.0, float(results[0].abs().max())),
+        )
     return found
 
 
-def check(size: int, name: str, cases: list[str]) -> None:
-    for found in world(size).run(differences, name, cases, seconds=240):
+def check(size: int, name: str, cases: list[str], replicas: int = 1) -> None:
+    for found in world(size).run(differences, name, cases, replicas, seconds=240):
         assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
 
 
@@ -86,6 +108,23 @@ def test_what_is_done_to_parameters_gives_the_unsharded_models_numbers(name: str
 @pytest.mark.parametrize("name", MODELS)
 def test_so_do_four_ranks(name: str) -> None:
     check(4, name, [*CASES])
+
+
+# FSDP calls no hooks of tensors, copies no models, and doesn't gather what a functional call puts in place.
+OF_FSDP = {
+    "gradient: hooks", "gradient: of changed ones",
+    *(case for case in CASES if "average" in case or case.startswith("read: a call")),
+}  # fmt: skip
+
+
+def test_so_do_replicas_that_fsdp_cuts() -> None:
+    check(4, "uneven", [case for at, case in enumerate(CASES) if at % 4 == 1 and case not in OF_FSDP], replicas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_so_do_all_uses_of_replicas(name: str) -> None:
+    check(4, name, [case for case in CASES if case not in OF_FSDP], replicas=2)
 
 
 def layers_alone(member: Member) -> dict[str, float]:
