@@ -152,7 +152,6 @@ __all__ = [
     "register_sharding",
     "replicas_without_mesh",
     "run_as_written",
-    "run_by_dtensor",
     "runs_as_written",
     "runs_backward",
     "schema_argument_names",
@@ -172,6 +171,7 @@ __all__ = [
     "traced_reduce_scatter",
     "transient_buffers",
     "uncompiled",
+    "wait_for",
     "wants_shapes_alone",
     "without_cached_weights",
     "without_dispatch_modes",
@@ -1349,9 +1349,10 @@ _DATA: Any = torch._C.TensorBase.data
 _GRADIENT: Any = Tensor.grad
 
 
-def run_by_dtensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation as DTensor's class does, whatever class of DTensor its arguments are of."""
-    return DTensor._op_dispatcher.dispatch(operator, args, kwargs)  # pyright: ignore
+def wait_for(result: Any) -> None:
+    """Wait until what an operation of torch.distributed has begun, which it returns last, is done."""
+    work = result[-1] if isinstance(result, (list, tuple)) else result
+    dist.Work.unbox(work).wait()  # pyright: ignore
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.functional import hvp, jacobian
 from torch.nn import functional
@@ -19,6 +20,18 @@ from torch.utils.checkpoint import checkpoint
 
 Case = Callable[[Any], Any]
 DOUBLE = torch.float64
+
+
+@torch.library.custom_op("tests_owner::halved", mutates_args=())
+def halved(tensor: Tensor) -> Tensor:
+    """An operator of a user's own."""
+    return tensor / 2
+
+
+@torch.library.custom_op("tests_owner::halve_", mutates_args=("tensor",))
+def halve(tensor: Tensor) -> None:
+    """Another one, which works in place."""
+    tensor.div_(2)
 
 
 class Block(nn.Module):
@@ -132,6 +145,8 @@ EDITS: dict[str, Case] = {
     "index_add": lambda m: m.up.weight.index_add_(0, torch.tensor([1, 20]), torch.ones(2, 16, dtype=DOUBLE)),
     "scatter": lambda m: m.up.weight.scatter_(0, torch.tensor([[20] * 16]), 2.0),
     "masked_fill": lambda m: m.up.weight.masked_fill_(torch.arange(16) > 8, 0.0),
+    "an operator of one's own": lambda m: halve(m.up.weight),
+    "sent from the first rank": lambda m: dist.broadcast(m.up.weight.mul_(2), 0),
     "rolled": lambda m: m.up.weight.copy_(m.up.weight.roll(3, 0)),
     "orthogonal": lambda m: m.up.weight.copy_(torch.linalg.qr(m.up.weight)[0]),
     "addmm": lambda m: m.up.weight.addmm_(
@@ -162,6 +177,10 @@ EDITS: dict[str, Case] = {
     "constant_": lambda m: nn.init.constant_(m.up.weight, 2.0),
     "sparse_": lambda m: nn.init.sparse_(m.up.weight, 0.3),
 }  # fmt: skip
+
+
+def of_a_norm(bias: Tensor) -> tuple[Tensor, Tensor, float, Tensor, Tensor]:
+    return like(bias), like(bias), 1e-5, like(bias), like(bias)
 
 
 def detached(model: Any) -> dict[str, Tensor]:
@@ -197,9 +216,8 @@ READS: dict[str, Case] = {
     ],
     "copies": lambda m: copy.deepcopy([*m.parameters()]),
     "pruned": pruned,
-    "fused with a norm's": lambda m: [
-        *fuse_linear_bn_weights(m.up.weight, m.up.bias, *[like(m.up.bias)] * 2, 1e-5, *[like(m.up.bias)] * 2)
-    ],
+    "an operator of one's own": lambda m: [halved(m.up.weight.detach()), torch.ops.prims.cos(m.up.weight.detach())],
+    "fused with a norm's": lambda m: [*fuse_linear_bn_weights(m.up.weight, m.up.bias, *of_a_norm(m.up.bias))],
     "beside a layer without numbers": lambda m: [skip_init(nn.Linear, 3, 4), m.up.weight][1:],
     "memory formats": lambda m: [
         *nn.utils.convert_conv2d_weight_memory_format(m, torch.channels_last).parameters(),
@@ -373,6 +391,9 @@ GRADIENTS: dict[str, Case] = {
     "total norms": total_norms,
     "clipped with a norm": after_backward(
         lambda m: nn.utils.clip_grads_with_norm_(m.parameters(), 0.01, nn.utils.get_total_norm(gradients(m)))
+    ),
+    "averaged by hand": after_backward(
+        lambda m: [(dist.all_reduce(g), g.div_(dist.get_world_size())) for g in gradients(m)] and None
     ),
     "clipped by unit": after_backward(clipped_by_unit),
     "clipped with plain ones": clipped_with_plain,

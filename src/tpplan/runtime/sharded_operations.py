@@ -24,10 +24,10 @@ from tpplan.compat import (
     interleaving,
     lie_alike,
     local_of,
-    run_by_dtensor,
     schema_argument_names,
     schema_mutates,
     schema_returns_view,
+    wait_for,
     without_tensor_classes,
 )
 from tpplan.runtime.sharded import ShardedTensor, forwards, refusal, shown, whole_of
@@ -85,8 +85,8 @@ def _has_views(held: Any) -> bool:
 @functools.cache
 def _runner(operator: OpOverload) -> Runner:
     space, _, name = operator.name().partition(".")[0].partition("::")
-    if space != "aten":
-        return _by_dtensor
+    if space != "aten":  # such as a user's own
+        return _by_element if torch.Tag.pointwise in operator.tags else _on_the_whole
     if name in _ALIASES:
         return _alias
     if name in _LISTS or (name.startswith("_foreach_") and name not in _OTHER_LISTS):
@@ -102,11 +102,6 @@ def _runner(operator: OpOverload) -> Runner:
     if schema_returns_view(operator) and not schema_mutates(operator):
         return _viewed
     return _rescaled if name == "_amp_foreach_non_finite_check_and_unscale_" else _on_the_whole
-
-
-def _by_dtensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What isn't torch's own operation, such as a collective, by DTensor."""
-    return run_by_dtensor(operator, args, kwargs)
 
 
 def _alias(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,7 +308,11 @@ def _on_the_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
     local = mapped(args, whole), mapped(kwargs, whole)
     result: Any = operator(*local[0], **local[1])
-    for held in (held for held in written_to(operator, args, kwargs) if isinstance(held, ShardedTensor)):
+    written = written_to(operator, args, kwargs)
+    if operator.namespace == "c10d":  # whose schemas don't tell what they write to
+        wait_for(result)
+        written = [held for held, _ in wholes.values()]
+    for held in (held for held in written if isinstance(held, ShardedTensor)):
         made = wholes[id(held)][1]
         if made.shape != held.shape:
             raise refusal(
