@@ -1351,7 +1351,7 @@ _GRADIENT: Any = Tensor.grad
 
 def wait_for(result: Any) -> None:
     """Wait until what an operation of torch.distributed has begun, which it returns last, is done."""
-    work = result[-1] if isinstance(result, (list, tuple)) else result
+    work: Any = cast("Sequence[Any]", result)[-1] if isinstance(result, (list, tuple)) else result
     dist.Work.unbox(work).wait()  # pyright: ignore
 
 
