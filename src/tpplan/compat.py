@@ -98,6 +98,7 @@ __all__ = [
     "fake_process_group",
     "foreach_norm",
     "function_node",
+    "gathered_over_ranks",
     "given_expression",
     "global_hook_tables",
     "global_hooks",
@@ -136,6 +137,7 @@ __all__ = [
     "native_apply",
     "new_distributed_tensor",
     "ordinary_call",
+    "over_ranks",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -1595,10 +1597,10 @@ set_compiler: Callable[[object], object] = _eval_frame.set_eval_frame
 """Let another compiler have the frames that this thread runs, or None; returns the one before."""
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
-    """Have Dynamo run the frames of `function` as they are; it still compiles those that they call."""
+def skip_frame(function: Callable[..., Any], called: bool = False) -> None:
+    """Have Dynamo run the frames of `function` as they are; it still compiles those that they call, unless `called`."""
     action = _eval_frame._FrameAction
-    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if called else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
 
 
@@ -1618,6 +1620,31 @@ def traced_all_reduce(tensor: Tensor, group: str) -> Tensor:
     """The sum over the ranks of a group, in code that Dynamo reads."""
     ops: Any = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
+
+
+def over_ranks(tensor: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    """The sum or the maximum ("max") over the ranks of a group; a node of the graph where a compiler looks.
+
+    The tensor is written to where none does.
+    """
+    if _is_plain(tensor):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group)
+        return tensor
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, operation, group.group_name))
+
+
+def gathered_over_ranks(tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors along the first dim; a node of the graph where a compiler looks."""
+    if not _is_plain(tensor):
+        return traced_all_gather(tensor, size, group.group_name)
+    received = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    all_gather_single(received, tensor, group=group)
+    return received
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not type(tensor).__module__.startswith("torch._subclasses")
 
 
 def traced_all_gather(tensor: Tensor, size: int, group: str) -> Tensor:

@@ -24,6 +24,7 @@ from tpplan.compat import (
     interleaving,
     lie_alike,
     local_of,
+    over_ranks,
     schema_argument_names,
     schema_mutates,
     schema_returns_view,
@@ -207,7 +208,7 @@ def _counted_once(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     dtype = given.get("dtype")
     found = [n.to(t.dtype) if dtype is None and t.dtype in _NARROW else n for n, t in zip(found, tensors, strict=True)]
     if not torch.is_grad_enabled():
-        found = [number.as_subclass(WholeNumber) for number in found]
+        found = [number.as_subclass(WholeNumber) if type(number) is Tensor else number for number in found]
     return found if of_list else found[0]
 
 
@@ -261,11 +262,11 @@ def _over_ranks(tensors: Sequence[Any], found: list[Tensor], order: float, sums:
         if order in (float("inf"), float("-inf")):
             sign = 1 if order > 0 else -1
             sent = torch.stack([(held * sign).masked_fill(held.isnan(), float("-inf")), held.isnan().to(held.dtype)])
-            dist.all_reduce(sent, dist.ReduceOp.MAX, group)
+            sent = over_ranks(sent, group, "max")
             held = (sent[0] * sign).masked_fill(sent[1] > 0, float("nan"))
         else:
             powers = held if sums or order in (0, 1) else held.pow(order)
-            dist.all_reduce(powers, group=group)
+            powers = over_ranks(powers, group)
             held = powers if sums or order in (0, 1) else powers.pow(1 / order)
         for place, number in zip(places, held.unbind(), strict=True):
             found[place] = number
