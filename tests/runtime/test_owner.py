@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 import tpplan
-from tests.runtime.owner import CASES, Block, Shared, batch
+from tests.runtime.owner import CASES, Block, Shared, backward, batch, detached, gradients
 from tests.runtime.world import Member, world
 from tpplan.rehearsal.prove import prove
 from tpplan.runtime.sharded_views import ShardedView
@@ -52,7 +53,7 @@ def difference(ours: Any, theirs: Any) -> float:
 _proofs: dict[tuple[str, int], Any] = {}
 
 
-def sharded(member: Member, name: str, replicas: int = 1) -> tuple[nn.Module, nn.Module]:
+def sharded(member: Member, name: str, replicas: int = 1) -> tuple[Any, Any]:
     """A stock model and its sharded copy, proved once; of several replicas, which have the same batch, cut by FSDP."""
     torch.manual_seed(0)
     make, rules = MODELS[name]
@@ -142,3 +143,49 @@ def layers_alone(member: Member) -> dict[str, float]:
 def test_a_layer_by_itself_takes_a_batch_of_any_dims() -> None:
     for found in world(2).run(layers_alone):
         assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
+
+
+def swapped(member: Member) -> float:
+    """Tensors of one geometry change places; a plain one and a sharded one don't."""
+    stock, model = sharded(member, "uneven")
+    for held in (stock, model):
+        other = copy.deepcopy(held.up.weight)
+        with torch.no_grad():
+            other.mul_(2)
+        torch.utils.swap_tensors(held.up.weight, other)
+        backward(held)
+    found = difference([*model.parameters(), *gradients(model)], [*stock.parameters(), *gradients(stock)])
+    plain = nn.Parameter(torch.ones_like(stock.up.weight))
+    with pytest.raises((RuntimeError, tpplan.StateError)):
+        torch.utils.swap_tensors(model.up.weight, plain)
+    assert type(plain) is nn.Parameter and bool((plain == 1).all())
+    return max(found, difference(model.up.weight, stock.up.weight), difference(model(batch(1)), stock(batch(1))))
+
+
+def test_two_sharded_tensors_can_be_swapped() -> None:
+    assert max(world(2).run(swapped)) < TOLERANCE
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "weight_norm": ("TP130", lambda m: nn.utils.parametrizations.weight_norm(m.up)(batch(1))),
+    "a mask": ("TP130", lambda m: prune.l1_unstructured(m.up, "weight", 0.3) and m(batch(1))),
+    "plain ones in a call": (
+        "TP130",
+        lambda m: torch.func.functional_call(m, {"up.weight": torch.ones(m.up.weight.shape).double()}, (batch(1),)),
+    ),
+    "a transform of the model": (
+        "TP117",
+        lambda m: torch.func.grad(lambda held: torch.func.functional_call(m, held, (batch(1),)).sum())(detached(m)),
+    ),
+}
+
+
+def refused(member: Member) -> list[str]:
+    for code, change in CHANGES.values():
+        with pytest.raises(tpplan.TpplanError, match=code):
+            change(sharded(member, "even")[1])
+    return [*CHANGES]
+
+
+def test_what_changes_the_model_is_refused_by_name() -> None:
+    assert world(2).run(refused) == [[*CHANGES]] * 2
