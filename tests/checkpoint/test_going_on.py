@@ -48,7 +48,7 @@ def goes_on(member: Member, name: str, replicas: int, folder: str) -> float:
 
     _, other = sharded(member, name, replicas)
     again = torch.optim.AdamW(other.parameters(), lr=0.01)
-    held = dict(zip(("model", "optimizer"), get_state_dict(other, again), strict=True))
+    held: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(other, again), strict=True))
     load(held, checkpoint_id=folder)
     set_state_dict(other, again, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
     assert geometry(other, again) == before
