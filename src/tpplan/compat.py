@@ -101,6 +101,8 @@ __all__ = [
     "fake_process_group",
     "foreach_norm",
     "function_node",
+    "gathered_over_ranks",
+    "geometry_of",
     "given_expression",
     "global_hook_tables",
     "global_hooks",
@@ -141,6 +143,7 @@ __all__ = [
     "native_apply",
     "new_distributed_tensor",
     "ordinary_call",
+    "over_ranks",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -157,7 +160,6 @@ __all__ = [
     "register_sharding",
     "replicas_without_mesh",
     "run_as_written",
-    "run_by_dtensor",
     "runs_as_written",
     "runs_backward",
     "schema_argument_names",
@@ -178,6 +180,7 @@ __all__ = [
     "transient_buffers",
     "uncompiled",
     "use_count",
+    "wait_for",
     "wants_shapes_alone",
     "without_cached_weights",
     "without_dispatch_modes",
@@ -1360,9 +1363,10 @@ _DATA: Any = torch._C.TensorBase.data
 _GRADIENT: Any = Tensor.grad
 
 
-def run_by_dtensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation as DTensor's class does, whatever class of DTensor its arguments are of."""
-    return DTensor._op_dispatcher.dispatch(operator, args, kwargs)  # pyright: ignore
+def wait_for(result: Any) -> None:
+    """Wait until what an operation of torch.distributed has begun, which it returns last, is done."""
+    work: Any = cast("Sequence[Any]", result)[-1] if isinstance(result, (list, tuple)) else result
+    dist.Work.unbox(work).wait()  # pyright: ignore
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -1385,6 +1389,11 @@ def name_tensor(tensor: DTensor, name: str) -> None:
     """Let a DTensor, and what has its geometry and dtype, be known by a name."""
     tensor._spec = copy.copy(tensor._spec)  # FSDP's have one for all that lie alike  # pyright: ignore
     tensor._spec.__dict__["tpplan_name"] = name  # pyright: ignore
+
+
+def geometry_of(tensors: Iterable[DTensor]) -> list[Any]:
+    """How DTensors lie, to be compared: quickly where nothing was changed."""
+    return [tensor._spec for tensor in tensors]  # pyright: ignore
 
 
 def name_alike(tensor: DTensor, named: DTensor) -> None:
@@ -1623,10 +1632,10 @@ set_compiler: Callable[[object], object] = _eval_frame.set_eval_frame
 """Let another compiler have the frames that this thread runs, or None; returns the one before."""
 
 
-def skip_frame(function: Callable[..., Any]) -> None:
-    """Have Dynamo run the frames of `function` as they are; it still compiles those that they call."""
+def skip_frame(function: Callable[..., Any], called: bool = False) -> None:
+    """Have Dynamo run the frames of `function` as they are; it still compiles those that they call, unless `called`."""
     action = _eval_frame._FrameAction
-    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if called else action.DEFAULT)
     _eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
 
 
@@ -1646,6 +1655,31 @@ def traced_all_reduce(tensor: Tensor, group: str) -> Tensor:
     """The sum over the ranks of a group, in code that Dynamo reads."""
     ops: Any = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor, "sum", group))
+
+
+def over_ranks(tensor: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
+    """The sum or the maximum ("max") over the ranks of a group; a node of the graph where a compiler looks.
+
+    The tensor is written to where none does.
+    """
+    if _is_plain(tensor):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM, group)
+        return tensor
+    ops: Any = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, operation, group.group_name))
+
+
+def gathered_over_ranks(tensor: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors along the first dim; a node of the graph where a compiler looks."""
+    if not _is_plain(tensor):
+        return traced_all_gather(tensor, size, group.group_name)
+    received = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    all_gather_single(received, tensor, group=group)
+    return received
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not type(tensor).__module__.startswith("torch._subclasses")
 
 
 def traced_all_gather(tensor: Tensor, size: int, group: str) -> Tensor:

@@ -10,13 +10,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.functional import hvp, jacobian
 from torch.nn import functional
-from torch.nn.utils import prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.nn.utils import fuse_linear_bn_weights, prune, skip_init, stateless
+from torch.optim import swa_utils
+from torch.utils.checkpoint import checkpoint
 
 Case = Callable[[Any], Any]
 DOUBLE = torch.float64
+
+
+@torch.library.custom_op("tests_owner::halved", mutates_args=())
+def halved(tensor: Tensor) -> Tensor:
+    """An operator of a user's own."""
+    return tensor / 2
+
+
+@torch.library.custom_op("tests_owner::halve_", mutates_args=("tensor",))
+def halve(tensor: Tensor) -> None:
+    """Another one, which works in place."""
+    tensor.div_(2)
 
 
 class Block(nn.Module):
@@ -88,6 +103,14 @@ def put(tensor: Any, place: Any, value: float) -> None:
     tensor[place] = value
 
 
+def loaded_by_swapping(model: Any) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({name: like(held) for name, held in model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def divided(rows: Any) -> None:
     for row in rows:
         row.div_(row.norm())
@@ -123,6 +146,8 @@ EDITS: dict[str, Case] = {
     "index_add": lambda m: m.up.weight.index_add_(0, torch.tensor([1, 20]), torch.ones(2, 16, dtype=DOUBLE)),
     "scatter": lambda m: m.up.weight.scatter_(0, torch.tensor([[20] * 16]), 2.0),
     "masked_fill": lambda m: m.up.weight.masked_fill_(torch.arange(16) > 8, 0.0),
+    "an operator of one's own": lambda m: halve(m.up.weight),
+    "sent from the first rank": lambda m: dist.broadcast(m.up.weight.mul_(2), 0),
     "rolled": lambda m: m.up.weight.copy_(m.up.weight.roll(3, 0)),
     "orthogonal": lambda m: m.up.weight.copy_(torch.linalg.qr(m.up.weight)[0]),
     "addmm": lambda m: m.up.weight.addmm_(
@@ -136,8 +161,13 @@ EDITS: dict[str, Case] = {
     "vector": lambda m: nn.utils.vector_to_parameters(
         torch.arange(sum(p.numel() for p in m.parameters()), dtype=DOUBLE), m.parameters()
     ),
+    "vector of its own": lambda m: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(m.parameters()) * 2, m.parameters()
+    ),
+    "data of another": lambda m: setattr(m.up.weight, "data", m.up.weight.detach().clone() * 3),
     "lists": lambda m: torch._foreach_mul_([*m.parameters()], [like(p) for p in m.parameters()]),  # pyright: ignore
     "load": lambda m: m.load_state_dict({name: held * 2 for name, held in m.state_dict().items()}),
+    "load by swapping": loaded_by_swapping,
     **{
         name: lambda m, name=name: getattr(nn.init, name)(m.up.weight)
         for name in (
@@ -152,6 +182,15 @@ EDITS: dict[str, Case] = {
     "pruned at random": lambda m: pruned(m, prune.random_unstructured(m.up, "weight", 0.3)),
     "sparse_": lambda m: nn.init.sparse_(m.up.weight, 0.3),
 }  # fmt: skip
+
+
+def of_a_norm(bias: Tensor) -> tuple[Tensor, Tensor, float, Tensor, Tensor]:
+    return like(bias), like(bias), 1e-5, like(bias), like(bias)
+
+
+def detached(model: Any) -> dict[str, Tensor]:
+    return {name: held.detach() for name, held in model.named_parameters()}
+
 
 READS: dict[str, Case] = {
     "norms": lambda m: [m.up.weight.norm(order) for order in (2, 1, 0, -1, float("inf"), -float("inf"))],
@@ -181,6 +220,34 @@ READS: dict[str, Case] = {
         torch.add(m.up.weight.detach(), 1, out=torch.empty(m.up.weight.shape, dtype=DOUBLE)),
     ],
     "copies": lambda m: copy.deepcopy([*m.parameters()]),
+    "an operator of one's own": lambda m: [halved(m.up.weight.detach()), torch.ops.prims.cos(m.up.weight.detach())],
+    "fused with a norm's": lambda m: [*fuse_linear_bn_weights(m.up.weight, m.up.bias, *of_a_norm(m.up.bias))],
+    "beside a layer without numbers": lambda m: [skip_init(nn.Linear, 3, 4), m.up.weight][1:],
+    "memory formats": lambda m: [
+        *nn.utils.convert_conv2d_weight_memory_format(m, torch.channels_last).parameters(),
+        *nn.utils.convert_conv3d_weight_memory_format(m, torch.channels_last_3d).parameters(),
+    ],
+    "a call with parameters": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (batch(2),)),
+    "a call with changed ones": lambda m: [
+        call(m, {name: held * 2 for name, held in m.named_parameters()}, (batch(2),))
+        for call in (torch.func.functional_call, stateless.functional_call)
+    ],
+    "a call with one": lambda m: torch.func.functional_call(m, {"up.weight": m.up.weight * 2}, (batch(2),)),
+    "func.grad": lambda m: [
+        *torch.func.grad(lambda held: sum(t.square().sum() for t in held.values()))(detached(m)).values(),
+        torch.func.grad(lambda weight: (weight @ weight.t()).square().sum())(m.up.weight.detach()),
+    ],
+    "func.vmap": lambda m: torch.func.vmap(torch.norm)(m.up.weight),
+    "func.jvp": lambda m: [
+        *torch.func.jvp(lambda weight: weight.square().sum(), (m.up.weight.detach(),), (like(m.up.weight),))
+    ],
+    "func.jacrev": lambda m: torch.func.jacrev(lambda weight: weight.sum(1))(m.up.weight.detach()),
+    "func.hessian": lambda m: torch.func.hessian(lambda bias: (bias**3).sum())(m.up.bias.detach()),
+    "a stack of models": lambda m: [*torch.func.stack_module_state([m, m])[0].values()],
+    "autograd.functional": lambda m: [
+        jacobian(lambda weight: weight.square().sum(0), m.up.weight.detach()),
+        hvp(lambda bias: (bias**3).sum(), m.up.bias.detach(), like(m.up.bias))[1],
+    ],
 }  # fmt: skip
 
 DRAWS: dict[str, Case] = {
@@ -211,6 +278,11 @@ def after_backward(change: Case) -> Case:
         return [*([made] if isinstance(made, Tensor) else []), *gradients(model)]
 
     return case
+
+
+def total_norms(model: Any) -> list[Any]:
+    backward(model)
+    return [nn.utils.get_total_norm(gradients(model), order, foreach=True) for order in (1, 3.0, float("inf"))]
 
 
 def set_gradient(model: Any) -> None:
@@ -268,6 +340,46 @@ def read_beside(model: Any) -> list[Any]:
     return [row, *gradients(model)]
 
 
+def hooked_afterwards(model: Any) -> list[Any]:
+    def tripled(parameter: Any) -> None:
+        parameter.grad.mul_(3)
+
+    handle = model.up.weight.register_post_accumulate_grad_hook(tripled)
+    backward(model)
+    handle.remove()
+    return gradients(model)
+
+
+def recomputed(model: Any) -> list[Any]:
+    model.zero_grad()
+    checkpoint(lambda weight: (weight @ weight.t()).square().sum(), model.up.weight, use_reentrant=False).backward()
+    return gradients(model)
+
+
+def twice(model: Any) -> list[Any]:
+    model.zero_grad()
+    (first,) = torch.autograd.grad((model.up.weight**3).sum(), model.up.weight, create_graph=True)
+    first.square().sum().backward()
+    return gradients(model)
+
+
+def of_changed_ones(model: Any) -> list[Any]:
+    """A step within a call, as of MAML."""
+    held = dict(model.named_parameters())
+    loss = torch.func.functional_call(model, held, (batch(1),)).square().mean()
+    taken = torch.autograd.grad(loss, [*held.values()])
+    stepped = {name: p - 0.1 * g for (name, p), g in zip(held.items(), taken, strict=True)}
+    model.zero_grad()
+    torch.func.functional_call(model, stepped, (batch(2),)).square().mean().backward()
+    return gradients(model)
+
+
+def of_a_vector(model: Any) -> list[Any]:
+    model.zero_grad()
+    nn.utils.parameters_to_vector(model.parameters()).square().sum().backward()
+    return [nn.utils.parameters_to_vector(gradients(model)), *gradients(model)]
+
+
 def taken(model: Any) -> list[Any]:
     weight, bias = model.up.weight, model.up.bias
     return [*torch.autograd.grad(weight.square().sum() + bias.sum(), [weight, bias])]
@@ -280,9 +392,21 @@ GRADIENTS: dict[str, Case] = {
     "clipped": after_backward(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01)),
     "clipped by value": after_backward(lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.001)),
     "total norm": after_backward(lambda m: nn.utils.get_total_norm(gradients(m))),
+    "total norms": total_norms,
+    "clipped with a norm": after_backward(
+        lambda m: nn.utils.clip_grads_with_norm_(m.parameters(), 0.01, nn.utils.get_total_norm(gradients(m)))
+    ),
+    "averaged by hand": after_backward(
+        lambda m: [(dist.all_reduce(g), g.div_(dist.get_world_size())) for g in gradients(m)] and None
+    ),
     "clipped by unit": after_backward(clipped_by_unit),
     "clipped with plain ones": clipped_with_plain,
     "hooks": hooked,
+    "hooks afterwards": hooked_afterwards,
+    "recomputed": recomputed,
+    "twice": twice,
+    "of changed ones": of_changed_ones,
+    "of a vector": of_a_vector,
     "penalties": penalised,
     "penalties alone": penalties_alone,
     "read beside": read_beside,
@@ -400,12 +524,37 @@ def sgld(model: Any) -> None:
             p.add_(torch.randn_like(p), alpha=0.01)
 
 
-def averaged(model: Any) -> list[Any]:
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for _ in range(2):
-        train(model, torch.optim.SGD(model.parameters(), 0.1))
-        average.update_parameters(model)
-    return [*average.parameters()]
+def averaged(**options: Any) -> Case:
+    def case(model: Any) -> list[Any]:
+        average = swa_utils.AveragedModel(model, **options)
+        for _ in range(2):
+            train(model, torch.optim.SGD(model.parameters(), 0.1))
+            average.update_parameters(model)
+        again = swa_utils.AveragedModel(model, **options)
+        again.load_state_dict(average.state_dict())
+        swa_utils.update_bn([batch(1)], average)
+        return [average.n_averaged, average(batch(1)), *average.parameters(), *again.parameters()]
+
+    return case
+
+
+def scheduled(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
+    for _ in range(3):
+        train(model, optimizer, 1)
+        schedule.step()
+
+
+def scaled(model: Any) -> list[Any]:
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    model.zero_grad()
+    scaler.scale(model(batch(1)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    return [norm]
 
 
 def lbfgs(model: Any) -> None:
@@ -444,7 +593,13 @@ OPTIMIZERS: dict[str, Case] = {
     "Muon": muon,
     "SAM": sam,
     "SGLD": sgld,
-    "a moving average": averaged,
+    "an average": averaged(),
+    "a moving average": averaged(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
+    "a moving average of each": averaged(avg_fn=swa_utils.get_ema_avg_fn(0.9), use_buffers=True),
+    "an average of each": averaged(avg_fn=swa_utils.get_swa_avg_fn()),
+    "an average of lists": averaged(multi_avg_fn=swa_utils.get_swa_multi_avg_fn(), use_buffers=True),
+    "SWALR": scheduled,
+    "GradScaler": scaled,
 }
 
 CASES: dict[str, Case] = {

@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard  # pyright: ignore
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 import tpplan
-from tests.runtime.owner import CASES, Block, Shared, backward, batch
+from tests.runtime.owner import CASES, Block, Shared, backward, batch, detached, gradients
 from tests.runtime.world import Member, world
+from tpplan.rehearsal.prove import prove
 from tpplan.runtime.sharded import shown
 from tpplan.runtime.sharded_views import ShardedView
 
@@ -51,20 +54,33 @@ def difference(ours: Any, theirs: Any) -> float:
     return float((ours.double() - theirs.double()).abs().max()) if theirs.numel() else 0.0
 
 
-def sharded(member: Member, name: str) -> tuple[nn.Module, nn.Module]:
+_proofs: dict[tuple[str, int], Any] = {}
+
+
+def sharded(member: Member, name: str, replicas: int = 1) -> tuple[Any, Any]:
+    """A stock model and its sharded copy, proved once; of several replicas, which have the same batch, cut by FSDP."""
     torch.manual_seed(0)
     make, rules = MODELS[name]
     stock = make().double()
-    model = tpplan.parallelize(
-        copy.deepcopy(stock), {"version": 1, "modules": rules}, member.mesh(), inputs=(batch(0),)
-    )
-    return stock, model
+    mesh = member.mesh(*(replicas, member.size // replicas)[replicas == 1 :], names=("dp", "tp")[replicas == 1 :])
+
+    def proved(request: Any) -> Any:
+        key = name, request.size
+        if key not in _proofs:
+            _proofs[key] = prove(request)
+        return _proofs[key]
+
+    with mock.patch("tpplan.api.prove", proved):
+        model = tpplan.parallelize(
+            copy.deepcopy(stock), {"version": 1, "modules": rules}, mesh["tp"], inputs=(batch(0),)
+        )
+    return stock, model if replicas == 1 else fully_shard(model, mesh=mesh["dp"])  # pyright: ignore
 
 
-def differences(member: Member, name: str, cases: list[str]) -> dict[str, float]:
+def differences(member: Member, name: str, cases: list[str], replicas: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for case in cases:
-        stock, model = sharded(member, name)
+        stock, model = sharded(member, name, replicas)
         before = {parameter: made.detach().clone() for parameter, made in stock.named_parameters()}
         try:
             made = [CASES[case](held) for held in (stock, model)]
@@ -72,12 +88,18 @@ def differences(member: Member, name: str, cases: list[str]) -> dict[str, float]
             raise AssertionError(f"{name}, {case}") from error
         parameters = [[held.get_parameter(parameter) for parameter in before] for held in (stock, model)]
         assert made[0] is not None or difference(parameters[0], [*before.values()]) > 0, f"{case} does nothing"
-        found[case] = max(difference(made[1], made[0]), difference(parameters[1], parameters[0]))
+        with torch.no_grad():
+            results = [held(batch(9)) for held in (stock, model)]
+        found[case] = max(
+            difference(made[1], made[0]),
+            difference(parameters[1], parameters[0]),
+            difference(results[1], results[0]) / max(1.0, float(results[0].abs().max())),
+        )
     return found
 
 
-def check(size: int, name: str, cases: list[str]) -> None:
-    for found in world(size).run(differences, name, cases, seconds=240):
+def check(size: int, name: str, cases: list[str], replicas: int = 1) -> None:
+    for found in world(size).run(differences, name, cases, replicas, seconds=240):
         assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
 
 
@@ -91,6 +113,23 @@ def test_what_is_done_to_parameters_gives_the_unsharded_models_numbers(name: str
 @pytest.mark.parametrize("name", MODELS)
 def test_so_do_four_ranks(name: str) -> None:
     check(4, name, [*CASES])
+
+
+# FSDP calls no hooks of tensors, copies no models, and doesn't gather what a functional call puts in place.
+OF_FSDP = {
+    "gradient: hooks", "gradient: of changed ones",
+    *(case for case in CASES if "average" in case or case.startswith("read: a call")),
+}  # fmt: skip
+
+
+def test_so_do_replicas_that_fsdp_cuts() -> None:
+    check(4, "uneven", [case for at, case in enumerate(CASES) if at % 4 == 1 and case not in OF_FSDP], replicas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_so_do_all_uses_of_replicas(name: str) -> None:
+    check(4, name, [case for case in CASES if case not in OF_FSDP], replicas=2)
 
 
 def layers_alone(member: Member) -> dict[str, float]:
@@ -128,7 +167,7 @@ def test_messages_name_parameters_and_gradients_of_fsdp() -> None:
 
 def gathers(member: Member) -> list[str]:
     _, model = sharded(member, "even")
-    weight: Any = model.get_parameter("up.weight")
+    weight: Any = model.up.weight
     always: list[Any] = [lambda: weight.norm(), lambda: weight.mul(2), lambda: weight.topk(3), lambda: weight[3].sum()]
     twice: list[Any] = [lambda: weight.sort(dim=0), weight.median, weight.median]
     with warnings.catch_warnings(record=True) as caught:
@@ -144,3 +183,68 @@ def test_what_is_gathered_in_each_step_is_warned_of_once() -> None:
     for found in world(2).run(gathers):
         assert [re.sub(r".*?: `(\S+)` gathers the whole of `up\.weight` in each step.*", r"\1", text, flags=re.DOTALL)
                 for text in found] == ["aten::topk", "aten::sum"]  # fmt: skip
+def swapped(member: Member) -> float:
+    """Tensors of one geometry change places; a plain one and a sharded one don't."""
+    stock, model = sharded(member, "uneven")
+    for held in (stock, model):
+        other = copy.deepcopy(held.up.weight)
+        with torch.no_grad():
+            other.mul_(2)
+        torch.utils.swap_tensors(held.up.weight, other)
+        backward(held)
+    found = difference([*model.parameters(), *gradients(model)], [*stock.parameters(), *gradients(stock)])
+    plain = nn.Parameter(torch.ones_like(stock.up.weight))
+    with pytest.raises((RuntimeError, tpplan.StateError)):
+        torch.utils.swap_tensors(model.up.weight, plain)
+    assert type(plain) is nn.Parameter and bool((plain == 1).all())
+    return max(found, difference(model.up.weight, stock.up.weight), difference(model(batch(1)), stock(batch(1))))
+
+
+def test_two_sharded_tensors_can_be_swapped() -> None:
+    assert max(world(2).run(swapped)) < TOLERANCE
+
+
+def swap_weights(model: Any) -> None:
+    """Of one shape, where one's rows are split and the other's columns."""
+    torch.utils.swap_tensors(model.up.weight, model.down.weight)
+
+
+def swapped_otherwise(member: Member) -> str:
+    model: Any = Block(16).double()
+    rules = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
+    tpplan.parallelize(model, rules, member.mesh(), inputs=(batch(0),))
+    swap_weights(model)
+    with pytest.raises(tpplan.UnprovedCallError, match="TP130.*weight` was replaced") as caught:
+        model(batch(1))
+    swap_weights(model)
+    model(batch(1))
+    return str(caught.value)
+
+
+def test_tensors_that_lie_otherwise_are_told_when_they_are_swapped() -> None:
+    world(2).run(swapped_otherwise)
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "weight_norm": ("TP130", lambda m: nn.utils.parametrizations.weight_norm(m.up)(batch(1))),
+    "a mask": ("TP130", lambda m: prune.l1_unstructured(m.up, "weight", 0.3) and m(batch(1))),
+    "plain ones in a call": (
+        "TP130",
+        lambda m: torch.func.functional_call(m, {"up.weight": torch.ones(m.up.weight.shape).double()}, (batch(1),)),
+    ),
+    "a transform of the model": (
+        "TP117",
+        lambda m: torch.func.grad(lambda held: torch.func.functional_call(m, held, (batch(1),)).sum())(detached(m)),
+    ),
+}
+
+
+def refused(member: Member) -> list[str]:
+    for code, change in CHANGES.values():
+        with pytest.raises(tpplan.TpplanError, match=code):
+            change(sharded(member, "even")[1])
+    return [*CHANGES]
+
+
+def test_what_changes_the_model_is_refused_by_name() -> None:
+    assert world(2).run(refused) == [[*CHANGES]] * 2

@@ -7,20 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 import tpplan
 from tests.marking import sweep_but
 from tests.plans.parity import PLANS, tolerance
 from tests.runtime.world import Member, world
-from tests.training.runs import Outcome, Run, launched, made, outcome, sharded, sharded_outcomes, trainer
+from tests.training.runs import Outcome, Run, launched, made, outcome, sharded, sharded_outcomes, trainer, whole
 from tpplan.training.sharding import Sharding, check
 
 pytestmark = pytest.mark.processes
@@ -253,3 +255,25 @@ def test_under_torchrun_with_workers_that_draw_masks(tmp_path: Path) -> None:
         assert float((ours[2][name] - held).abs().max()) < EXACT, name
     state = json.loads((tmp_path / "ours" / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
+
+
+def _with_optimizer(member: Member | None, folder: str) -> Any:
+    """A run whose optimizer is older than the sharded parameters."""
+    model = made("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if member is not None:
+        tpplan.parallelize(model, PLANS / "llama.yaml", member.mesh())
+    with nullcontext() if member is None else launched(member):
+        one = trainer(model, Run(), Path(folder), partial(Trainer, optimizers=(optimizer, None)))
+        one.train()
+    logs = [log for log in one.state.log_history if "grad_norm" in log]
+    return [[log[name] for log in logs] for name in ("loss", "grad_norm", "learning_rate")], whole(model)
+
+
+def test_an_optimizer_that_was_made_before_goes_on(tmp_path: Path) -> None:
+    curves, parameters = _with_optimizer(None, str(tmp_path / "stock"))
+    for ours, held in world(2).run(_with_optimizer, str(tmp_path / "ours")):
+        assert len(ours[0]) == 4
+        for mine, theirs in zip(ours, curves, strict=True):
+            assert mine == pytest.approx(theirs, rel=EXACT, abs=EXACT)
+        assert max(float((held[name] - tensor).abs().max()) for name, tensor in parameters.items()) < EXACT

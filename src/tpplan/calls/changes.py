@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.held import Held, LeanedOn
 from tpplan.calls.hooks import Hooks
 from tpplan.compat import (
     computed_weights,
+    geometry_of,
     is_pruning,
     own_buffers,
     own_modules,
@@ -209,11 +211,16 @@ class Changes:
         """Remember the children and parameters of all modules, as they stand in these."""
         self._held_children = [held for module in self._names if (held := own_modules(module)) or _stores(module)]
         self._known_children = [*map(dict, self._held_children)]
-        self._standing = Standing(held for module in self._names if (held := own_parameters(module)) or _stores(module))
+        tables = [held for module in self._names if (held := own_parameters(module)) or _stores(module)]
+        self._standing = Standing(tables)
+        self._sharded = [held for table in tables for held in table.values() if isinstance(held, DTensor)]
+        self._geometry = geometry_of(self._sharded)
 
     def _stands(self) -> bool:
-        """Whether the same children and parameters stand there."""
-        return self._held_children == self._known_children and self._standing.is_same()
+        """Whether the same children and parameters stand there, which lie as before: two tensors may be swapped."""
+        if self._held_children != self._known_children or not self._standing.is_same():
+            return False
+        return geometry_of(self._sharded) == self._geometry
 
     def _look_at_one(self, module: nn.Module, name: str) -> bool:
         """Whether calls have to be proved anew for what is at one place; notes what is `_broken`."""

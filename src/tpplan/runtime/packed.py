@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tpplan.compat import (
     OFF,
     OwnPlacement,
-    all_gather_single,
+    gathered_over_ranks,
     interleaving,
     local_of,
     made_dtensor,
@@ -314,9 +314,7 @@ def gathered(part: Tensor, packing: PackedShard, mesh: DeviceMesh) -> Tensor:
         pieces.beginning(sent, part.shape).copy_(part)
     for axis in reversed(axes):
         if mesh.size(axis) > 1:
-            received = sent.new_empty(mesh.size(axis) * sent.numel())
-            all_gather_single(received, sent.view(-1), group=mesh.get_group(axis))
-            sent = received
+            sent = gathered_over_ranks(sent.view(-1), mesh.size(axis), mesh.get_group(axis))
     whole = part.new_empty(packing.shape)
     for held, numbers in zip(parts, sent.view(-1, math.prod(longest)).unbind(), strict=True):
         own = pieces.beginning(numbers.view(longest), held.shape)

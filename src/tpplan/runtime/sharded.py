@@ -18,7 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import OwnPlacement, OwnTensor, interleaving, local_of, name_alike, name_of, new_distributed_tensor
+from tpplan.compat import (
+    OwnPlacement,
+    OwnTensor,
+    interleaving,
+    local_of,
+    name_alike,
+    name_of,
+    new_distributed_tensor,
+    skip_frame,
+)
 from tpplan.compiler.ir.layout import REPLICATED, sharded
 from tpplan.plan import Diagnostic, PlanError
 from tpplan.runtime import pieces
@@ -132,6 +141,9 @@ class ShardedTensor(OwnTensor):
             return cast("Any", super()).__reduce_ex__(protocol)
         plain: Any = new_distributed_tensor(local_of(self), self)
         return plain.__reduce_ex__(protocol)
+
+
+skip_frame(ShardedTensor.__torch_dispatch__, called=True)
 
 
 class _AsDTensor(torch.autograd.Function):

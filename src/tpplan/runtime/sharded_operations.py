@@ -24,10 +24,11 @@ from tpplan.compat import (
     interleaving,
     lie_alike,
     local_of,
-    run_by_dtensor,
+    over_ranks,
     schema_argument_names,
     schema_mutates,
     schema_returns_view,
+    wait_for,
     without_tensor_classes,
 )
 from tpplan.runtime.faults import naming_ranks
@@ -86,8 +87,8 @@ def _has_views(held: Any) -> bool:
 @functools.cache
 def _runner(operator: OpOverload) -> Runner:
     space, _, name = operator.name().partition(".")[0].partition("::")
-    if space != "aten":
-        return _by_dtensor
+    if space != "aten":  # such as a user's own
+        return _by_element if torch.Tag.pointwise in operator.tags else _on_the_whole
     if name in _ALIASES:
         return _alias
     if name in _LISTS or (name.startswith("_foreach_") and name not in _OTHER_LISTS):
@@ -103,11 +104,6 @@ def _runner(operator: OpOverload) -> Runner:
     if schema_returns_view(operator) and not schema_mutates(operator):
         return _viewed
     return _rescaled if name == "_amp_foreach_non_finite_check_and_unscale_" else _on_the_whole
-
-
-def _by_dtensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What isn't torch's own operation, such as a collective, by DTensor."""
-    return run_by_dtensor(operator, args, kwargs)
 
 
 def _alias(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +209,7 @@ def _counted_once(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     dtype = given.get("dtype")
     found = [n.to(t.dtype) if dtype is None and t.dtype in _NARROW else n for n, t in zip(found, tensors, strict=True)]
     if not torch.is_grad_enabled():
-        found = [number.as_subclass(WholeNumber) for number in found]
+        found = [number.as_subclass(WholeNumber) if type(number) is Tensor else number for number in found]
     return found if of_list else found[0]
 
 
@@ -274,10 +270,10 @@ def _reduced(held: Tensor, order: float, sums: bool, group: Any) -> Tensor:
     if order in (float("inf"), float("-inf")):
         sign = 1 if order > 0 else -1
         sent = torch.stack([(held * sign).masked_fill(held.isnan(), float("-inf")), held.isnan().to(held.dtype)])
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group)
+        sent = over_ranks(sent, group, "max")
         return (sent[0] * sign).masked_fill(sent[1] > 0, float("nan"))
     powers = held if sums or order in (0, 1) else held.pow(order)
-    dist.all_reduce(powers, group=group)
+    powers = over_ranks(powers, group)
     return powers if sums or order in (0, 1) else powers.pow(1 / order)
 
 
@@ -318,7 +314,11 @@ def _on_the_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
     local = mapped(args, whole), mapped(kwargs, whole)
     result: Any = operator(*local[0], **local[1])
-    for held in (held for held in written_to(operator, args, kwargs) if isinstance(held, ShardedTensor)):
+    written = written_to(operator, args, kwargs)
+    if operator.namespace == "c10d":  # whose schemas don't tell what they write to
+        wait_for(result)
+        written = [held for held, _ in wholes.values()]
+    for held in (held for held in written if isinstance(held, ShardedTensor)):
         made = wholes[id(held)][1]
         if made.shape != held.shape:
             raise refusal(

@@ -22,6 +22,7 @@ from tpplan.compat import (
     schema_argument_names,
     schema_mutates,
     schema_returns_view,
+    skip_frame,
     wrapper_like,
 )
 from tpplan.runtime.sharded import ShardedTensor, gathered_for, refusal, shown, whole_of
@@ -71,6 +72,9 @@ class ShardedView(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ShardedView(shape={list(self.shape)}, of {shown(self.base)})"
+
+
+skip_frame(ShardedView.__torch_dispatch__, called=True)
 
 
 def view_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
