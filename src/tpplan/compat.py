@@ -121,6 +121,8 @@ __all__ = [
     "is_autocast_on_cuda",
     "is_called_as_usual",
     "is_checkpointed",
+    "is_gathered",
+    "is_jit_traced",
     "is_localized",
     "is_localizer",
     "is_of_fsdp",
@@ -136,6 +138,7 @@ __all__ = [
     "made_dtensor",
     "made_wrapper",
     "make_gradient",
+    "mark_gathered",
     "name_alike",
     "name_of",
     "name_tensor",
@@ -1401,6 +1404,16 @@ def name_alike(tensor: DTensor, named: DTensor) -> None:
     name = name_of(named)
     if name is not None and name_of(tensor) is None:
         name_tensor(tensor, name)
+
+
+def mark_gathered(tensor: DTensor) -> None:
+    """Let a DTensor, which has a name, and what has its geometry and dtype, be known as FSDP's for a forward."""
+    tensor._spec.__dict__["tpplan_gathered"] = True  # pyright: ignore
+
+
+def is_gathered(tensor: DTensor) -> bool:
+    """Whether a DTensor is what FSDP has gathered for a forward."""
+    return "tpplan_gathered" in tensor._spec.__dict__  # pyright: ignore
 
 
 def name_of(tensor: DTensor) -> str | None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
 import tpplan
-from tests.runtime.owner import CASES, Block, Shared, backward, batch, detached, gradients
+from tests.runtime.owner import CASES, Block, Shared, backward, batch, detached, gradients, train
 from tests.runtime.world import Member, world
 from tpplan.rehearsal.prove import prove
 from tpplan.runtime.sharded import shown
@@ -149,11 +149,17 @@ def test_a_layer_by_itself_takes_a_batch_of_any_dims() -> None:
         assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
 
 
-def names_after_fully_shard(member: Member) -> list[str]:
-    model = MODELS["even"][0]().double()
+def of_fsdp(member: Member, before: Any = None) -> Any:
+    made = MODELS["even"][0]().double()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    tpplan.parallelize(model, {"version": 1, "modules": MODELS["even"][1]}, mesh["tp"], inputs=(batch(0),))
-    fully_shard(model, mesh=mesh["dp"])
+    tpplan.parallelize(made, {"version": 1, "modules": MODELS["even"][1]}, mesh["tp"], inputs=(batch(0),))
+    kept = None if before is None else before(made)
+    fully_shard(made, mesh=mesh["dp"])
+    return made, kept
+
+
+def names_after_fully_shard(member: Member) -> list[str]:
+    model, _ = of_fsdp(member)
     backward(model)
     held: list[Any] = [t for p in model.parameters() for t in (p, p.grad)]
     return [shown(tensor) for tensor in held]
@@ -163,6 +169,53 @@ def test_messages_name_parameters_and_gradients_of_fsdp() -> None:
     names = [name for name, _ in MODELS["even"][0]().named_parameters()]
     for found in world(2).run(names_after_fully_shard):
         assert found == [t for name in names for t in (f"`{name}`", f"the gradient, the state or the data of `{name}`")]
+
+
+def while_gathered(edit: Any) -> Any:
+    """FSDP keeps the root's parameters gathered from a forward to the next backward."""
+
+    def use(model: Any) -> None:
+        with torch.no_grad():
+            model(batch(0))
+            edit(model)
+
+    return use
+
+
+def used_when_freed(model: Any) -> None:
+    loss = model(batch(0)).sum()
+    weight, row = model.up.weight, model.up.weight[3]
+    loss.backward()
+    with pytest.raises(tpplan.StateError, match=r"TP140.*`up\.weight` was taken from the model while FSDP"):
+        row.sum()
+    weight.sum()
+
+
+LOST: dict[str, Any] = {
+    r"`up\.weight` without calling hooks": lambda m: m.up.weight.register_hook(lambda gradient: gradient * 0),
+    r"`up\.weight` was written to while FSDP": while_gathered(lambda m: m.up.weight.mul_(2)),
+    r"data of `up\.weight` was written to while FSDP": while_gathered(lambda m: m.up.weight.data.mul_(2)),
+    r"`down\.weight` was written to while FSDP": while_gathered(lambda m: m.down.weight[3].zero_()),
+    r"`norm\.weight` was written to while FSDP": while_gathered(lambda m: torch._foreach_mul_([*m.parameters()], 2.0)),  # pyright: ignore
+    r"`up\.weight` was taken from the model while FSDP": used_when_freed,
+}
+
+
+def lost_under_fsdp(member: Member) -> None:
+    for text, use in LOST.items():
+        model, _ = of_fsdp(member)
+        with pytest.raises(tpplan.StateError, match=f"TP140.*{text}"):
+            use(model)
+    model, _ = of_fsdp(member)
+    while_gathered(lambda m: (m.up.weight.norm(), m.reshard(), m.up.weight.mul_(2)))(model)
+    for kind in (torch.optim.AdamW, torch.optim.Muon):
+        model, optimizer = of_fsdp(member, lambda m, kind=kind: kind([m.up.weight]))
+        with pytest.raises(tpplan.StateError, match=r"TP140.*an optimizer has `up\.weight` as it was before"):
+            train(model, optimizer, 1)
+
+
+def test_what_fsdp_would_lose_is_refused() -> None:
+    world(2).run(lost_under_fsdp)
 
 
 def gathers(member: Member) -> list[str]:
@@ -183,6 +236,8 @@ def test_what_is_gathered_in_each_step_is_warned_of_once() -> None:
     for found in world(2).run(gathers):
         assert [re.sub(r".*?: `(\S+)` gathers the whole of `up\.weight` in each step.*", r"\1", text, flags=re.DOTALL)
                 for text in found] == ["aten::topk", "aten::sum"]  # fmt: skip
+
+
 def swapped(member: Member) -> float:
     """Tensors of one geometry change places; a plain one and a sharded one don't."""
     stock, model = sharded(member, "uneven")
@@ -214,7 +269,7 @@ def swapped_otherwise(member: Member) -> str:
     rules = {"version": 1, "modules": {"up": "colwise", "down": "rowwise"}}
     tpplan.parallelize(model, rules, member.mesh(), inputs=(batch(0),))
     swap_weights(model)
-    with pytest.raises(tpplan.UnprovedCallError, match="TP130.*weight` was replaced") as caught:
+    with pytest.raises(tpplan.UnprovedCallError, match=r"TP130.*weight` was replaced") as caught:
         model(batch(1))
     swap_weights(model)
     model(batch(1))

@@ -22,6 +22,7 @@ from tpplan.compat import (
     OwnPlacement,
     OwnTensor,
     interleaving,
+    is_gathered,
     local_of,
     name_alike,
     name_of,
@@ -96,6 +97,15 @@ class ShardedTensor(OwnTensor):
             value = whole_of(value)
         cut = self.part.of(value.detach())
         return self.like(cut.clone(memory_format=torch.contiguous_format))
+
+    def register_hook(self, hook: Any) -> Any:
+        """See torch's."""
+        if isinstance(self, torch.nn.Parameter) and self.device_mesh.ndim > 1:
+            raise refusal(
+                f"FSDP sets the gradient of {shown(self)} without calling hooks on it",
+                "use `register_post_accumulate_grad_hook`, which it calls",
+            )
+        return super().register_hook(hook)  # pyright: ignore
 
     def misfit(self, value: Any) -> Exception:
         """A TP140 for numbers of another shape."""
@@ -172,6 +182,33 @@ def whole_of(tensor: DTensor) -> Tensor:
     return cast("DTensor", tensor.detach()).full_tensor()
 
 
+REPLACED = "_tpplan_replaced"
+"""The attribute of a parameter that FSDP has replaced."""
+
+
+def refuse_gathered(held: Sequence[DTensor], written: Sequence[Any]) -> None:
+    """Refuse what FSDP has gathered for a forward and has freed, or would free with what is written to it.
+
+    Raises:
+        StateError: TP140 with the parameter's name.
+    """
+    for tensor in held:
+        if not is_gathered(tensor):
+            continue
+        if any(other is tensor for other in written):
+            raise refusal(
+                f"{shown(tensor)} was written to while FSDP has it gathered, after a forward without a backward, and "
+                "would lose that",
+                "call `model.reshard()` first",
+            )
+        local = local_of(tensor)
+        if local.numel() and not local.untyped_storage().size():
+            raise refusal(
+                f"{shown(tensor)} was taken from the model while FSDP had it gathered, and its memory is freed",
+                "take the parameter from the model where it is used",
+            )
+
+
 def gathered_for(operator: str, tensor: DTensor) -> Tensor:
     """The whole, for an operation that needs it; warns where each step asks for it anew."""
     steps, last = _gatherings.get(operator, (0, -1))
@@ -212,4 +249,15 @@ def _part_of(tensor: DTensor, place: tuple[int, ...] | None) -> Part:
     return pieces.part(layout, axis, chunks, tuple(tensor.shape), tuple(mesh.shape), place)
 
 
-__all__ = ["ShardedTensor", "StateError", "forwards", "gathered_for", "part_of", "refusal", "shown", "whole_of"]
+__all__ = [
+    "REPLACED",
+    "ShardedTensor",
+    "StateError",
+    "forwards",
+    "gathered_for",
+    "part_of",
+    "refusal",
+    "refuse_gathered",
+    "shown",
+    "whole_of",
+]

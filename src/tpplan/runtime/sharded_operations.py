@@ -32,7 +32,7 @@ from tpplan.compat import (
     without_tensor_classes,
 )
 from tpplan.runtime.faults import naming_ranks
-from tpplan.runtime.sharded import ShardedTensor, forwards, gathered_for, refusal, shown
+from tpplan.runtime.sharded import ShardedTensor, forwards, gathered_for, refusal, refuse_gathered, shown
 from tpplan.runtime.sharded_views import ShardedView, mapped, on_views, view_of, written_to
 
 _ALIASES = {"alias", "lift_fresh", "detach", "detach_"}
@@ -59,9 +59,17 @@ def run(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     args, kwargs = mapped(args, ShardedTensor.adopted), mapped(kwargs, ShardedTensor.adopted)
     if forwards.count:
         _refuse_activations(operator, (args, kwargs))
+    else:
+        refuse_gathered(_sharded_among((args, kwargs)), written_to(operator, args, kwargs))
     if _has_views((args, kwargs)):
         return on_views(operator, args, kwargs)
     return _runner(operator)(operator, args, kwargs)
+
+
+def _sharded_among(held: Any) -> list[DTensor]:
+    found: list[DTensor] = []
+    mapped(held, lambda tensor: found.append(tensor) if isinstance(tensor, ShardedTensor) else None)
+    return found
 
 
 def _refuse_activations(operator: OpOverload, held: Any) -> None:

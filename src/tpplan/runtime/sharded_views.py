@@ -25,7 +25,7 @@ from tpplan.compat import (
     skip_frame,
     wrapper_like,
 )
-from tpplan.runtime.sharded import ShardedTensor, gathered_for, refusal, shown, whole_of
+from tpplan.runtime.sharded import ShardedTensor, gathered_for, refusal, refuse_gathered, shown, whole_of
 
 Step = Callable[[Tensor], Tensor]
 
@@ -116,6 +116,9 @@ def on_views(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Run an operation that has views among its arguments."""
     if schema_returns_view(operator) and not schema_mutates(operator) and isinstance(args[0], ShardedView):
         return view_of(operator, args, kwargs)
+    bases: list[ShardedTensor] = []
+    mapped((args, kwargs), lambda held: bases.append(held.base) if isinstance(held, ShardedView) else None)
+    refuse_gathered(bases, [t.base for t in written_to(operator, args, kwargs) if isinstance(t, ShardedView)])
     wholes: dict[int, tuple[ShardedTensor, Tensor]] = {}
     plain: dict[int, tuple[ShardedView, Tensor]] = {}
 

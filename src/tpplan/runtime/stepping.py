@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tpplan.compat import OwnPlacement, gradient_of, lie_alike, like_distributed, local_of
-from tpplan.runtime.sharded import ShardedTensor
+from tpplan.runtime.sharded import REPLACED, ShardedTensor, refusal, shown
 
 BY_ELEMENT: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
@@ -53,6 +53,8 @@ def step_on_parts() -> None:
 def _replace_optimizer(
     optimizer: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not torch.compiler.is_compiling():
+        _refuse_replaced(optimizer)
     if torch.compiler.is_compiling() or type(optimizer) not in BY_ELEMENT or not args or args[0] is not optimizer:
         return None
     groups = optimizer.param_groups
@@ -64,6 +66,15 @@ def _replace_optimizer(
     stand_in.__dict__ = optimizer.__dict__
     stand_in.parts = _Parts(optimizer.__dict__["param_groups"], optimizer.__dict__["state"])
     return (stand_in, *args[1:]), keywords
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    for parameter in (held for group in optimizer.param_groups for held in group["params"]):
+        if REPLACED in vars(parameter):
+            raise refusal(
+                f"an optimizer has {shown(parameter)} as it was before `fully_shard`, which nobody reads any more",
+                "make optimizers after `fully_shard`",
+            )
 
 
 @functools.cache

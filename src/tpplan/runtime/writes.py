@@ -25,17 +25,19 @@ from torch.utils.hooks import RemovableHandle
 from tpplan.compat import (
     COMPILED_CALL,
     fsdp_unit,
+    is_gathered,
     is_localized,
     is_localizer,
     is_of_fsdp,
     local_of,
+    mark_gathered,
     name_alike,
     own_parameters,
     replicas_without_mesh,
 )
 from tpplan.runtime.onlookers import Onlookers
 from tpplan.runtime.replicas import look_at_composition
-from tpplan.runtime.sharded import ShardedTensor
+from tpplan.runtime.sharded import REPLACED, ShardedTensor
 
 if TYPE_CHECKING:
     from tpplan.compiler.ir.program import Program
@@ -191,6 +193,10 @@ def _own_parameter(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     before, value = own_parameters(module).get(name), ShardedTensor.adopted(value)  # FSDP makes plain DTensors
     if isinstance(value, DTensor) and isinstance(before, DTensor) and before is not value:
         name_alike(value, before)
+        if before.device_mesh.ndim > value.device_mesh.ndim:
+            mark_gathered(value)
+        elif before.device_mesh.ndim < value.device_mesh.ndim and not is_gathered(before):
+            vars(before)[REPLACED] = True
     if writes is None:
         return value
     if isinstance(value, DTensor):
