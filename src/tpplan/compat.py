@@ -83,6 +83,7 @@ __all__ = [
     "active_compiler",
     "after_backward",
     "all_gather_single",
+    "as_in_mode_of",
     "as_python",
     "backward_hooks",
     "balanced",
@@ -1279,6 +1280,12 @@ class OwnPlacement(Partial):
         return self.part_of(tensor, mesh, mesh_dim)
 
 
+def as_in_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A block whose tensors are inference tensors if `tensor` is one; views of others are none in inference mode."""
+    is_other = torch.is_inference_mode_enabled() and not tensor.is_inference()
+    return torch.inference_mode(False) if is_other else nullcontext()
+
+
 class OwnTensor(DTensor):
     """A DTensor whose operations tpplan runs by itself, in `dispatched`."""
 
@@ -1308,6 +1315,10 @@ class OwnTensor(DTensor):
         """What lies as this tensor does, of the whole's numbers or of a part's; `value` if it is neither."""
         raise NotImplementedError
 
+    def set_to(self, value: Any) -> Any:
+        """As `taken`, to be its gradient or its data."""
+        raise NotImplementedError
+
     def misfit(self, value: Any) -> Exception:
         """The error for numbers that can't be this tensor's."""
         raise NotImplementedError
@@ -1320,6 +1331,9 @@ class OwnTensor(DTensor):
             known = spec.__dict__.get("tpplan_name")
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
             spec.__dict__["tpplan_name"] = known
+        if torch.is_inference_mode_enabled():
+            with as_in_mode_of(self):
+                return DTensor.__new__(type(self), local, spec, requires_grad=False)  # pyright: ignore
         return DTensor.__new__(type(self), local, spec, requires_grad=False)  # pyright: ignore
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -1342,7 +1356,7 @@ class OwnTensor(DTensor):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _GRADIENT.__set__(self, self.taken(gradient))
+        _GRADIENT.__set__(self, self.set_to(gradient))
 
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore
@@ -1355,7 +1369,7 @@ class OwnTensor(DTensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        value = self.taken(value)
+        value = self.set_to(value)
         if not isinstance(value, DTensor) or value.shape != self.shape:
             raise self.misfit(value)
         _DATA.__set__(self, value)

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class Shared(Block):
 
 
 def batch(seed: int) -> Tensor:
-    return torch.randn(4, 6, 16, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(4, 8, 16, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
 
 
 def backward(model: nn.Module, seed: int = 3) -> None:
@@ -114,6 +115,11 @@ def loaded_by_swapping(model: Any) -> None:
 def divided(rows: Any) -> None:
     for row in rows:
         row.div_(row.norm())
+
+
+def in_inference_mode(model: Any, use: Case) -> Any:
+    with torch.inference_mode():
+        return use(model)
 
 
 def pruned(model: Any, layer: nn.Module) -> None:
@@ -176,6 +182,16 @@ EDITS: dict[str, Case] = {
         )
     },
     "constant_": lambda m: nn.init.constant_(m.up.weight, 2.0),
+    "rows of the data at once": lambda m: torch._foreach_mul_([m.up.weight.data[i] for i in (0, 5, 20)], 2.0),  # pyright: ignore
+    "all and a row": lambda m: torch._foreach_add_([m.up.weight, m.up.weight[0]], 1.0),  # pyright: ignore
+    "larger lists": lambda m: m.up.weight.copy_(
+        torch._foreach_mul([m.up.bias], [torch.ones(16, 1, dtype=DOUBLE)])[0].t()  # pyright: ignore
+    ),
+    "into a row": lambda m: torch.sum(m.up.weight, 0, out=m.up.weight.data[1]),
+    "of all ranks": lambda m: dist.all_reduce(m.up.weight.data.view(-1)),
+    "unsafe chunks": lambda m: [part.mul_(i) for i, part in enumerate(m.up.weight.unsafe_chunk(3))],
+    "by a function": lambda m: m.up.weight.data.apply_(lambda number: number * 2),
+    "in inference mode": lambda m: in_inference_mode(m, lambda held: held.up.weight.data[3].zero_()),
     "pruned by entries": lambda m: pruned(m, prune.l1_unstructured(m.up, "weight", 0.3)),
     "pruned by rows": lambda m: pruned(m, prune.ln_structured(m.up, "weight", 0.3, n=2, dim=0)),
     "pruned by a mask": lambda m: pruned(m, prune.custom_from_mask(m.up, "weight", like(m.up.weight) > 0.3)),
@@ -198,6 +214,16 @@ READS: dict[str, Case] = {
     "a number": lambda m: torch.tensor(m.up.weight.norm().item()),
     "numbers": lambda m: torch.tensor(m.up.weight[3].tolist()),
     "numpy": lambda m: torch.from_numpy(m.up.weight[2:4].detach().numpy()),
+    "lists": lambda m: torch.tensor([m.up.weight.tolist(), (m.up.weight * 2).tolist(), m.up.weight[:].tolist()]),
+    "arrays": lambda m: torch.tensor(numpy.asarray(m.up.weight.detach()) * m.up.weight.detach().numpy()),
+    "formats": lambda m: torch.tensor([float(f"{n:.3f}") for n in (m.up.weight[3, 4], m.up.weight.detach().sum())]),
+    "formats of norms": lambda m: torch.tensor(float(f"{nn.utils.get_total_norm([*m.parameters()]):.3f}")),
+    "inference mode": lambda m: in_inference_mode(
+        m,
+        lambda held: torch.tensor(
+            [float(held.up.weight[0, 0]), *held.up.weight[1].tolist(), float(held.up.weight.t().sum())]
+        ),
+    ),
     "an entry": lambda m: m.up.weight[3, 4],
     "some": lambda m: [m.up.weight[torch.tensor([1, 20])], m.up.weight[m.up.weight > 0], m.up.weight.split(10)[1]],
     "order": lambda m: [m.up.weight.topk(3)[0], m.up.weight.sort(dim=0)[0], m.up.weight.median(), m.up.weight.argmax()],
@@ -385,6 +411,14 @@ def taken(model: Any) -> list[Any]:
     return [*torch.autograd.grad(weight.square().sum() + bias.sum(), [weight, bias])]
 
 
+def of_complex_numbers(model: Any) -> list[Any]:
+    model.zero_grad()
+    weight = model.up.weight
+    seen, made = torch.view_as_complex(weight.view(len(weight), 8, 2)), weight.to(torch.complex128) * (1 + 2j)
+    ((seen * seen * seen.conj()).real.sum() + (made.conj() * made * made).imag.sum()).backward()
+    return gradients(model)
+
+
 GRADIENTS: dict[str, Case] = {
     "a row": after_backward(lambda m: m.up.weight.grad[20].zero_()),
     "rows": after_backward(lambda m: put(m.up.weight.grad, slice(0, 20), 0.0)),
@@ -411,6 +445,7 @@ GRADIENTS: dict[str, Case] = {
     "penalties alone": penalties_alone,
     "read beside": read_beside,
     "taken": taken,
+    "of complex numbers": of_complex_numbers,
 }
 
 

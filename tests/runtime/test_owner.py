@@ -149,6 +149,56 @@ def test_a_layer_by_itself_takes_a_batch_of_any_dims() -> None:
         assert {case: error for case, error in found.items() if not error < TOLERANCE} == {}
 
 
+SHARED = {
+    "a flat gradient": lambda m, flat: setattr(m.up.weight, "grad", flat[: m.up.weight.numel()].view_as(m.up.weight)),
+    "flat data": lambda m, flat: setattr(m.up.weight, "data", flat[: m.up.weight.numel()].view_as(m.up.weight)),
+    "another's column": lambda m, _: setattr(m.up.bias, "data", m.up.weight.data[:, 0]),
+    "sparse": lambda m, _: setattr(m.up.weight, "grad", torch.ones(m.up.weight.shape).double().to_sparse()),
+    "storage": lambda m, _: m.up.weight.data.storage()[0],
+    "shared memory": lambda m, _: m.share_memory(),
+    "of a view": lambda m, _: m.up.weight.data[3].share_memory_(),
+    "dlpack": lambda m, _: torch.from_dlpack(m.up.weight.detach()),
+    "dlpack of a view": lambda m, _: torch.from_dlpack(m.up.weight.detach()[3]),
+}
+
+
+def of_shared_memory(member: Member) -> list[str]:
+    for use in SHARED.values():
+        _, model = sharded(member, "even")
+        with pytest.raises(tpplan.StateError, match="TP140"):
+            use(model, torch.zeros(4096, dtype=torch.float64))
+    return [*SHARED]
+
+
+def test_memory_that_would_be_shared_is_refused() -> None:
+    assert world(2).run(of_shared_memory) == [[*SHARED]] * 2
+
+
+BETWEEN = {
+    "in place": lambda m: m.down.weight.mul_(2),
+    "by a view": lambda m: m.down.weight[3].zero_(),
+    "drawn": lambda m: nn.init.normal_(m.down.weight),
+    "in a list": lambda m: torch._foreach_mul_([*m.parameters()], 2.0),  # pyright: ignore
+    "rolled": lambda m: m.down.weight.masked_scatter_(m.down.weight > 0, torch.ones(999).double()),
+    "loaded": lambda m: m.load_state_dict({name: held * 2 for name, held in m.state_dict().items()}),
+}
+
+
+def edited_before_backward(member: Member) -> list[str]:
+    for edit in BETWEEN.values():
+        for model in sharded(member, "even"):
+            loss = model(batch(0)).square().mean()
+            with torch.no_grad():
+                edit(model)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    return [*BETWEEN]
+
+
+def test_an_edit_between_forward_and_backward_is_told_as_of_the_stock_model() -> None:
+    assert world(2).run(edited_before_backward) == [[*BETWEEN]] * 2
+
+
 def of_fsdp(member: Member, before: Any = None) -> Any:
     made = MODELS["even"][0]().double()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

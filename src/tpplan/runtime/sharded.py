@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tpplan.compat import (
     OwnPlacement,
     OwnTensor,
+    base_of,
     interleaving,
     is_gathered,
     local_of,
@@ -60,7 +61,55 @@ def refusal(message: str, way_out: str, *notes: str) -> StateError:
     return StateError([Diagnostic(code="TP140", message=message, help=way_out, notes=notes)])
 
 
-class ShardedTensor(OwnTensor):
+class WholeMethods:
+    """What torch's methods in C would do to memory that a tensor over several ranks hasn't."""
+
+    def plain(self) -> Tensor:
+        """Its numbers as a plain tensor, outside of autograd; a collective."""
+        raise NotImplementedError
+
+    def tolist(self) -> Any:
+        """See torch's."""
+        return cast("Any", self.plain()).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """See torch's; a copy, which can't be written to."""
+        plain = self.plain().requires_grad_(cast("Any", self).requires_grad)
+        made = plain.numpy(force=force)
+        made.flags.writeable = False
+        return made
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        made = self.numpy()
+        return made if dtype is None else made.astype(dtype)
+
+    def __format__(self, specification: str) -> str:
+        tensor = cast("Any", self)
+        return format(tensor.detach().item() if not tensor.dim() and specification else str(tensor), specification)
+
+    def apply_(self, callable: Any) -> Any:
+        """See torch's."""
+        with torch.no_grad():
+            return cast("Any", self).copy_(self.plain().apply_(callable))
+
+    def map_(self, other: Tensor, callable: Any) -> Any:
+        """See torch's."""
+        with torch.no_grad():
+            held = other.plain() if isinstance(other, WholeMethods) else other
+            return cast("Any", self).copy_(self.plain().map_(held, callable))
+
+    def _refuse_memory(self, *_: Any, **__: Any) -> Any:
+        raise refusal(
+            "the memory of a sharded tensor was asked for, of which each rank has a part",
+            "take `tensor.to_local()` for this rank's part, `tensor.full_tensor()` for the whole",
+        )
+
+    storage = _refuse_memory
+    share_memory_ = _refuse_memory
+    __dlpack__ = _refuse_memory
+
+
+class ShardedTensor(WholeMethods, OwnTensor):
     """A DTensor that is a whole tensor to operations outside of a forward."""
 
     __slots__ = ()
@@ -86,6 +135,8 @@ class ShardedTensor(OwnTensor):
     def taken(self, value: Any) -> Any:
         """What lies as this tensor does: a DTensor laid out otherwise, or a plain whole, is gathered and cut."""
         value = self.adopted(value)
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise refusal(f"{shown(self)} was given sparse numbers", "use dense ones: `sparse=False`, `to_dense()`")
         if not isinstance(value, Tensor) or value.shape != self.shape:
             return value
         if isinstance(value, DTensor):
@@ -107,6 +158,22 @@ class ShardedTensor(OwnTensor):
             )
         return super().register_hook(hook)  # pyright: ignore
 
+    def set_to(self, value: Any) -> Any:
+        """What lies as this tensor does, to be its gradient or its data.
+
+        Raises:
+            StateError: TP140 for a part of other memory, which would go on by itself.
+        """
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            base = getattr(value, "base", None) if isinstance(value, WholeMethods) else base_of(value)
+            if base is not None and (isinstance(value, WholeMethods) or base.numel() > value.numel()):
+                raise refusal(
+                    f"the data or the gradient of {shown(self)} was set to a part of another tensor, whose memory it "
+                    "can't share",
+                    "set it to a copy, `part.clone()`, and write to that",
+                )
+        return self.taken(value)
+
     def misfit(self, value: Any) -> Exception:
         """A TP140 for numbers of another shape."""
         return refusal(
@@ -114,6 +181,10 @@ class ShardedTensor(OwnTensor):
             f"for {list(self.shape)}",
             "change the stock model's parameter before `parallelize`",
         )
+
+    def plain(self) -> Tensor:
+        """See `WholeMethods`."""
+        return whole_of(self)
 
     @property
     def part(self) -> Part:
@@ -253,6 +324,7 @@ __all__ = [
     "REPLACED",
     "ShardedTensor",
     "StateError",
+    "WholeMethods",
     "forwards",
     "gathered_for",
     "part_of",

@@ -27,13 +27,11 @@ from tpplan.compat import (
     over_ranks,
     schema_argument_names,
     schema_mutates,
-    schema_returns_view,
-    wait_for,
     without_tensor_classes,
 )
 from tpplan.runtime.faults import naming_ranks
-from tpplan.runtime.sharded import ShardedTensor, forwards, gathered_for, refusal, refuse_gathered, shown
-from tpplan.runtime.sharded_views import ShardedView, mapped, on_views, view_of, written_to
+from tpplan.runtime.sharded import ShardedTensor, forwards, refuse_gathered, shown
+from tpplan.runtime.sharded_views import ShardedView, makes_views, mapped, note_written, on_wholes, view_of, written_to
 
 _ALIASES = {"alias", "lift_fresh", "detach", "detach_"}
 _ALIKE = {
@@ -62,7 +60,7 @@ def run(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     else:
         refuse_gathered(_sharded_among((args, kwargs)), written_to(operator, args, kwargs))
     if _has_views((args, kwargs)):
-        return on_views(operator, args, kwargs)
+        return on_wholes(operator, args, kwargs)
     return _runner(operator)(operator, args, kwargs)
 
 
@@ -96,7 +94,7 @@ def _has_views(held: Any) -> bool:
 def _runner(operator: OpOverload) -> Runner:
     space, _, name = operator.name().partition(".")[0].partition("::")
     if space != "aten":  # such as a user's own
-        return _by_element if torch.Tag.pointwise in operator.tags else _on_the_whole
+        return _by_element if torch.Tag.pointwise in operator.tags else on_wholes
     if name in _ALIASES:
         return _alias
     if name in _LISTS or (name.startswith("_foreach_") and name not in _OTHER_LISTS):
@@ -109,9 +107,9 @@ def _runner(operator: OpOverload) -> Runner:
         return _made_anew
     if name in _NORMS or name == "_foreach_norm":
         return _counted_once
-    if schema_returns_view(operator) and not schema_mutates(operator):
+    if makes_views(operator):
         return _viewed
-    return _rescaled if name == "_amp_foreach_non_finite_check_and_unscale_" else _on_the_whole
+    return _rescaled if name == "_amp_foreach_non_finite_check_and_unscale_" else on_wholes
 
 
 def _alias(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,21 +122,24 @@ def _made_anew(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _viewed(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], ShardedTensor):  # a plain tensor, viewed by one that is sharded
-        return _on_the_whole(operator, args, kwargs)
+        return on_wholes(operator, args, kwargs)
     return view_of(operator, args, kwargs)
 
 
 def _by_element(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    operands = [held for held in (*args, *kwargs.values()) if isinstance(held, Tensor)]
     written = written_to(operator, args, kwargs)
+    results = [held for held in kwargs.values() if any(held is other for other in written)]
+    operands = [held for held in (*args, *kwargs.values()) if isinstance(held, Tensor)]
+    operands = [held for held in operands if not any(held is other for other in results)]
     if any(not isinstance(held, ShardedTensor) for held in written):
-        return _on_the_whole(operator, args, kwargs)
+        return on_wholes(operator, args, kwargs)
     shape: Any = cast("Any", torch).broadcast_shapes(*(held.shape for held in operands))
     owner = next((t for t in (*written, *operands) if isinstance(t, ShardedTensor) and t.shape == shape), None)
     if owner is None or any(held.shape != shape for held in written):
-        return _on_the_whole(operator, args, kwargs)
+        return on_wholes(operator, args, kwargs)
     local = functools.partial(_part_like, owner)
     result = operator(*mapped(args, local), **mapped(kwargs, local))
+    note_written(written)
     if written:
         return written[0] if len(written) == 1 else tuple(written)
     return mapped(result, lambda held: owner.like(held))
@@ -147,15 +148,23 @@ def _by_element(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 def _on_lists(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On lists of tensors, of which those at one place belong together."""
     owners: Sequence[Any] = args[0]
-    local_args = [_list_of_parts(held, owners) for held in args]
-    local_kwargs = {name: _list_of_parts(held, owners) for name, held in kwargs.items()}
+    try:
+        local_args = [_list_of_parts(held, owners) for held in args]
+        local_kwargs = {name: _list_of_parts(held, owners) for name, held in kwargs.items()}
+    except _LargerError:
+        return on_wholes(operator, args, kwargs)
     results: Any = operator(*local_args, **local_kwargs)
+    note_written(held for held in written_to(operator, args, kwargs) if isinstance(held, ShardedTensor))
     if schema_mutates(operator) or results is None:
         return results
     return [
         owner.like(result) if isinstance(owner, ShardedTensor) else result
         for result, owner in zip(results, owners, strict=True)
     ]
+
+
+class _LargerError(Exception):
+    """An operand doesn't fit a tensor, so that the result is larger."""
 
 
 def _list_of_parts(held: Any, owners: Sequence[Any]) -> Any:
@@ -182,6 +191,9 @@ def _part_like(owner: ShardedTensor, operand: Any) -> Any:
         operand = operand.full_tensor()
     if operand.dim() == 0:
         return operand
+    dims = zip(reversed(operand.shape), reversed(owner.shape), strict=False)
+    if operand.dim() > owner.dim() or any(mine not in (1, its) for mine, its in dims):
+        raise _LargerError
     return owner.part.of(operand.expand(owner.shape))
 
 
@@ -191,12 +203,13 @@ def _drawn(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     written = bool(schema_mutates(operator))
     others = any(isinstance(held, DTensor) for held in (*args[1:], *kwargs.values()))
     if not isinstance(target, ShardedTensor) or others or not (written or name.endswith("_like")):
-        return _on_the_whole(operator, args, kwargs)
+        return on_wholes(operator, args, kwargs)
     whole = local_of(target).new_empty(tuple(target.shape))
     part = target.part.of(operator(whole, *args[1:], **kwargs))
     if not written:
         return target.like(part.clone(memory_format=torch.contiguous_format))
     local_of(target).copy_(part)
+    note_written([target])
     return target
 
 
@@ -205,7 +218,7 @@ def _counted_once(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     names = schema_argument_names(operator)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("dim") not in (None, [], ()) or given.get("keepdim") or "out" in given:
-        return _on_the_whole(operator, args, kwargs)
+        return on_wholes(operator, args, kwargs)
     of_list = isinstance(args[0], (list, tuple))
     tensors: Sequence[Any] = args[0] if of_list else [args[0]]
     kind = operator.name().partition(".")[0].removeprefix("aten::")
@@ -230,11 +243,22 @@ class WholeNumber(Tensor):
     ) -> Any:
         with without_tensor_classes():
             made = func(*args, **(kwargs or {}))
-        return made.as_subclass(cls) if type(made) is Tensor else made
+        is_new = type(made) is Tensor and not any(made is held for held in args)
+        return made.as_subclass(cls) if is_new else made
 
     def full_tensor(self) -> Tensor:
         """The same, as a tensor like any other."""
         return self.as_subclass(Tensor)
+
+    def __format__(self, specification: str) -> str:
+        return format(self.full_tensor(), specification)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return repr(self.full_tensor())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.full_tensor()
+        return plain.__reduce_ex__(protocol)
 
 
 def _owned(tensor: Any, order: float | None) -> Tensor:
@@ -305,37 +329,6 @@ def _rescaled(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
                 with naming_ranks("the search for gradients that aren't finite", group):
                     dist.all_reduce(_whole(found), dist.ReduceOp.MAX, group)
     return None
-
-
-def _on_the_whole(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On whole tensors; of what was written to, each rank takes its part."""
-    wholes: dict[int, tuple[ShardedTensor, Tensor]] = {}
-
-    def whole(held: Any) -> Any:
-        if not isinstance(held, DTensor):
-            return held
-        if not isinstance(held, ShardedTensor):
-            return held.full_tensor()
-        if id(held) not in wholes:
-            wholes[id(held)] = held, gathered_for(operator.name(), held)
-        return wholes[id(held)][1]
-
-    local = mapped(args, whole), mapped(kwargs, whole)
-    result: Any = operator(*local[0], **local[1])
-    written = written_to(operator, args, kwargs)
-    if operator.namespace == "c10d":  # whose schemas don't tell what they write to
-        wait_for(result)
-        written = [held for held, _ in wholes.values()]
-    for held in (held for held in written if isinstance(held, ShardedTensor)):
-        made = wholes[id(held)][1]
-        if made.shape != held.shape:
-            raise refusal(
-                f"`{operator.name()}` changes the shape of {shown(held)} in place",
-                "write `tensor.t()` and the like for another view; a parameter keeps its shape",
-            )
-        local_of(held).copy_(held.part.of(made))
-    back = {id(made): held for held, made in wholes.values()}
-    return mapped(result, lambda held: back.get(id(held), held))
 
 
 def _whole(held: Any) -> Any:

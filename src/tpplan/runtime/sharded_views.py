@@ -9,28 +9,32 @@ the view of that; where it writes, the whole is cut again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tpplan.compat import (
     OFF,
     OpOverload,
+    as_in_mode_of,
     local_of,
     schema_argument_names,
     schema_mutates,
     schema_returns_view,
     skip_frame,
+    storage_key,
+    wait_for,
     wrapper_like,
 )
-from tpplan.runtime.sharded import ShardedTensor, gathered_for, refusal, refuse_gathered, shown, whole_of
+from tpplan.runtime.sharded import ShardedTensor, WholeMethods, gathered_for, refusal, refuse_gathered, shown, whole_of
 
 Step = Callable[[Tensor], Tensor]
 
 
-class ShardedView(Tensor):
+class ShardedView(WholeMethods, Tensor):
     """A view of a sharded tensor, over which nothing is split.
 
     Attributes:
@@ -49,22 +53,18 @@ class ShardedView(Tensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return on_views(func, args, kwargs or {})
+        return on_wholes(func, args, kwargs or {})
 
     def whole(self) -> Tensor:
         """Its numbers, in memory of their own; a collective."""
         return _taken(self, _gathered(self.base)).clone()
 
-    def tolist(self) -> Any:
-        """See torch's."""
-        return self.detach().whole().tolist()  # pyright: ignore
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """See torch's; a copy."""
-        return self.detach().whole().numpy(force=force)  # pyright: ignore
+    def plain(self) -> Tensor:
+        """See `WholeMethods`."""
+        return self.detach().whole()  # pyright: ignore
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = cast("Any", self.detach().whole())  # pyright: ignore
+        plain: Any = self.plain()
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -87,7 +87,8 @@ def view_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     def viewed(place: int | None, shown: Tensor) -> ShardedView:
         step = functools.partial(_stepped, operator, args[1:], kwargs, place)
-        view = wrapper_like(ShardedView, shown, source.device)
+        with as_in_mode_of(source):
+            view = wrapper_like(ShardedView, shown, source.device)
         view.base, view.steps, view.form = base, (*steps, step), shown
         return view
 
@@ -112,40 +113,83 @@ def _taken(view: ShardedView, whole: Tensor) -> Tensor:
     return functools.reduce(lambda held, step: step(held), view.steps, whole)
 
 
-def on_views(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that has views among its arguments."""
-    if schema_returns_view(operator) and not schema_mutates(operator) and isinstance(args[0], ShardedView):
+def makes_views(operator: OpOverload) -> bool:
+    """Whether what an operation returns is written through to its first argument."""
+    name = operator.name().partition(".")[0]
+    if name in PHYSICAL:
+        return False
+    return name in _UNSAFE or (schema_returns_view(operator) and not schema_mutates(operator))
+
+
+PHYSICAL: dict[str, Any] = {
+    "aten::_conj": torch.ops.aten._conj_physical.default,
+    "aten::_neg_view": torch.ops.aten.neg.default,
+}
+"""Operations that flip a bit of a view: those that compute its numbers."""
+_UNSAFE = frozenset(f"aten::unsafe_{name}" for name in ("split", "split_with_sizes", "chunk"))
+
+
+def on_wholes(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on whole tensors and views of them; of what was written to, each rank takes its part."""
+    if makes_views(operator) and isinstance(args[0], ShardedView):
         return view_of(operator, args, kwargs)
+    operator = PHYSICAL.get(operator.name(), operator)
     bases: list[ShardedTensor] = []
     mapped((args, kwargs), lambda held: bases.append(held.base) if isinstance(held, ShardedView) else None)
     refuse_gathered(bases, [t.base for t in written_to(operator, args, kwargs) if isinstance(t, ShardedView)])
-    wholes: dict[int, tuple[ShardedTensor, Tensor]] = {}
-    plain: dict[int, tuple[ShardedView, Tensor]] = {}
+    wholes: dict[object, Tensor] = {}  # one for all that have their parts in the same memory
+    plain: dict[int, tuple[Any, Tensor]] = {}
 
     def taken(held: Any) -> Any:
-        if not isinstance(held, ShardedView):
+        if not isinstance(held, (ShardedView, DTensor)):
             return held
+        if isinstance(held, DTensor) and not isinstance(held, ShardedTensor):
+            return held.full_tensor()
         if id(held) not in plain:
-            if id(held.base) not in wholes:
-                wholes[id(held.base)] = held.base, gathered_for(operator.name(), held.base).contiguous()
-            plain[id(held)] = held, _taken(held, wholes[id(held.base)][1])
+            key = _memory(held)
+            if key not in wholes:
+                wholes[key] = gathered_for(operator.name(), _base(held)).contiguous()
+            plain[id(held)] = held, _taken(held, wholes[key]) if isinstance(held, ShardedView) else wholes[key]
         return plain[id(held)][1]
 
     local = mapped(args, taken), mapped(kwargs, taken)
     shapes = {key: shown.shape for key, (_, shown) in plain.items()}
     result: Any = operator(*local[0], **local[1])
-    written = [held for held in written_to(operator, args, kwargs) if isinstance(held, ShardedView)]
-    for view in written:
-        if plain[id(view)][1].shape != shapes[id(view)]:
+    written = [held for held in written_to(operator, args, kwargs) if id(held) in plain]
+    if operator.namespace == "c10d":  # whose schemas don't tell what they write to
+        wait_for(result)
+        written = [held for held, _ in plain.values()]
+    for held in written:
+        if plain[id(held)][1].shape != shapes[id(held)]:
             raise refusal(
-                f"`{operator.name()}` changes the shape of {view!r} in place", "take the view anew, by its new shape"
+                f"`{operator.name()}` changes the shape of {_shown(held)} in place",
+                "write `tensor.t()` and the like for another view; a parameter keeps its shape",
             )
-        base, whole = wholes[id(view.base)]
-        local_of(base).copy_(base.part.of(whole))
-        if not base.is_inference():
-            torch.autograd.graph.increment_version(base)
-    back = {id(plain[id(view)][1]): view for view in written}
+        base = _base(held)
+        local_of(base).copy_(base.part.of(wholes[_memory(held)]))
+    note_written(map(_base, written))
+    back = {id(made): held for held, made in plain.values()}
     return mapped(result, lambda held: back.get(id(held), held))
+
+
+def _base(held: Any) -> ShardedTensor:
+    return held.base if isinstance(held, ShardedView) else held
+
+
+def _memory(held: Any) -> object:
+    base = _base(held)
+    return storage_key(local_of(base)), tuple(base.shape), base.dtype
+
+
+def _shown(held: Any) -> str:
+    return repr(held) if isinstance(held, ShardedView) else shown(held)
+
+
+def note_written(tensors: Iterable[ShardedTensor]) -> None:
+    """Let autograd know what was written to, in a tensor and in this rank's part, which forwards have saved."""
+    held = [t for tensor in tensors for t in (tensor, local_of(tensor)) if not t.is_inference()]
+    if held:
+        torch.autograd.graph.increment_version(held)
 
 
 def written_to(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -166,4 +210,4 @@ def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
     return change(held) if isinstance(held, Tensor) else held
 
 
-__all__ = ["ShardedView", "mapped", "on_views", "view_of", "written_to"]
+__all__ = ["ShardedView", "makes_views", "mapped", "note_written", "on_wholes", "view_of", "written_to"]
