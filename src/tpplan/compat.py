@@ -1336,6 +1336,10 @@ class OwnTensor(DTensor):
                 return DTensor.__new__(type(self), local, spec, requires_grad=False)  # pyright: ignore
         return DTensor.__new__(type(self), local, spec, requires_grad=False)  # pyright: ignore
 
+    def _stable_hash_for_caching(self) -> str:
+        """As DTensor's, with this rank's sizes: ranks that share a compiler's cache may hold more or less."""
+        return f"{super()._stable_hash_for_caching()} {tuple(local_of(self).shape)}"  # pyright: ignore
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = cast("Any", super()).__deepcopy__(memo)
         if isinstance(self, torch.nn.Parameter):

@@ -250,7 +250,7 @@ BUGS = (
     Bug("what is written to the whole is lost", "runtime/sharded_views.py",
         "        local_of(base).copy_(base.part.of(wholes[_memory(held)]))\n", "", ("runtime/test_owner.py",)),
     Bug("each view has a whole of its own", "runtime/sharded_views.py",
-        "    return storage_key(local_of(base)), tuple(base.shape), base.dtype\n", "    return id(held)\n",
+        "return storage_key(local), local.storage_offset(), ", "return id(held), ",
         ("runtime/test_owner.py",)),
     Bug("edits of a rank's part don't count", "runtime/sharded_views.py",
         "for t in (tensor, local_of(tensor)) if", "for t in (tensor,) if", ("runtime/test_owner.py",)),

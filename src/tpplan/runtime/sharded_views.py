@@ -177,8 +177,8 @@ def _base(held: Any) -> ShardedTensor:
 
 
 def _memory(held: Any) -> object:
-    base = _base(held)
-    return storage_key(local_of(base)), tuple(base.shape), base.dtype
+    base, local = _base(held), local_of(_base(held))
+    return storage_key(local), local.storage_offset(), tuple(base.shape), base.dtype  # FSDP's gradients share memory
 
 
 def _shown(held: Any) -> str:
