@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tpplan.initialize.findings import InitializationError
     from tpplan.kernels.errors import KernelArgumentError
     from tpplan.loss import LossError
+    from tpplan.ops import OperatorRuleError, operator, register_operator
     from tpplan.parity.errors import (
         RankError,
         RanksDisagreeError,
@@ -83,6 +84,7 @@ __all__ = [
     "LossError",
     "LostRankError",
     "ObserveError",
+    "OperatorRuleError",
     "Plan",
     "PlanError",
     "Program",
@@ -115,7 +117,9 @@ __all__ = [
     "load_weights",
     "loss",
     "observe",
+    "operator",
     "parallelize",
+    "register_operator",
     "save_weights",
     "suggest_plan",
     "verify",
@@ -169,6 +173,9 @@ _ELSEWHERE = {
     "LostRankError": "tpplan.runtime.faults",
     "ObserveError": "tpplan.runtime.observe",
     "observe": "tpplan.runtime.observe",
+    "OperatorRuleError": "tpplan.ops.declared",
+    "operator": "tpplan.ops.functions",
+    "register_operator": "tpplan.ops.functions",
     "RecomputeError": "tpplan.runtime.recent",
     "WatchError": "tpplan.runtime.lockstep",
     "warm_up": "tpplan.calls.warm",

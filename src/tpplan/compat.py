@@ -111,6 +111,7 @@ __all__ = [
     "graph_break",
     "group_all_gather",
     "group_reduce_scatter",
+    "has_function_mode",
     "has_gradient_hooks",
     "hint_of",
     "hook_tables",
@@ -177,6 +178,7 @@ __all__ = [
     "storage_key",
     "takes_apart",
     "takes_device",
+    "tensor_arguments",
     "traced_all_gather",
     "traced_all_reduce",
     "traced_all_to_all",
@@ -773,6 +775,18 @@ def schema_mutates(operator: OpOverload) -> tuple[int, ...]:
 
 
 @functools.cache
+def tensor_arguments(operator: OpOverload) -> tuple[tuple[str, ...], int | None]:
+    """The names of an operator's tensor arguments, lists of tensors too, and how many tensors it returns.
+
+    The number is None where a result is a list.
+    """
+    schema = operator._schema
+    names = tuple(held.name for held in schema.arguments if "Tensor" in str(held.type))
+    lists = any("List" in str(held.type) for held in schema.returns)
+    return names, None if lists else sum("Tensor" in str(held.type) for held in schema.returns)
+
+
+@functools.cache
 def schema_returns_view(operator: OpOverload) -> bool:
     """Whether a result of `operator` shares storage with an operand."""
     return any(result.alias_info is not None for result in operator._schema.returns)
@@ -1110,6 +1124,11 @@ def _set_dispatch_modes(modes: Iterable[Any]) -> None:
         _python_dispatch._pop_mode()
     for mode in modes:
         _python_dispatch._push_mode(mode)
+
+
+def has_function_mode() -> bool:
+    """Whether a mode looks at the functions of torch that are called."""
+    return overrides._get_current_function_mode() is not None  # pyright: ignore
 
 
 def without_function_modes() -> AbstractContextManager[Any]:

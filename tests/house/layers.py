@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("compiler",),
     ("state",),
+    ("ops",),
     ("cost",),
     ("kernels",),
     ("ambience",),
@@ -45,7 +46,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 COMPAT = "compat"
 COMPAT_USERS = frozenset(
     {"bench", "calls", "parity", "suggest", "initialize", "checkpoint", "rehearsal", "runtime", "compiler", "kernels"}
-    | {"ambience", "state"}
+    | {"ambience", "state", "ops"}
 )
 # Operators are data: the underscore of `torch.ops.aten._softmax` is part of a name that a trace holds.
 OPERATOR_PREFIX = "torch.ops.aten."

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 
+import torch
+
 from tpplan.ambience import ambience
 from tpplan.compat import named_modules, without_inference_kernels
 from tpplan.compiler.bind.bind import Binding, bind_parameters, bind_rules, once, unlike_layers
@@ -22,6 +24,7 @@ from tpplan.compiler.bind.lookers import lookers, not_looked_up
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
+from tpplan.compiler.check.declared import try_rules
 from tpplan.compiler.check.experts import prove_experts
 from tpplan.compiler.check.recurrent import prove_recurrent
 from tpplan.compiler.cover import Subject
@@ -54,6 +57,7 @@ from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
 from tpplan.compiler.trace.unread import are_read_for_nobody, with_unread
+from tpplan.ops.declared import check_rule, scoped_rules
 from tpplan.plan import CompileError, Diagnostic, Severity, Style
 from tpplan.state.reads import ANYTHING, functions_read, kinds_of, reads
 
@@ -119,7 +123,10 @@ def compile_call(request: Request) -> Compiled:
     unfit = unfit_findings(request.model)
     if unfit:
         raise CompileError(unfit)
-    with reads() as read:
+    operators = {held.name: held for held in request.plan.operators}
+    for name, held in operators.items():
+        check_rule(name, held.rule, held.span)
+    with reads() as read, scoped_rules({name: held.rule for name, held in operators.items()}):
         try:
             compiled = _compiled(request)
         except CompileError as error:
@@ -248,6 +255,8 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     if request.size > 1 and not request.partly:
         _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))
     program = _program(problem, solved.placed, unpacked.notes, asked)
+    if request.size > 1:
+        program = replace(program, assumed=try_rules(trace, solved.placed.assignment.layouts, _device_of(request)))
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),
@@ -256,6 +265,12 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         called=_called(trace), drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
     )  # fmt: skip
     return compiled, trace, state
+
+
+def _device_of(request: Request) -> torch.device:
+    """Where the model runs; a CPU for one on `meta`."""
+    held = request.device or next((p.device for p in request.model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if held.type == "meta" else held
 
 
 def _subject(problem: Problem, placed: Placed, program: Program) -> Subject | None:

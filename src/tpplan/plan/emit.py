@@ -18,6 +18,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
     document["modules"] = {rule.pattern.text: _rule(rule) for rule in plan.rules}
     if plan.kernels:
         document["kernels"] = _kernels(plan.kernels)
+    if plan.operators:
+        document["operators"] = {rule.name: rule.rule.text for rule in plan.operators}
     return document
 
 

@@ -83,6 +83,7 @@ class _Loader:
             axis=merged.axis or DEFAULT_AXIS,
             rules=merged.rules,
             kernels=merged.kernels,
+            operators=merged.operators,
             sources=tuple(item.shown for item in sources),
         )
 
@@ -182,6 +183,7 @@ def _merge(base: Document, child: Document) -> Document:
         extends=child.extends,
         rules=tuple[Rule, ...]((*kept, *added)),
         kernels=_merge_kernels(base.kernels, child.kernels),
+        operators=tuple({rule.name: rule for rule in (*base.operators, *child.operators)}.values()),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.plan.emit import plan_to_dict, plan_to_yaml
 from tpplan.plan.match import Matched, match_rules, matching_rules
-from tpplan.plan.rules import KernelRule, Rule
+from tpplan.plan.rules import KernelRule, OperatorEntry, Rule
 from tpplan.plan.vocabulary import DEFAULT_AXIS, PLAN_VERSION, Exchange, KernelChoice, KernelKind, Pin, Style
 
 
@@ -21,6 +21,7 @@ class Plan:
         axis: the mesh axis over which the modules are sharded.
         rules: the rules, a base plan's first.
         kernels: the kernel choices, a base plan's first.
+        operators: the rules of operators, a base plan's first.
         sources: the files that it was read from, the outermost first.
     """
 
@@ -29,6 +30,7 @@ class Plan:
     axis: str = DEFAULT_AXIS
     rules: tuple[Rule, ...] = ()
     kernels: tuple[KernelRule, ...] = ()
+    operators: tuple[OperatorEntry, ...] = ()
     sources: tuple[str, ...] = field(default=(), compare=False)
 
     def match(self, module_names: Iterable[str], parameter_names: Iterable[str] = ()) -> Matched:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tpplan.plan.nodes import MapNode, Node, ScalarNode, shorten
+from tpplan.plan.operator_rule import RuleTextError, read_rule
 from tpplan.plan.problems import Problems
-from tpplan.plan.read_rule import origin_of, read_pattern, read_rules, read_word, unknown_key, wrong_type
-from tpplan.plan.rules import KernelRule, Rule
+from tpplan.plan.read_rule import (
+    inner_span,
+    origin_of,
+    read_pattern,
+    read_rules,
+    read_word,
+    unknown_key,
+    wrong_type,
+)
+from tpplan.plan.rules import KernelRule, OperatorEntry, Rule
 from tpplan.plan.schema import PLAN_KEYS
 from tpplan.plan.vocabulary import PLAN_VERSION, KernelChoice, KernelKind
 
@@ -23,6 +33,7 @@ class Document(NamedTuple):
         extends: the token that names the base plan, if there is one.
         rules: the rules, in the order of the file.
         kernels: the kernel choices, in the order of the file.
+        operators: the rules of operators, in the order of the file.
     """
 
     name: str | None
@@ -30,6 +41,7 @@ class Document(NamedTuple):
     extends: ScalarNode | None
     rules: tuple[Rule, ...]
     kernels: tuple[KernelRule, ...]
+    operators: tuple[OperatorEntry, ...]
 
 
 def read_document(root: Node | None, file: str, problems: Problems) -> Document | None:
@@ -56,6 +68,7 @@ def read_document(root: Node | None, file: str, problems: Problems) -> Document 
         extends,
         tuple(read_rules(given["modules"], file, problems)) if "modules" in given else (),
         tuple(_read_kernels(given["kernels"], file, problems)) if "kernels" in given else (),
+        tuple(_read_operators(given["operators"], file, problems)) if "operators" in given else (),
     )
 
 
@@ -89,6 +102,30 @@ def _text(root: MapNode, key: str, problems: Problems) -> ScalarNode | None:
         problems.add("TP021", f"`{key}` has to be one line of text", node, label="not a line of text")
         return None
     return node
+
+
+def _read_operators(node: Node, file: str, problems: Problems) -> Iterator[OperatorEntry]:
+    if not isinstance(node, MapNode):
+        wrong_type(node, "`operators` has to be a mapping from operators to rules", problems, f"write `{_EXAMPLE}`")
+        return
+    for key, value in node.entries:
+        space, divides, name = key.text.partition("::")
+        if not (space and divides and name):
+            message = f"`{shorten(key.text)}` is no operator of torch.library"
+            problems.add("TP022", message, key, label="no name of an operator", help=f"write `{_EXAMPLE}`")
+        if not isinstance(value, ScalarNode) or not isinstance(value.value, str):
+            wrong_type(value, "a rule of an operator has to be text", problems, f"write `{_EXAMPLE}`")
+            continue
+        try:
+            rule = read_rule(value.text)
+        except RuleTextError as error:
+            span = inner_span(value, error.offset, error.length)
+            problems.add("TP022", error.message, span, label=error.message, help=error.help)
+            continue
+        yield OperatorEntry(key.text.removesuffix(".default"), rule, value.span, origin_of(key, file))
+
+
+_EXAMPLE = '"my::attn": "b h s! d!, b h t! d!, b h t! d! -> b h s! d!"'
 
 
 def _read_kernels(node: Node, file: str, problems: Problems) -> list[KernelRule]:

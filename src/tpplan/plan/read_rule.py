@@ -42,7 +42,7 @@ def read_pattern(key: ScalarNode, problems: Problems) -> Pattern | None:
             problems.add("TP008", "a rule needs a pattern", key, label="empty", help=help_text)
             return None
         help_text = "a plan has no merge keys; use `extends`" if key.text == "<<" else error.help
-        span = _inner_span(key, error.offset, error.length)
+        span = inner_span(key, error.offset, error.length)
         problems.add("TP009", error.message, span, help=help_text, subject=key.path or None)
         return None
 
@@ -80,8 +80,8 @@ def origin_of(key: ScalarNode, file: str) -> str:
     return f"{file}:{key.span.start.line}" if key.span else f"{file}: {key.text}"
 
 
-def _inner_span(key: ScalarNode, offset: int, length: int) -> Span | None:
-    """The place of some of a key's characters, where the key is written as it reads."""
+def inner_span(key: ScalarNode, offset: int, length: int) -> Span | None:
+    """The place of some characters of a key or a text, where that is written as it reads."""
     span = key.span
     if span is None or span.source is None or span.start.line != span.end.line:
         return span

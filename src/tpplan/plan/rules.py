@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tpplan.plan.operator_rule import OperatorRule
 from tpplan.plan.pattern import Pattern
 from tpplan.plan.positions import Span
 from tpplan.plan.vocabulary import Exchange, KernelChoice, KernelKind, Pin, Style
@@ -58,6 +59,23 @@ class Rule:
     def span_of(self, option: str) -> Span | None:
         """The token to point at for `option`: its value's, else the style's."""
         return self.option_spans.get(option, self.style_span)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorEntry:
+    """One rule under `operators:`.
+
+    Attributes:
+        name: the operator's, `my::attn`, perhaps with an overload.
+        rule: how it works on parts of its arguments.
+        span: the rule's token.
+        origin: the file and line.
+    """
+
+    name: str
+    rule: OperatorRule
+    span: Span | None = field(default=None, compare=False, repr=False)
+    origin: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

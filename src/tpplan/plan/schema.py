@@ -48,6 +48,8 @@ class PlanFile:
     """Rules by pattern over dotted module names; the most specific one wins."""
     kernels: dict[str, KernelChoice | dict[KernelKind, KernelChoice]] | None = None
     """Kernel choices by kind, or by a module pattern and then by kind."""
+    operators: dict[str, str] | None = None
+    """How operators of torch.library work on parts of their arguments: rules by name, `my::attn`."""
 
 
 PLAN_KEYS: Final = tuple(entry.name for entry in fields(PlanFile))

@@ -108,6 +108,8 @@ def _assumptions(program: Program) -> Iterator[Text]:
         counted = Counter(program.assumptions)
         places = [place if count == 1 else f"{place} (× {count})" for place, count in counted.items()]
         yield _listed("Assumed to go the same way on every call, since they depend on data:", places)
+    if program.assumed:
+        yield _listed("Assumed of operators, as it couldn't be tried:", program.assumed)
     if program.count_collectives() != program.count_collectives(picked=False):
         title = "Called for some data only, and with them the collectives inside:"
         counted = Counter(_INDEX.sub("*", name) for name in program.picked)

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpplan.compat import OpOverload, schema_defaults, schema_keywords
+from tpplan.ops.declared import rule_of
 
 Kind = Literal[
-    "entrywise", "along", "reduction", "product", "view", "arrangement", "picking", "random", "new", "kernel"
-]
+    "entrywise", "along", "reduction", "product", "view", "arrangement", "picking", "random", "new", "kernel",
+    "declared",
+]  # fmt: skip
 Linear = Literal["", "first", "one", "all", "mixed"]
 
 
@@ -33,7 +35,8 @@ class Operator:
     Attributes:
         kind: "entrywise"; "along" a dim, whose entries it reads together; a "reduction"; a "product"; a "view" (the
             same entries under another shape or order); an "arrangement" (entries copied to other places); "picking" or
-            writing entries by number; "random"; "new" (made beside another tensor); one of our own "kernel"s.
+            writing entries by number; "random"; "new" (made beside another tensor); one of our own "kernel"s; or
+            "declared" by the user, with a rule.
         linear: in which operands it is linear, so that partial ones make a partial result: none, the "first" alone,
             "one" at a time, "all" together, or "mixed" (by DTensor's rule, or our own, for that operator).
         new_dim: whether its dims count in the result's dims, as of `unsqueeze` and `stack`.
@@ -157,6 +160,7 @@ def _table() -> dict[str, Operator]:
 
 TABLE: dict[str, Operator] = _table()
 _KERNEL = Operator("kernel")
+_DECLARED = Operator("declared", "mixed")
 
 
 def lookup(name: str) -> Operator | None:
@@ -164,7 +168,8 @@ def lookup(name: str) -> Operator | None:
 
     The kernels of tpplan have rules of their own beside them (`tpplan.kernels`), audited there.
     """
-    return TABLE.get(name) or (_KERNEL if name.startswith(_PACKAGE) else None)
+    known = TABLE.get(name) or (_KERNEL if name.startswith(_PACKAGE) else None)
+    return _DECLARED if known is None and rule_of(name) is not None else known
 
 
 @functools.cache

@@ -499,6 +499,7 @@ class Program:
         buffers: those that are split; each is stored whole, and bodies read a rank's part.
         kernels: the candidates for a kernel, in order of execution.
         assumptions: data-dependent branches that the proof leaves aside, with their place.
+        assumed: rules of the user's operators that couldn't be tried, each with the reason.
         picked: modules that are called with what is found in a tensor, as experts with the tokens routed to them: for
             some data they aren't.
         left: what calls leave of a rank's own in lists and dicts among their arguments, such as keys and values.
@@ -521,6 +522,7 @@ class Program:
     modules: tuple[ModuleProgram, ...]
     kernels: tuple[KernelUse, ...] = ()
     assumptions: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     picked: tuple[str, ...] = ()
     left: tuple[LeftTensor, ...] = ()
     buffers: tuple[ParameterPlacement, ...] = ()
@@ -628,7 +630,7 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics, boundaries and device apart)."""
         plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset()))
         del plain["diagnostics"], plain["boundaries"], plain["varied"], plain["device"]
-        for name in ("picked", "left", "buffers", "takes_gradients", "drawn"):
+        for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn"):
             if not plain[name]:
                 del plain[name]
         for module in plain["modules"]:

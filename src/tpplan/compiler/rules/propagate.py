@@ -41,10 +41,12 @@ from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts, sums_rows
+from tpplan.compiler.rules.declared import declared_layouts
 from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
+from tpplan.ops.declared import rule_of
 
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
@@ -359,6 +361,11 @@ class Propagator:
                 return tuple(items)
             return argument
 
+        rule = rule_of(node.name)
+        if rule is not None:
+            plain = {i: in_packs(held, values[i].shape) for i, held in layouts.items()}
+            made = declared_layouts(rule, node, values, plain, self.size)
+            return Refusal("communication", made, tuple(layouts.items())) if isinstance(made, str) else made
         if node.name in _FOURIER:
             return _of_fourier(node, layouts)
         if node.name in _TRANSPOSES:

@@ -270,6 +270,23 @@ kernels:
 """,
     ),
     Entry(
+        code="TP151",
+        name="operator-claim",
+        severity=Severity.ERROR,
+        summary="The rule of an operator isn't true of it.",
+        explanation="""
+No rule is trusted unseen. Before a program leans on one, the operator runs on random numbers, whole and in two and
+three uneven parts along each dim that may be split or summed, forward and backward. The message names the dim, and what
+differs. What can't be tried, such as a kernel for a GPU that isn't there, stands under `assumed` in the program.
+""",
+        bad="""
+tpplan.register_operator("my::softmax", "b h -> b h")     # each entry depends on all others of `h`
+""",
+        good="""
+tpplan.register_operator("my::softmax", "b h! -> b h!")
+""",
+    ),
+    Entry(
         code="TP114",
         name="pin-not-satisfiable",
         severity=Severity.ERROR,

@@ -260,4 +260,22 @@ modules:
   lm_head: {style: colwise, output: replicate}
 """,
     ),
+    Entry(
+        code="TP022",
+        name="operator-rule",
+        severity=Severity.ERROR,
+        summary="A rule of an operator can't be read, or doesn't fit the operator.",
+        explanation="""
+A rule has a term for each tensor argument of an operator, in their order, and behind `->` one for each result. A term
+names the tensor's dims. One name is one dim, wherever it stands; a plain name may be split over ranks, `!` marks what
+each rank needs whole, `+` what is summed. A dim of a result is one of an argument; a name that stands on the left alone
+must carry `!` or `+`.
+""",
+        bad="""
+tpplan.register_operator("my::attn", "b h s d, b h t d, b h t d -> b h s d")     # `t` is on the left alone
+""",
+        good="""
+tpplan.register_operator("my::attn", "b h s! d!, b h t! d!, b h t! d! -> b h s! d!")
+""",
+    ),
 )

@@ -1,0 +1,132 @@
+"""Declared: the rules of the user's on which a placement leans are tried before a program does.
+
+in:  a trace, and the layouts of its values
+out: the rules that couldn't be tried, with the reason, for the program to say; a TP151 for one that isn't true
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import OpOverload, schema_argument_names
+from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
+from tpplan.compiler.rules.declared import operands_of, result_terms
+from tpplan.ops.declared import OperatorRuleError, rule_of
+from tpplan.ops.dims import dims_of, sizes_of
+from tpplan.ops.trial import Call, ClaimError, Operand, tried
+from tpplan.plan import Diagnostic
+from tpplan.plan.operator_rule import OperatorRule
+from tpplan.plan.positions import SourceText
+
+_known: dict[object, str] = {}
+
+
+def try_rules(trace: Trace, layouts: Mapping[int, Layout], device: torch.device) -> tuple[str, ...]:
+    """Try the rules on which layouts lean; those that couldn't be, each with its reason.
+
+    Raises:
+        OperatorRuleError: TP151 for a rule that isn't true.
+    """
+    found: list[str] = []
+    for operation, rule, values in _leaned_on(trace, layouts):
+        name = operation.target.name().removesuffix(".default")
+        try:
+            failed = _tried(rule, operation, values, device)
+        except ClaimError as error:
+            raise OperatorRuleError([_untrue(name, rule, str(error))]) from error
+        if failed:
+            found.append(f"{name}: {rule.text} ({failed})")
+    return tuple(dict.fromkeys(found))
+
+
+def _untrue(name: str, rule: OperatorRule, why: str) -> Diagnostic:
+    return Diagnostic(
+        code="TP151",
+        message=f"the rule of `{name}` isn't true: {why}",
+        span=SourceText.of(f"the rule of {name}", rule.text).span(0, len(rule.text)),
+        label="isn't true",
+        help="mark what each rank needs whole with `!`, what is summed with `+`",
+    )
+
+
+Leaned = tuple[Operation, OperatorRule, Sequence[Value]]
+
+
+def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
+    def is_split(values: Iterable[int | None]) -> bool:
+        return any(not layouts.get(value, REPLICATED).is_replicated for value in values if value is not None)
+
+    for frame in trace.recorded.walk():
+        own = [node for node in frame.body if isinstance(node, Operation) and is_split(node.inputs)]
+        inside = [held.graph for held in frame.backwards if is_split((*held.inputs, *held.outputs))]
+        bodies = [(own, trace.values), *((graph.body, graph.values) for graph in inside)]
+        for body, values in bodies:
+            for node in body:
+                rule = rule_of(node.name)
+                if rule is not None:
+                    yield node, rule, values
+
+
+def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], device: torch.device) -> str:
+    held = operands_of(operation, rule)
+    operands = [
+        None
+        if value is None
+        else Operand(
+            name,
+            None if term.dims is None else dims_of(term, len(values[value].shape)),
+            tuple(map(int, values[value].shape)),
+            values[value].dtype,
+            values[value].dtype.is_floating_point,
+        )
+        for name, term, value in held
+    ]
+    shapes = [(o.dims, o.shape) for o in operands if o is not None and o.dims is not None]
+    results = [
+        (dims_of(term, len(values[value].shape)), tuple(map(int, values[value].shape)))
+        for term, value in zip(result_terms(rule, operation), operation.outputs, strict=True)
+        if value is not None
+    ]
+    key = (operation.target.name(), rule, tuple(operands), repr(_numbers(operation)), str(device))
+    if key not in _known:
+        run = _Run(operation, [value for _, _, value in held])
+        call = Call(run, tuple(operands), tuple(dims for dims, _ in results), sizes_of([*shapes, *results]))
+        _known[key] = tried(rule, call, device)
+    return _known[key]
+
+
+def _numbers(operation: Operation) -> list[Any]:
+    return [held for held in (*operation.arguments, *operation.keywords.items()) if not isinstance(held, Reference)]
+
+
+class _Run:
+    """Makes a call of the trace again, on other tensors."""
+
+    def __init__(self, operation: Operation, values: Sequence[int | None]) -> None:
+        self._target: OpOverload = operation.target
+        self._arguments = operation.arguments
+        self._keywords = operation.keywords
+        self._values = values
+
+    def __call__(self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int]) -> Any:
+        pairs = zip(tensors, self._values, strict=True)
+        given = iter([tensor for tensor, value in pairs if value is not None and tensor is not None])
+        names = schema_argument_names(self._target)
+        arguments = [
+            sizes.get(name, self._filled(held, given)) for name, held in zip(names, self._arguments, strict=False)
+        ]
+        keywords = {name: sizes.get(name, self._filled(held, given)) for name, held in self._keywords.items()}
+        return self._target(*arguments, **keywords)
+
+    def _filled(self, held: Any, given: Iterator[Tensor]) -> Any:
+        if isinstance(held, Reference):
+            return next(given)
+        return [self._filled(item, given) for item in held] if isinstance(held, tuple) else held  # pyright: ignore
+
+
+__all__ = ["try_rules"]

@@ -1,0 +1,209 @@
+"""Declared: operators with a rule of the user's, on operands of given layouts.
+
+in:  an operation, its rule, and the layouts of its operands, of which one is split or partial
+out: the layouts of its results, or the reason why there are none
+
+    b h s! d!, b h t! d!, b h t! d! -> b h s! d!    of S(1), S(1), S(1)   ->  S(1)
+    ... i+, o i+ -> ... o                           of S(2), S(1)         ->  P
+
+Each rank's part is followed name by name: all operands must have the same entries of a name, in the same order. So
+uneven parts, heads that several ranks share, and dims of two names need no rules of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from tpplan.compat import schema_argument_names, tensor_arguments
+from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.trace import Operation, Reference
+from tpplan.ops.dims import dims_of, sizes_of
+from tpplan.plan.operator_rule import Dim, OperatorRule, Term, flattened
+
+Entries = tuple[int, ...]
+Names = dict[str, Entries]
+
+
+class _NoLayoutError(Exception):
+    """There is no layout for the results, for this reason."""
+
+
+def operands_of(node: OperationNode | Operation, rule: OperatorRule) -> list[tuple[str, Term, int | None]]:
+    """The tensor arguments of an operation: name, term and value of each, those of lists one by one.
+
+    Raises:
+        ValueError: a list has another length than its term.
+    """
+    given = dict(zip(schema_argument_names(node.target), node.arguments, strict=False)) | dict(node.keywords)
+    tensors, _ = tensor_arguments(node.target)
+    held = [given.get(name) for name in tensors]
+    lists: list[tuple[Any, ...] | None] = [cast("Any", item) if isinstance(item, tuple) else None for item in held]
+    lengths = tuple(None if items is None else len(items) for items in lists)
+    terms = (*rule.operands, *(Term(None),) * (len(tensors) - len(rule.operands)))
+    names = [name for name, n in zip(tensors, lengths, strict=True) for _ in range(1 if n is None else n)]
+    flat = [leaf for item, items in zip(held, lists, strict=True) for leaf in ((item,) if items is None else items)]
+    values = [leaf.identifier if isinstance(leaf, Reference) else None for leaf in flat]
+    return list(zip(names, flattened(terms, lengths), values, strict=True))
+
+
+def declared_layouts(
+    rule: OperatorRule, node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], size: int
+) -> tuple[Layout, ...] | str:
+    """The layouts of the results; a text tells why there are none."""
+    try:
+        return tuple(_results(rule, node, values, layouts, size))
+    except (_NoLayoutError, ValueError) as error:
+        return str(error)
+
+
+def _results(
+    rule: OperatorRule, node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], size: int
+) -> Iterator[Layout]:
+    operands = [(name, term, value) for name, term, value in operands_of(node, rule) if value is not None]
+    partial = [name for name, _, value in operands if layouts[value].forward == "P"]
+    split = [(term, value) for _, term, value in operands if layouts[value].is_sharded]
+    if partial:
+        if split or len(partial) > 1 or partial[0] not in rule.linear:
+            raise _NoLayoutError(f"isn't linear in {partial[0]} by its rule, and would need the sum over the ranks")
+        yield from (PARTIAL for _ in node.outputs)
+        return
+    if any(term.dims is None for term, _ in split):
+        raise _NoLayoutError("needs all of an argument that is split, as its rule has `_` there")
+    named = [(dims_of(term, len(values[v].shape)), v) for _, term, v in operands if term.dims is not None]
+    results = [(term, o) for term, o in zip(result_terms(rule, node), node.outputs, strict=True)]
+    shapes = [(dims, values[v].shape) for dims, v in named]
+    shapes += [(dims_of(term, len(values[o].shape)), values[o].shape) for term, o in results if o is not None]
+    counts = sizes_of(shapes)
+    ranks = [_names_on(rank, named, values, layouts, counts, size) for rank in range(size)]
+    parted = [n for n in ranks[0] if any(len(held[n]) != counts.get(n) for held in ranks)]
+    lacking = next((n for n in parted if n in rule.whole), None)
+    if lacking is not None:
+        raise _NoLayoutError(f"needs all of `{lacking}` by its rule, which is split")
+    for term, output in results:
+        if output is None:
+            yield REPLICATED
+            continue
+        dims, shape = dims_of(term, len(values[output].shape)), values[output].shape
+        place = next((i for i, dim in enumerate(dims) if any(name in parted for name in dim.names)), None)
+        if any(name not in term_names(dims) for name in parted):
+            if place is not None:
+                raise _NoLayoutError("would be a sum over parts of one dim, and split by another")
+            yield PARTIAL
+            continue
+        if place is None:
+            yield REPLICATED
+            continue
+        parts = [[_entries(dim, held, counts) for dim in dims] for held in ranks]
+        sources = [layouts[value] for _, value in split]
+        candidates = _candidates(place, shape, sources, values, split)
+        found = next((held for held in candidates if _fits(held, shape, parts, size)), None)
+        if found is None:
+            raise _NoLayoutError("makes a result of parts that no layout describes")
+        yield found
+
+
+def term_names(dims: Sequence[Dim]) -> frozenset[str]:
+    """The names of some dims."""
+    return frozenset(name for dim in dims for name in dim.names)
+
+
+def result_terms(rule: OperatorRule, node: OperationNode | Operation) -> tuple[Term, ...]:
+    """The terms of an operation's results."""
+    if len(rule.results) == 1 and rule.results[0].items:
+        return tuple(flattened(rule.results, (len(node.outputs),)))
+    if len(rule.results) != len(node.outputs):
+        raise _NoLayoutError(f"returns {len(node.outputs)} tensors, and its rule has terms for {len(rule.results)}")
+    return rule.results
+
+
+def _names_on(
+    rank: int,
+    named: Sequence[tuple[tuple[Dim, ...], int]],
+    values: Sequence[LocalValue],
+    layouts: Mapping[int, Layout],
+    counts: Mapping[str, int],
+    size: int,
+) -> Names:
+    """The entries of each name that a rank has."""
+    found: Names = {}
+    for dims, value in named:
+        held, shape = layouts[value], values[value].shape
+        for dim, entries in zip(dims, _held(held, shape, size, rank), strict=True):
+            for name, part in _by_name(dim, entries, shape, counts):
+                if found.setdefault(name, part) != part:
+                    raise _NoLayoutError(f"would get another part of `{name}` from each of two arguments")
+    return found
+
+
+def _held(held: Layout, shape: tuple[int, ...], size: int, rank: int) -> list[Entries]:
+    """The entries of each dim that a rank holds."""
+    found: list[Entries] = [tuple(range(count)) for count in shape]
+    if held.dim is None:
+        return found
+    if held.joint or held.inner_dim is not None or held.interleave != 1:
+        raise _NoLayoutError("has an argument that is split by two dims in one")
+    found[held.dim] = _listed(held.intervals(shape[held.dim], size, rank))
+    if held.within:
+        packs, holders, place = held.shares(held.next_dim, size, rank)
+        found[held.next_dim] = _listed(Layout("S", "S", 0, packs=packs).intervals(shape[held.next_dim], holders, place))
+    return found
+
+
+def _listed(intervals: Sequence[tuple[int, int]]) -> Entries:
+    return tuple(itertools.chain.from_iterable(range(start, start + length) for start, length in intervals))
+
+
+def _by_name(
+    dim: Dim, entries: Entries, shape: tuple[int, ...], counts: Mapping[str, int]
+) -> Iterator[tuple[str, Entries]]:
+    """The entries of each of a dim's names, whose products, in order, are the dim's."""
+    if len(dim.names) < 2:
+        yield from ((name, entries) for name in dim.names)
+        return
+    if any(name not in counts for name in dim.names):
+        raise _NoLayoutError(f"has a dim `{' '.join(dim.names)}` of which no argument tells how it is made up")
+    rest, parts = entries, list[Entries]()
+    for name in reversed(dim.names):
+        parts.append(tuple(dict.fromkeys(entry % counts[name] for entry in rest)))
+        rest = tuple(entry // counts[name] for entry in rest)
+    found = dict(zip(dim.names, reversed(parts), strict=True))
+    if _entries(dim, found, counts) != entries:
+        raise _NoLayoutError(f"has a part of `{' '.join(dim.names)}` that is no part of each")
+    yield from found.items()
+
+
+def _entries(dim: Dim, names: Mapping[str, Entries], counts: Mapping[str, int]) -> Entries:
+    """The entries of a dim that belong to these of its names."""
+    found: Entries = (0,)
+    for name in dim.names:
+        found = tuple(entry * counts[name] + part for entry in found for part in names[name])
+    return found
+
+
+def _candidates(
+    place: int,
+    shape: tuple[int, ...],
+    sources: Sequence[Layout],
+    values: Sequence[LocalValue],
+    split: Sequence[tuple[Term, int]],
+) -> Iterator[Layout]:
+    yield sharded(place)
+    for held, (_, value) in zip(sources, split, strict=True):
+        assert held.dim is not None
+        count = values[value].shape[held.dim]
+        packs = [pack.scaled(shape[place], count) for pack in held.stretches(count)]
+        whole = [pack for pack in packs if pack is not None]
+        if len(whole) == len(packs):
+            yield packed(place, whole, held.within)
+            yield packed(place, [pack._replace(replicas=1) for pack in whole])
+        yield packed(place, [Pack(shape[place])])
+
+
+def _fits(held: Layout, shape: tuple[int, ...], parts: Sequence[Sequence[Entries]], size: int) -> bool:
+    return all(_held(held, shape, size, rank) == list(parts[rank]) for rank in range(size))
+
+
+__all__ = ["declared_layouts", "operands_of", "result_terms"]

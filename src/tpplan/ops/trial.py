@@ -1,0 +1,285 @@
+"""Trials of rules: an operator runs on random numbers, whole and in parts, along every claim of its rule.
+
+in:  a rule, a function, and the arguments of a call of it by their geometry
+out: nothing if each claim holds; why the rule can't be tried; or a `ClaimError` that names the dim
+
+    b h s! d!, …  ->  b h s! d!     `b` and `h` in two and in three uneven parts: results and gradients of the parts are
+                                    the parts of the whole's; what has no such dim gets gradients that add up to its own
+
+What a rule says of whole dims is no claim. Plain and summed dims have five entries in a trial, others few, where the
+operator takes that; else those of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.plan.operator_rule import Dim, OperatorRule
+
+PARTS = ((3, 2), (2, 2, 1))
+_ENTRIES, _FEW = 5, 16
+
+
+class ClaimError(Exception):
+    """A rule isn't true of its operator, or of the dim or the argument that it names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument of a call.
+
+    Attributes:
+        argument: its name.
+        dims: None for one that is whole.
+        shape, dtype: of the call's.
+        differentiable: whether it may have a gradient.
+    """
+
+    argument: str
+    dims: tuple[Dim, ...] | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operator, to be made again.
+
+    Attributes:
+        run: takes a tensor, or None, for each operand, and numbers for the arguments that count dims; returns a tensor
+            or a list of tensors.
+        operands: its tensors; None for one that wasn't given.
+        results: the dims of each result.
+        counts: the entries of each name.
+    """
+
+    run: Callable[[Sequence[Tensor | None], Mapping[str, int]], Any]
+    operands: tuple[Operand | None, ...]
+    results: tuple[tuple[Dim, ...], ...]
+    counts: Mapping[str, int]
+
+
+def tried(rule: OperatorRule, call: Call, device: torch.device) -> str:
+    """Try every claim of a rule; why that can't be done, or "" if all hold.
+
+    Raises:
+        ClaimError: one doesn't hold.
+    """
+    if not rule.audit:
+        return "its rule was registered with `audit=False`"
+    if rule.random:
+        return "it draws random numbers"
+    failed = ""
+    for counts in _sizes(rule, call):
+        trial = _Trial(rule, call, counts, device)
+        try:
+            trial.prepare()
+        except ClaimError:
+            raise
+        except Exception as error:
+            failed = failed or f"it can't run on {device.type} here ({_first_line(error)})"
+            continue
+        trial.check()
+        return ""
+    return failed
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _sizes(rule: OperatorRule, call: Call) -> Iterator[dict[str, int]]:
+    split = {n for n in call.counts if n not in rule.whole}
+    yield {n: _ENTRIES if n in split else min(count, _FEW) for n, count in call.counts.items()}
+    yield {n: _ENTRIES if n in split else count for n, count in call.counts.items()}
+    yield {n: max(count, 1) for n, count in call.counts.items()}
+
+
+class _Trial:
+    def __init__(self, rule: OperatorRule, call: Call, counts: Mapping[str, int], device: torch.device) -> None:
+        self.rule, self.call, self.counts, self.device = rule, call, counts, device
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.inputs: list[Tensor | None] = []
+        self.results: list[Tensor] = []
+        self.cotangents: list[Tensor] = []
+        self.gradients: list[Tensor | None] = [None] * len(call.operands)
+        self.has_gradients = True
+
+    def prepare(self) -> None:
+        """Run it whole."""
+        self.inputs = [None if held is None else self._drawn(held) for held in self.call.operands]
+        self.results = self._run(self.inputs, self.counts)
+        self.cotangents = [self._random(made.shape, made.dtype) for made in self.results]
+        try:
+            self.gradients = self._gradients(self.inputs, self.results, self.cotangents)
+        except NotImplementedError:
+            self.has_gradients = False
+        except RuntimeError as error:
+            if "autograd formula" not in str(error):
+                raise
+            self.has_gradients = False
+        for made, dims in zip(self.results, self.call.results, strict=True):
+            if tuple(made.shape) != self._shape(dims):
+                raise ClaimError(f"a result has shape {list(made.shape)}, where its rule has {list(self._shape(dims))}")
+
+    def check(self) -> None:
+        """Run it in parts.
+
+        Raises:
+            ClaimError: a claim doesn't hold.
+        """
+        for name in (n for n in self.counts if n not in self.rule.whole):
+            for parts in PARTS:
+                if sum(parts) == self.counts[name]:
+                    self._in_parts(name, parts)
+                elif self.counts[name] >= len(parts):
+                    first = self.counts[name] - len(parts) + 1
+                    self._in_parts(name, (first, *(1,) * (len(parts) - 1)))
+        for argument in self.rule.linear:
+            self._linear(argument)
+
+    def _in_parts(self, name: str, parts: Sequence[int]) -> None:
+        summed = [not any(name in dim.names for dim in dims) for dims in self.call.results]
+        what = f"`{name}` can't be {'summed over parts' if name in self.rule.summed else 'split'}"
+        made: list[list[Tensor]] = []
+        gradients: list[list[Tensor | None]] = []
+        start = 0
+        for length in parts:
+            inputs = [self._part(held, operand, name, start, length) for held, operand in self._pairs()]
+            counts = {**self.counts, name: length}
+            results = [
+                _narrowed(held, dims, name, start, length, self.counts)
+                for held, dims in zip(self.cotangents, self.call.results, strict=True)
+            ]
+            try:
+                own = self._run(inputs, counts)
+                found = self._gradients(inputs, own, results)
+            except Exception as error:
+                of = f"{length} of {self.counts[name]}"
+                raise ClaimError(f"{what}: on {of} it raises: {_first_line(error)}") from error
+            made.append(own)
+            gradients.append(found)
+            start += length
+        for place, (whole, dims) in enumerate(zip(self.results, self.call.results, strict=True)):
+            held = [own[place] for own in made]
+            joined = _sum(held) if summed[place] else _joined(held, dims, name, self.counts)
+            self._compare(joined, whole, f"{what}: the parts' results")
+        for place, (whole, operand) in enumerate(zip(self.gradients, self.call.operands, strict=True)):
+            if whole is None or operand is None:
+                continue
+            own = [found[place] for found in gradients]
+            given = [torch.zeros_like(whole[:0]) if held is None else held for held in own]
+            split = operand.dims is not None and any(name in dim.names for dim in operand.dims)
+            joined = _joined(given, operand.dims or (), name, self.counts) if split else _sum(given)
+            self._compare(joined, whole, f"{what}: the parts' gradients for `{operand.argument}`")
+
+    def _linear(self, argument: str) -> None:
+        what = f"a sum can't pass through `{argument}`"
+        terms: list[list[Tensor]] = []
+        other: list[Tensor | None] = []
+        for part in (0.25, 0.75):
+            other = [
+                held * part if held is not None and operand is not None and operand.argument == argument else held
+                for held, operand in self._pairs()
+            ]
+            terms.append(self._run(other, self.counts))
+        for place, whole in enumerate(self.results):
+            self._compare(_sum([term[place] for term in terms]), whole, f"{what}: the terms' results")
+
+    def _pairs(self) -> Iterator[tuple[Tensor | None, Operand | None]]:
+        return zip(self.inputs, self.call.operands, strict=True)
+
+    def _run(self, inputs: Sequence[Tensor | None], counts: Mapping[str, int]) -> list[Tensor]:
+        with torch.enable_grad():
+            made: Any = self.call.run(inputs, {argument: counts[name] for argument, name in self.rule.sizes})
+        return [made] if isinstance(made, Tensor) else [held for held in made if isinstance(held, Tensor)]
+
+    def _gradients(
+        self, inputs: Sequence[Tensor | None], results: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        wanted = [held for held in inputs if held is not None and held.requires_grad]
+        pairs = [(made, given) for made, given in zip(results, cotangents, strict=True) if made.requires_grad]
+        if not wanted or not pairs or not self.has_gradients:
+            return [None] * len(inputs)
+        outputs, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+        return [next(found) if held is not None and held.requires_grad else None for held in inputs]
+
+    def _drawn(self, operand: Operand) -> Tensor:
+        shape = operand.shape if operand.dims is None else self._shape(operand.dims)
+        return self._random(shape, operand.dtype).requires_grad_(operand.differentiable)
+
+    def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
+        return torch.randint(0, 2, tuple(shape), generator=self.generator, device=self.device).to(dtype)
+
+    def _shape(self, dims: Sequence[Dim]) -> tuple[int, ...]:
+        return tuple(_size(dim, self.counts) for dim in dims)
+
+    def _part(self, held: Tensor | None, operand: Operand | None, name: str, start: int, length: int) -> Tensor | None:
+        if held is None or operand is None:
+            return None
+        part = held.detach()
+        if operand.dims is not None:
+            part = _narrowed(part, operand.dims, name, start, length, self.counts)
+        return part.clone(memory_format=torch.contiguous_format).requires_grad_(operand.differentiable)
+
+    def _compare(self, ours: Tensor, theirs: Tensor, what: str) -> None:
+        if ours.shape != theirs.shape:
+            raise ClaimError(f"{what} have shape {list(ours.shape)}, where the whole has {list(theirs.shape)}")
+        if not theirs.dtype.is_floating_point:
+            if not torch.equal(ours, theirs):
+                raise ClaimError(f"{what} differ from the whole's")
+            return
+        ours, theirs = ours.detach().double(), theirs.detach().double()
+        scale = max(float(theirs.abs().max()), 1.0) if theirs.numel() else 1.0
+        error = float((ours - theirs).abs().nan_to_num(torch.inf, torch.inf, torch.inf).max()) if ours.numel() else 0.0
+        limit = 1024 * torch.finfo(self.results[0].dtype).eps * scale if self.results[0].is_floating_point() else 0.0
+        if error > limit:
+            raise ClaimError(f"{what} differ from the whole's by {error:.2g}")
+
+
+def _size(dim: Dim, counts: Mapping[str, int]) -> int:
+    found = 1
+    for name in dim.names:
+        found *= counts[name]
+    return found
+
+
+def _narrowed(
+    tensor: Tensor, dims: Sequence[Dim], name: str, start: int, length: int, counts: Mapping[str, int]
+) -> Tensor:
+    for place, dim in enumerate(dims):
+        if name in dim.names:
+            sizes = [counts[held] for held in dim.names]
+            opened = tensor.reshape(*tensor.shape[:place], *sizes, *tensor.shape[place + 1 :])
+            part = opened.narrow(place + dim.names.index(name), start, length)
+            return part.reshape(*tensor.shape[:place], -1, *tensor.shape[place + 1 :])
+    return tensor
+
+
+def _joined(parts: Sequence[Tensor], dims: Sequence[Dim], name: str, counts: Mapping[str, int]) -> Tensor:
+    place, dim = next((i, dim) for i, dim in enumerate(dims) if name in dim.names)
+    at = place + dim.names.index(name)
+    opened: list[Tensor] = []
+    for part in parts:
+        inner = {held: counts[held] for held in dim.names}
+        others = _size(Dim(tuple(held for held in dim.names if held != name)), inner)
+        inner[name] = part.shape[place] // max(others, 1)
+        opened.append(part.reshape(*part.shape[:place], *(inner[h] for h in dim.names), *part.shape[place + 1 :]))
+    made = torch.cat(opened, at)
+    return made.reshape(*made.shape[:place], -1, *made.shape[place + len(dim.names) :])
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.double() if part.dtype.is_floating_point else part for part in parts]).sum(0)
+
+
+__all__ = ["Call", "ClaimError", "Operand", "tried"]
