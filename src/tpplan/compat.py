@@ -100,6 +100,7 @@ __all__ = [
     "fake_call",
     "fake_mesh",
     "fake_process_group",
+    "flattened_tree",
     "foreach_norm",
     "function_node",
     "gathered_over_ranks",
@@ -160,6 +161,7 @@ __all__ = [
     "random_state",
     "read_anew",
     "rebuild_container",
+    "rebuilt_tree",
     "recomputes",
     "refused_option",
     "register_sharding",
@@ -1124,6 +1126,16 @@ def _set_dispatch_modes(modes: Iterable[Any]) -> None:
         _python_dispatch._pop_mode()
     for mode in modes:
         _python_dispatch._push_mode(mode)
+
+
+def flattened_tree(held: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and their form."""
+    return pytree.tree_flatten(held)
+
+
+def rebuilt_tree(leaves: list[Any], form: Any) -> Any:
+    """Containers of a form with these leaves."""
+    return pytree.tree_unflatten(leaves, form)
 
 
 def has_function_mode() -> bool:

@@ -36,7 +36,7 @@ def with_backward(operator: Any, function: Callable[..., Tensor], tensors: int) 
     def derive(gradient: Tensor, *inputs: Any) -> list[Tensor]:
         held = [item.detach() for item in inputs]
         with torch.enable_grad():
-            _, made = torch.func.vjp(lambda *given: function(*given), *held)
+            made: Any = torch.func.vjp(lambda *given: function(*given), *held)[1]
         return [*made(gradient)]
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

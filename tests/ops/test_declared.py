@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +12,14 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import tpplan
 from tests.ops.operators import Attention, Between, attention, define, with_backward
 from tests.runtime.simulated import worst
+from tests.runtime.test_owner import difference
+from tests.runtime.world import Member, world
 
 HEADS: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 PAIR: dict[str, Any] = {"up": "colwise", "down": "rowwise"}
@@ -147,3 +152,112 @@ def test_parts_are_computed_by_the_rule(name: str, tp: int) -> None:
     program = tpplan.compile_plan(model, {"version": 1, "modules": rules}, tp, call(2, 6)[0])
     assert program.count_collectives() == collectives and not program.assumed
     assert max(worst(model, rules, tp, call(2, 6), [call(2, 6), call(3, 9)])) < TOLERANCE
+
+
+@pytest.mark.processes
+def test_the_same_on_real_processes() -> None:
+    for made in world(2).run(on_processes):
+        assert max(made[:2]) < TOLERANCE and made[2] == 1
+
+
+def on_processes(member: Member) -> list[float]:
+    torch.manual_seed(0)
+    stock = Attention(flash).double()
+    (x,), _ = call(2, 6)
+    model = tpplan.parallelize(copy.deepcopy(stock), {"version": 1, "modules": HEADS}, member.mesh(), inputs=(x,))
+    with CommDebugMode() as communicated:
+        ours = model(x)
+    theirs = stock(x)
+    for result in (ours, theirs):
+        result.square().sum().backward()
+    pairs: list[Any] = [*zip(model.parameters(), stock.parameters(), strict=True)]
+    gradients = max(difference(own.grad, other.grad) for own, other in pairs)
+    return [difference(ours, theirs), gradients, communicated.get_total_counts()]
+
+
+UNTRUE = {
+    "b h s! d, b h t! d, b h t! d -> b h s! d": "`d` can't be split: the parts' results differ",
+    "b h s! d!, b h t+ d!, b h t+ d! -> b h s! d!": "`t` can't be summed over parts: the parts' results differ",
+    "b h s d!, b h s d!, b h s d! -> b h s d!": "`s` can't be split: the parts' results differ",
+}
+
+
+@pytest.mark.parametrize("rule", UNTRUE)
+def test_a_rule_that_isnt_true_names_its_dim(rule: str) -> None:
+    model = Attention(tpplan.operator(rule)(attention))
+    with pytest.raises(tpplan.OperatorRuleError) as caught:
+        tpplan.compile_plan(model, {"version": 1, "modules": HEADS}, 2, (torch.zeros(2, 6, 16),))
+    (finding,) = caught.value.diagnostics
+    assert finding.code == "TP151" and UNTRUE[rule] in finding.message
+
+
+def test_gradients_are_tried_as_well() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            made = gradients[0] * weight
+            return made - made.mean(-1, keepdim=True), (gradients[0] * x).flatten(0, -2).sum(0)
+
+    tpplan.register_operator(Wrong, "... f, f -> ... f")
+    with pytest.raises(
+        tpplan.OperatorRuleError, match=r"TP151.*`f` can't be split: the parts' gradients for `tensors`"
+    ):
+        compiled(lambda *held: Wrong.apply(*held))
+
+
+def compiled(function: Any, **plan: Any) -> tpplan.Program:
+    return tpplan.compile_plan(
+        Between(function), {"version": 1, "modules": SCALED, **plan}, 2, (torch.zeros(2, 6, 16),)
+    )
+
+
+def test_what_cant_be_tried_is_assumed() -> None:
+    program = compiled(tpplan.operator("... f, f -> ... f", audit=False)(scale))
+    assert program.assumed and "audit=False" in program.assumed[0]
+
+    @tpplan.operator("... f, f -> ... f")
+    def absent(x: Tensor, weight: Tensor) -> Tensor:
+        raise RuntimeError("no GPU here")
+
+    (assumed,) = compiled(absent).assumed
+    assert "... f, f -> ... f (it can't run on cpu here (no GPU here))" in assumed
+    assert tpplan.Program.from_dict(compiled(absent).to_dict()).assumed == (assumed,)
+
+
+def test_a_plan_may_have_rules() -> None:
+    unknown = define("unknown", "(Tensor x, Tensor weight) -> Tensor", scale)
+    with_backward(unknown, scale, 2)
+    given = re.escape('`tpplan.register_operator("tests::unknown", "<x>, <weight> -> <result>")`')
+    with pytest.raises(tpplan.CompileError, match=rf"TP127.*an operator that has no rule\n.*{given}"):
+        compiled(unknown)
+    (gathered,) = [held for held in compiled(unknown, modules=PAIR).diagnostics if held.code == "TP104"]
+    assert re.search(given, gathered.notes[0])
+    program = compiled(unknown, operators={"tests::unknown": "... f, f -> ... f"})
+    assert program.count_collectives() == {"all-reduce": 1}
+    with pytest.raises(tpplan.CompileError, match="TP127"):
+        compiled(unknown)
+    text = 'version: 1\nmodules: {up: colwise}\noperators:\n  "my::attn": "b h -> b q"\n'
+    with pytest.raises(tpplan.PlanError) as caught:
+        tpplan.load_plan(text)
+    assert str(caught.value.diagnostics[0].span).endswith(":4:25")
+    assert tpplan.load_plan(text.replace("q", "h!")).operators[0].rule.whole == {"h"}
+
+
+def test_a_rule_has_to_fit_its_operator() -> None:
+    define("written", "(Tensor(a!) x) -> Tensor", lambda x: x, fake=lambda x: x)
+    wrong = {
+        "tests::written": ("b -> b", "writes to an argument"),
+        "tests::scaled": ("b, b, b -> b", r"has 2 tensor arguments, and the rule terms for 3"),
+        "tests::attend": ("b, b, b -> b, b", "returns 1 tensors, and the rule has terms for 2"),
+    }
+    for name, (rule, message) in wrong.items():
+        with pytest.raises(tpplan.OperatorRuleError, match=f"TP022.*{message}"):
+            tpplan.register_operator(name, rule)
+    with pytest.raises(tpplan.OperatorRuleError, match=r"TP022.*is no operator of torch.library"):
+        tpplan.register_operator("attn", "b -> b")

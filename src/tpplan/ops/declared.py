@@ -151,6 +151,16 @@ def declare(name: str, rule: OperatorRule) -> None:
     _rules[name] = rule
 
 
+def registering(operator: OpOverload) -> str:
+    """The call that gives an operator a rule, with its arguments in place; "" for one of torch's own."""
+    if operator.namespace in ("aten", "prims", "tpplan"):
+        return ""
+    tensors, results = tensor_arguments(operator)
+    terms = ", ".join(f"<{name}>" for name in tensors)
+    made = ", ".join(["<result>"] * (results or 1))
+    return f'tpplan.register_operator("{operator.name().removesuffix(".default")}", "{terms} -> {made}")'
+
+
 def rule_of(name: str) -> OperatorRule | None:
     """The rule of an operator, by its full name `my.attn.default`; None if nobody gave one."""
     scoped = _scoped.get()
@@ -180,6 +190,7 @@ __all__ = [
     "overloads",
     "read_or_refuse",
     "register_by_name",
+    "registering",
     "rule_of",
     "scoped_rules",
 ]

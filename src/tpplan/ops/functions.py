@@ -13,14 +13,13 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
-from torch.utils import _pytree as pytree
 
-from tpplan.compat import has_function_mode
+from tpplan.compat import flattened_tree, has_function_mode, rebuilt_tree
 from tpplan.ops.declared import declare, read_or_refuse, register_by_name
 from tpplan.ops.dims import dims_of, leading_dims, shape_of, sizes_of
 from tpplan.plan.operator_rule import OperatorRule, Term
@@ -45,7 +44,7 @@ class DeclaredFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, or record that it was called."""
-        leaves, form = pytree.tree_flatten((args, kwargs))
+        leaves, form = flattened_tree((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if has_function_mode():
             return handle_torch_function(self, tensors, *args, **kwargs)  # one step of a body, whatever it does
@@ -90,7 +89,9 @@ class DeclaredFunction:
         terms = self._rule.operands
         declare(
             f"{_SPACE}::{name}_backward",
-            replace(self._as_list(terms, terms), operands=(Term((), self._rule.results), Term((), terms))),
+            replace(
+                self._as_list(terms, terms), operands=(Term((), self._rule.results), Term((), terms)), derived=True
+            ),
         )
         return getattr(space, name)
 
@@ -100,7 +101,7 @@ class DeclaredFunction:
     def _filled(self, tensors: Sequence[Tensor], call: str) -> Any:
         form, leaves = self._calls[call]
         given = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(given) if held is _TENSOR else held for held in leaves], form)
+        args, kwargs = rebuilt_tree([next(given) if held is _TENSOR else held for held in leaves], form)
         return self.function(*args, **kwargs)
 
     def _run(self, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
@@ -177,14 +178,14 @@ def register_operator(
         rule: a term for each tensor argument, and behind `->` for each result; see docs/operators.md.
         linear: arguments through which a sum that is still to be made may pass.
         sizes: arguments that count a dim, with its name: `{"num_heads": "h"}`.
-        random: whether it draws random numbers, which each rank then draws for its own part.
+        random: whether it draws random numbers: it is kept whole then.
         audit: whether the rule may be tried on random numbers; if not, a program says that it assumes it.
 
     Raises:
         OperatorRuleError: TP022 with the place in the rule.
     """
     if isinstance(operator, type) and issubclass(operator, torch.autograd.Function):
-        before: Any = operator.apply
+        before = cast("Any", operator).apply
         apply = before.function if isinstance(before, DeclaredFunction) else before  # of an earlier rule
         held = replace(read_or_refuse(rule, f"the rule of {operator.__name__}"), linear=tuple(linear), random=random)
         operator.apply = staticmethod(DeclaredFunction(apply, replace(held, audit=audit), None))  # pyright: ignore

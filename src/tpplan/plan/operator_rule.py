@@ -74,8 +74,9 @@ class OperatorRule:
         summed: the names over whose parts the ranks' results add up.
         linear: the arguments through which a sum that is still to be made may pass.
         sizes: arguments that count a dim, with its name.
-        random: whether it draws random numbers.
+        random: whether it draws random numbers, so that it is kept whole.
         audit: whether it may be tried.
+        derived: whether it follows from another rule, which is tried.
     """
 
     text: str
@@ -87,6 +88,7 @@ class OperatorRule:
     sizes: tuple[tuple[str, str], ...] = ()
     random: bool = False
     audit: bool = True
+    derived: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -102,7 +102,8 @@ def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
         return (
             f"{name} reads a tensor's values, and a capture has none",
             "compute it with tensor operations instead, such as `torch.where`, or read the values outside of the "
-            "forward and pass them as arguments",
+            "forward and pass them as arguments; of a function that does so inside, say how it works on parts: "
+            "`tpplan.operator(rule)(function)`",
         )
     if _PACKS in text:
         return (
@@ -113,7 +114,8 @@ def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
         return (
             f"{name} calls {_operator(text)}, which can't run on shapes alone",
             "call it outside of the model, as with a loss; for an operator of your own, register what shapes it makes, "
-            "by `torch.library.register_fake`",
+            "by `torch.library.register_fake`; of a function that calls it, say how that works on parts: "
+            "`tpplan.operator(rule)(function)`",
         )
     if "HigherOrderOperator" in text:
         return (

@@ -19,6 +19,7 @@ from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import ForeignBackward, Location, Trace, quoted
 from tpplan.compiler.place.solution import Failure
 from tpplan.compiler.rules.propagate import Refusal
+from tpplan.ops.declared import registering
 from tpplan.plan import Diagnostic, Pin, Style
 
 _SPLITS = frozenset(
@@ -92,10 +93,14 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
             _operands(here.region, refusal),
             option=option,
         )  # fmt: skip
+    given = registering(node.target)
     if refusal.kind == "unaudited":
         return _finding("TP127", bound, module, node.location,
-            f"{module} calls {node.name} on a sharded or partial value, an operator outside of the audited table",
-            _way_out(bound, module, refusal, option, parameter),
+            f"{module} calls {node.name} on a sharded or partial value, "
+            f"{'an operator that has no rule' if given else 'an operator outside of the audited table'}",
+            f"say how it works on parts, with its dims for each argument: `{given}`; or "
+            f"{_way_out(bound, module, refusal, option, parameter)}"
+            if given else _way_out(bound, module, refusal, option, parameter),
             _operands(here.region, refusal),
             option=option,
         )  # fmt: skip

@@ -46,7 +46,7 @@ from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
-from tpplan.ops.declared import rule_of
+from tpplan.ops.declared import registering, rule_of
 
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
@@ -243,7 +243,9 @@ class Propagator:
             return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
         operator = lookup(node.name)
         if operator is None:
-            return Refusal("unaudited", "isn't in the table of audited operators", operands)
+            given = registering(node.target)
+            way_out = f"has no rule for parts; `{given}` gives it one" if given else ""
+            return Refusal("unaudited", way_out or "isn't in the table of audited operators", operands)
         if not _takes_partial(operator, node, dict(operands), values):
             return Refusal("communication", "needs values that other ranks hold", operands)
         if _counts_rows(node, dict(operands)):
