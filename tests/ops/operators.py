@@ -33,18 +33,15 @@ def define(name: str, schema: str, function: Callable[..., Any], rule: str = "",
 def with_backward(operator: Any, function: Callable[..., Tensor], tensors: int) -> None:
     """Let an operator of so many tensors, then numbers, have a backward that computes it again."""
 
-    def derive(gradient: Tensor, *inputs: Any) -> list[Tensor]:
-        held = [item.detach() for item in inputs]
-        with torch.enable_grad():
-            made: Any = torch.func.vjp(lambda *given: function(*given), *held)[1]
-        return [*made(gradient)]
-
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return (*derive(gradient, *ctx.saved_tensors), *(None for _ in range(ctx.others)))
+        held = [item.detach() for item in ctx.saved_tensors]
+        with torch.enable_grad():
+            made: Any = torch.func.vjp(lambda *given: function(*given, *ctx.numbers), *held)[1]
+        return (*made(gradient), *(None for _ in ctx.numbers))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[:tensors])
-        ctx.others = len(inputs) - tensors
+        ctx.numbers = inputs[tensors:]
 
     torch.library.register_autograd(operator._qualified_op_name, backward, setup_context=setup)
 

@@ -85,6 +85,28 @@ class Row(nn.Module):
 SCALED = {**PAIR, "scale": "colwise"}
 
 
+def attend_flat(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
+    q, k, v = (held.unflatten(-1, (num_heads, -1)).transpose(1, 2) for held in (q, k, v))
+    return attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+flat = define("flat", "(Tensor q, Tensor k, Tensor v, int num_heads) -> Tensor", attend_flat)
+with_backward(flat, attend_flat, 3)
+tpplan.register_operator(flat, "b s! (h d!), b t! (h d!), b t! (h d!) -> b s! (h d!)", sizes={"num_heads": "h"})
+
+
+class Flat(nn.Module):
+    """Heads that an operator counts by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(a, b) for a, b in ((16, 32), (16, 32), (16, 32), (32, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.o(torch.ops.tests.flat(self.q(x), self.k(x), self.v(x), self.num_heads))
+
+
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -132,6 +154,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int], dict[
     "heads": (lambda: Attention(attend), HEADS, [2], {"all-reduce": 1}),
     "fewer keys": (lambda: Attention(attend, 8, 4), HEADS, [2, 4], {"all-reduce": 1}),
     "features": (lambda: Between(torch.ops.tests.scaled), SCALED, [2, 4], {"all-reduce": 1}),
+    "heads by a number": (Flat, HEADS, [2], {"all-reduce": 1}),
     "a norm of all": (lambda: Between(torch.ops.tests.normed), PAIR, [2], {"all-gather": 2, "all-reduce": 1}),
     "an autograd function": (lambda: Between(lambda *held: Cube.apply(*held)), SCALED, [2, 5], {"all-reduce": 1}),
     "without meta": (lambda: Between(lambda *held: Hidden.apply(*held)), SCALED, [2], {"all-reduce": 1}),

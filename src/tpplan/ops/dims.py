@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tpplan.plan.operator_rule import ELLIPSIS, Dim, Term
@@ -26,13 +27,15 @@ def dims_of(term: Term, rank: int) -> tuple[Dim, ...]:
     return (*term.dims[:place], *leading, *term.dims[place + 1 :])
 
 
-def sizes_of(tensors: Sequence[tuple[tuple[Dim, ...], tuple[int, ...]]]) -> dict[str, int]:
-    """How many entries each name has, where the shapes tell.
+def sizes_of(
+    tensors: Sequence[tuple[tuple[Dim, ...], tuple[int, ...]]], told: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """How many entries each name has, where the shapes tell, or arguments have `told`.
 
     Raises:
         ValueError: they contradict each other.
     """
-    found: dict[str, int] = {}
+    found = dict(told)
     for _ in range(1 + sum(len(dims) for dims, _ in tensors)):
         for dims, shape in tensors:
             for dim, size in zip(dims, shape, strict=True):

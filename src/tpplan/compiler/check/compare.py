@@ -24,10 +24,12 @@ from tpplan.compiler.ir.region import Instance, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, Value
 from tpplan.compiler.place.assign import Assignment
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
+from tpplan.compiler.rules.declared import with_local_sizes
 from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
 from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
 from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
 from tpplan.compiler.trace.recorder import Recorder
+from tpplan.ops.declared import rule_of
 
 REARRANGING = frozenset(
     f"aten.{name}"
@@ -294,6 +296,10 @@ def _compare_operation(
     for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
         if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant with other values")
+    rule = rule_of(ours.name)
+    if rule is not None and rule.sizes:
+        layouts = given.assignment.layouts
+        ours = with_local_sizes(rule, ours, given.trace.values, layouts, given.size, given.rank)
     if not _same_scalars(given, ours, theirs):
         if _generators(ours) and _generators(theirs):
             reason = f"{ours.name} draws from a generator of the model's own, of which nothing shows that it is alike"

@@ -15,7 +15,7 @@ from torch import Tensor
 from tpplan.compat import OpOverload, schema_argument_names
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
-from tpplan.compiler.rules.declared import operands_of, result_terms
+from tpplan.compiler.rules.declared import operands_of, result_terms, told_sizes
 from tpplan.ops.declared import OperatorRuleError, rule_of
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.trial import Call, ClaimError, Operand, tried
@@ -95,7 +95,12 @@ def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], de
     key = (operation.target.name(), rule, tuple(operands), repr(_numbers(operation)), str(device))
     if key not in _known:
         run = _Run(operation, [value for _, _, value in held])
-        call = Call(run, tuple(operands), tuple(dims for dims, _ in results), sizes_of([*shapes, *results]))
+        call = Call(
+            run,
+            tuple(operands),
+            tuple(dims for dims, _ in results),
+            sizes_of([*shapes, *results], told_sizes(rule, operation)),
+        )
         _known[key] = tried(rule, call, device)
     return _known[key]
 

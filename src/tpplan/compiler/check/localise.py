@@ -20,6 +20,8 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.compiler.rules.declared import told_sizes, with_local_sizes
+from tpplan.ops.declared import rule_of
 
 _PAIRED = 12
 
@@ -69,16 +71,23 @@ def _subsets(candidates: Sequence[LocalAttribute]) -> Iterator[tuple[LocalAttrib
 def _sharded_sizes(given: CheckInput, frame: Frame) -> list[tuple[int, tuple[int, ...]]]:
     """Sizes that are sharded in a body: whole, and on each rank."""
     ranks = range(given.size)
-    held: dict[tuple[Layout, tuple[int, ...]], None] = {}
+    found: dict[tuple[Layout, tuple[int, ...]], None] = {}
     for value in _values_before(frame, len(frame.body)):
         layout = given.assignment.layouts.get(value)
         if layout is not None and layout.dim is not None:
-            held[layout, given.trace.values[value].shape] = None
+            found[layout, given.trace.values[value].shape] = None
     sizes: set[tuple[int, tuple[int, ...]]] = set()
-    for layout, whole in held:
+    for layout, whole in found:
         local = zip(*(layout.local_shape(whole, given.size, rank) for rank in ranks), strict=True)
         sizes.update((a, b) for a, b in zip(whole, local, strict=True) if set(b) != {a})
         sizes.update((p.size, tuple(p.local(given.size, rank) for rank in ranks)) for p in layout.packs)
+    for node in frame.body:  # of features, a user's operator may be told how many heads they are
+        rule = rule_of(node.name) if isinstance(node, Operation) else None
+        if isinstance(node, Operation) and rule is not None and rule.sizes:
+            held = (given.trace.values, given.assignment.layouts, given.size)
+            own = [told_sizes(rule, with_local_sizes(rule, node, *held, rank)) for rank in ranks]
+            told = told_sizes(rule, node).items()
+            sizes.update((count, tuple(local[name] for local in own)) for name, count in told)
     return sorted(sizes)
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from tpplan.compat import schema_argument_names, tensor_arguments
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
-from tpplan.compiler.ir.trace import Operation, Reference
+from tpplan.compiler.ir.trace import Operation, Reference, Value
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.plan.operator_rule import Dim, OperatorRule, Term, flattened
 
@@ -78,7 +79,7 @@ def _results(
     results = [(term, o) for term, o in zip(result_terms(rule, node), node.outputs, strict=True)]
     shapes = [(dims, values[v].shape) for dims, v in named]
     shapes += [(dims_of(term, len(values[o].shape)), values[o].shape) for term, o in results if o is not None]
-    counts = sizes_of(shapes)
+    counts = sizes_of(shapes, told_sizes(rule, node))
     ranks = [_names_on(rank, named, values, layouts, counts, size) for rank in range(size)]
     parted = [n for n in ranks[0] if any(len(held[n]) != counts.get(n) for held in ranks)]
     lacking = next((n for n in parted if n in rule.whole), None)
@@ -112,6 +113,38 @@ def term_names(dims: Sequence[Dim]) -> frozenset[str]:
     return frozenset(name for dim in dims for name in dim.names)
 
 
+def told_sizes(rule: OperatorRule, node: OperationNode | Operation) -> dict[str, int]:
+    """The sizes of names that arguments tell."""
+    given = dict(zip(schema_argument_names(node.target), node.arguments, strict=False)) | dict(node.keywords)
+    return {name: given[argument] for argument, name in rule.sizes if type(given.get(argument)) is int}
+
+
+def with_local_sizes(
+    rule: OperatorRule,
+    operation: Operation,
+    values: Sequence[Value],
+    layouts: Mapping[int, Layout],
+    size: int,
+    rank: int,
+) -> Operation:
+    """An operation with the arguments that count a dim as they have to be on a rank."""
+    operands = [(term, value) for _, term, value in operands_of(operation, rule) if value is not None]
+    named = [(dims_of(term, len(values[v].shape)), v) for term, v in operands if term.dims is not None]
+    try:
+        counts = sizes_of([(dims, values[value].shape) for dims, value in named], told_sizes(rule, operation))
+        own = {value: layouts.get(value, REPLICATED) for _, value in named}
+        held = _names_on(rank, named, values, own, counts, size)
+    except (_NoLayoutError, ValueError):
+        return operation
+    sizes = {argument: len(held[name]) for argument, name in rule.sizes if name in held}
+    names = schema_argument_names(operation.target)
+    arguments = tuple(
+        sizes.get(name, item) for name, item in zip(names, operation.arguments, strict=False)
+    )  # fmt: skip
+    keywords = {name: sizes.get(name, item) for name, item in operation.keywords.items()}
+    return replace(operation, arguments=arguments, keywords=keywords)
+
+
 def result_terms(rule: OperatorRule, node: OperationNode | Operation) -> tuple[Term, ...]:
     """The terms of an operation's results."""
     if len(rule.results) == 1 and rule.results[0].items:
@@ -124,7 +157,7 @@ def result_terms(rule: OperatorRule, node: OperationNode | Operation) -> tuple[T
 def _names_on(
     rank: int,
     named: Sequence[tuple[tuple[Dim, ...], int]],
-    values: Sequence[LocalValue],
+    values: Sequence[LocalValue] | Sequence[Value],
     layouts: Mapping[int, Layout],
     counts: Mapping[str, int],
     size: int,
@@ -208,4 +241,4 @@ def _fits(held: Layout, shape: tuple[int, ...], parts: Sequence[Sequence[Entries
     return all(_held(held, shape, size, rank) == list(parts[rank]) for rank in range(size))
 
 
-__all__ = ["declared_layouts", "operands_of", "result_terms"]
+__all__ = ["declared_layouts", "operands_of", "result_terms", "told_sizes", "with_local_sizes"]
