@@ -29,7 +29,7 @@ attend = define(
     "attend",
     "(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor",
     attention,
-    fake=lambda q, *_: torch.empty_like(q),
+    fake=lambda q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
 )
 with_backward(attend, attention, 3)
 tpplan.register_operator(attend, "b (k g) s! d!, b k t! d!, b k t! d! -> b (k g) s! d!")
@@ -159,6 +159,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int], dict[
     "an autograd function": (lambda: Between(lambda *held: Cube.apply(*held)), SCALED, [2, 5], {"all-reduce": 1}),
     "without meta": (lambda: Between(lambda *held: Hidden.apply(*held)), SCALED, [2], {"all-reduce": 1}),
     "a function of heads": (lambda: Attention(flash), HEADS, [2, 3, 4], {"all-reduce": 1}),
+    "keys that ranks share": (lambda: Attention(flash, 8, 2), HEADS, [4], {"all-reduce": 2}),  # and their gradients
+    "one key": (lambda: Attention(flash, 6, 1), HEADS, [2, 3, 6], {"all-reduce": 2}),
     "causal": (lambda: Attention(functools.partial(flash, causal=True), 8, 4), HEADS, [2, 4], {"all-reduce": 1}),
 }
 

@@ -91,11 +91,12 @@ def _results(
             continue
         dims, shape = dims_of(term, len(values[output].shape)), values[output].shape
         place = next((i for i, dim in enumerate(dims) if any(name in parted for name in dim.names)), None)
-        if any(name not in term_names(dims) for name in parted):
-            if place is not None:
-                raise _NoLayoutError("would be a sum over parts of one dim, and split by another")
+        summed = [name for name in parted if name not in term_names(dims)]
+        if summed and place is None:
             yield PARTIAL
             continue
+        if summed and not (rule.derived and _is_shared_out(summed, term_names(dims), ranks, counts)):
+            raise _NoLayoutError("would be a sum over parts of one dim, and split by another")
         if place is None:
             yield REPLICATED
             continue
@@ -103,9 +104,26 @@ def _results(
         sources = [layouts[value] for _, value in split]
         candidates = _candidates(place, shape, sources, values, split)
         found = next((held for held in candidates if _fits(held, shape, parts, size)), None)
-        if found is None:
+        if found is None or (summed and not found.has_replicas):
             raise _NoLayoutError("makes a result of parts that no layout describes")
         yield found
+
+
+def _is_shared_out(
+    summed: Sequence[str], own: frozenset[str], ranks: Sequence[Names], counts: Mapping[str, int]
+) -> bool:
+    """Whether the ranks that have the same part of a gradient share out what it is summed over.
+
+    The gradient of what several ranks have, as keys, is partial among these: each has the term of its own queries.
+    """
+    shares: dict[object, list[Names]] = {}
+    for held in ranks:
+        shares.setdefault(tuple(sorted((name, part) for name, part in held.items() if name in own)), []).append(held)
+    return all(
+        sorted(entry for held in group for entry in held[name]) == list(range(counts[name]))
+        for group in shares.values()
+        for name in summed
+    )
 
 
 def term_names(dims: Sequence[Dim]) -> frozenset[str]:
