@@ -242,6 +242,30 @@ def compiled(function: Any, **plan: Any) -> tpplan.Program:
     )
 
 
+@tpplan.operator("b h s! d!, b h t! d!, b h t! d!, _ -> b h s! d!")
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, mask)
+
+
+def test_an_argument_may_be_none() -> None:
+    mask = torch.zeros(6, 6).double()
+    for function in (masked, lambda q, k, v: masked(q, k, v, mask=mask)):
+        model = Attention(function).double()
+        assert max(worst(model, HEADS, 2, call(2, 6), [call(2, 6), call(3, 6)])) < TOLERANCE
+    with pytest.raises(tpplan.CompileError, match=r"TP110.*`masked` is called with 2 tensors, and its rule has terms"):
+        compiled(lambda x, weight: masked(x, weight, None))
+
+
+def test_a_method_of_a_module_has_no_rule() -> None:
+    class Own(nn.Module):
+        @tpplan.operator("... f, f -> ... f")
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return x * weight
+
+    with pytest.raises(tpplan.TpplanError, match=r"TP022.*the method `forward` of a module has a rule"):
+        Own()(torch.ones(2), torch.ones(2))
+
+
 def test_what_cant_be_tried_is_assumed() -> None:
     program = compiled(tpplan.operator("... f, f -> ... f", audit=False)(scale))
     assert program.assumed and "audit=False" in program.assumed[0]

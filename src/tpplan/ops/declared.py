@@ -75,17 +75,16 @@ def name_of_operator(operator: Any) -> str:
         name = str(getattr(operator, "_qualname", ""))
     space, divides, rest = name.partition("::")
     if not (space and divides and rest):
-        raise OperatorRuleError(
-            [
-                Diagnostic(
-                    code="TP022",
-                    message=f"{operator!r} is no operator of torch.library",
-                    help='give its name, `"my::attn"`, or `torch.ops.my.attn`; for a function of Python use '
-                    "`tpplan.operator`",
-                )
-            ]
+        raise refused(
+            f"{operator!r} is no operator of torch.library",
+            'give its name, `"my::attn"`, or `torch.ops.my.attn`; for a function of Python use `tpplan.operator`',
         )
     return name.removesuffix(".default")
+
+
+def refused(message: str, way_out: str) -> OperatorRuleError:
+    """The error for a rule that doesn't fit what it is for: one TP022."""
+    return OperatorRuleError([Diagnostic(code="TP022", message=message, help=way_out)])
 
 
 def read_or_refuse(rule: str, where: str) -> OperatorRule:
@@ -189,6 +188,7 @@ __all__ = [
     "name_of_operator",
     "overloads",
     "read_or_refuse",
+    "refused",
     "register_by_name",
     "registering",
     "rule_of",

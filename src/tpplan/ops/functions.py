@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from tpplan.compat import flattened_tree, has_function_mode, rebuilt_tree
-from tpplan.ops.declared import declare, read_or_refuse, register_by_name
+from tpplan.ops.declared import declare, read_or_refuse, refused, register_by_name
 from tpplan.ops.dims import dims_of, leading_dims, shape_of, sizes_of
 from tpplan.plan.operator_rule import OperatorRule, Term
 
@@ -37,37 +37,56 @@ class DeclaredFunction:
         """See `operator`."""
         functools.update_wrapper(self, function)
         self.function = function
+        self.__name__: str = getattr(function, "__name__", type(function).__name__)
         self._rule = rule
         self._dtype = dtype
         self._calls: dict[str, tuple[Any, list[Any]]] = {}
-        self._operator: Any = None
+        self._operators: dict[int, Any] = {}
+
+    def __get__(self, instance: Any, owner: type) -> DeclaredFunction:
+        if instance is None or not isinstance(instance, torch.nn.Module):
+            return self
+        raise refused(
+            f"the method `{self.__name__}` of a module has a rule, which says nothing of what the module holds",
+            "declare a function that is given all its tensors, and call that in the method",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, or record that it was called."""
+        first = next((held for held in (*args, *kwargs.values()) if isinstance(held, Tensor)), None)
+        if has_function_mode():
+            given = () if first is None else (first,)
+            return handle_torch_function(self, given, *args, **kwargs)  # one step of a body, whatever it does
+        if first is None or not first.is_meta:
+            return self.function(*args, **kwargs)
         leaves, form = flattened_tree((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if has_function_mode():
-            return handle_torch_function(self, tensors, *args, **kwargs)  # one step of a body, whatever it does
-        if not any(tensor.is_meta for tensor in tensors):
-            return self.function(*args, **kwargs)
-        if self._operator is None:
-            self._operator = self._define()
+        if len(tensors) not in self._operators:
+            self._operators[len(tensors)] = self._define(self._terms(len(tensors)))
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        call = f"{form} {[self._shown(leaf) for leaf in leaves]}"
+        call = f"{form} {[_shown(leaf) for leaf in leaves]}"
         self._calls.setdefault(call, (form, others))
-        made = self._operator(tensors, call)
+        made = self._operators[len(tensors)](tensors, call)
         return made[0] if len(self._rule.results) == 1 else tuple(made)
 
     def __deepcopy__(self, memo: Any) -> DeclaredFunction:
         return self  # as functions are, in copies of what holds them
 
-    def _shown(self, leaf: Any) -> str:
-        if isinstance(leaf, Tensor):
-            return "tensor"
-        return repr(leaf) if isinstance(leaf, _PLAIN) else f"{type(leaf).__name__} {id(leaf)}"  # `_calls` keeps it
+    def _terms(self, tensors: int) -> list[Term]:
+        """The terms of so many tensors: `_` may stand for an argument that is None."""
+        terms = [*self._rule.operands]
+        if len(terms) != tensors:
+            terms = [term for term in terms if term.dims is not None]
+        if len(terms) != tensors:
+            raise refused(
+                f"`{self.__name__}` is called with {tensors} tensors, and its rule has terms for "
+                f"{len(self._rule.operands)}",
+                "write a term for each tensor that it is called with, in order, and `_` for one that may be None",
+            )
+        return terms
 
-    def _define(self) -> Any:
-        # -- one operator for the function, one for its backward
+    def _define(self, terms: list[Term]) -> Any:
+        """One operator for the function on such tensors, and one for its backward."""
         kind = getattr(self.function, "__name__", "function").strip("_<>") or "function"
         name = f"{kind}_{next(_numbers)}"
         _library.define(f"{name}(Tensor[] tensors, str call) -> Tensor[]")
@@ -85,12 +104,13 @@ class DeclaredFunction:
             ctx.tensors, ctx.call = inputs
 
         torch.library.register_autograd(f"{_SPACE}::{name}", derive, setup_context=setup, lib=_library)
-        declare(f"{_SPACE}::{name}", self._as_list(self._rule.operands, self._rule.results))
-        terms = self._rule.operands
+        declare(f"{_SPACE}::{name}", self._as_list(terms, self._rule.results))
         declare(
             f"{_SPACE}::{name}_backward",
             replace(
-                self._as_list(terms, terms), operands=(Term((), self._rule.results), Term((), terms)), derived=True
+                self._as_list(terms, terms),
+                operands=(Term((), self._rule.results), Term((), tuple(terms))),
+                derived=True,
             ),
         )
         return getattr(space, name)
@@ -108,16 +128,12 @@ class DeclaredFunction:
         if not tensors[0].is_meta:
             made = self._filled(tensors, call)
             return [made] if isinstance(made, Tensor) else list(made)
-        named = [(dims_of(term, t.dim()), tuple(t.shape)) for term, t in zip(self._terms(tensors), tensors, strict=True)
-                 if term.dims is not None]  # fmt: skip
+        pairs = zip(self._terms(len(tensors)), tensors, strict=True)
+        named = [(dims_of(term, held.dim()), tuple(held.shape)) for term, held in pairs if term.dims is not None]
         counts = sizes_of(named)
         leading = leading_dims(counts)
         dtype = self._dtype or tensors[0].dtype
         return [torch.empty(shape_of(term, counts, leading), dtype=dtype, device="meta") for term in self._rule.results]
-
-    def _terms(self, tensors: Sequence[Tensor]) -> list[Term]:
-        terms = [term for term in self._rule.operands if term.dims is not None or term.items]
-        return [*terms, *(Term(None),) * (len(tensors) - len(terms))][: len(tensors)]
 
     def _run_backward(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], call: str) -> list[Tensor]:
         if tensors[0].is_meta:
@@ -135,6 +151,14 @@ class DeclaredFunction:
 
 
 _TENSOR = object()
+
+
+def _shown(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return "tensor"
+    if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
+        return str(leaf)
+    return repr(leaf) if isinstance(leaf, _PLAIN) else f"{type(leaf).__name__} {id(leaf)}"  # `_calls` keeps it
 
 
 def operator(

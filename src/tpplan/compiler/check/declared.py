@@ -73,6 +73,8 @@ def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
 
 
 def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], device: torch.device) -> str:
+    if rule.derived:
+        return ""
     held = operands_of(operation, rule)
     operands = [
         None

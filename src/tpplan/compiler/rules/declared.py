@@ -78,7 +78,11 @@ def _results(
     named = [(dims_of(term, len(values[v].shape)), v) for _, term, v in operands if term.dims is not None]
     results = [(term, o) for term, o in zip(result_terms(rule, node), node.outputs, strict=True)]
     shapes = [(dims, values[v].shape) for dims, v in named]
-    shapes += [(dims_of(term, len(values[o].shape)), values[o].shape) for term, o in results if o is not None]
+    shapes += [
+        (dims_of(term, len(values[o].shape)), values[o].shape)
+        for term, o in results
+        if o is not None and term.dims is not None
+    ]
     counts = sizes_of(shapes, told_sizes(rule, node))
     ranks = [_names_on(rank, named, values, layouts, counts, size) for rank in range(size)]
     parted = [n for n in ranks[0] if any(len(held[n]) != counts.get(n) for held in ranks)]
@@ -86,8 +90,8 @@ def _results(
     if lacking is not None:
         raise _NoLayoutError(f"needs all of `{lacking}` by its rule, which is split")
     for term, output in results:
-        if output is None:
-            yield REPLICATED
+        if output is None or term.dims is None:  # the gradient of an argument that is whole
+            yield PARTIAL if parted and output is not None else REPLICATED
             continue
         dims, shape = dims_of(term, len(values[output].shape)), values[output].shape
         place = next((i for i, dim in enumerate(dims) if any(name in parted for name in dim.names)), None)
