@@ -216,6 +216,132 @@ def test_a_rule_that_isnt_true_names_its_dim(rule: str) -> None:
     assert finding.code == "TP151" and UNTRUE[rule] in finding.message
 
 
+def normed_by_features(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight)
+
+
+def by_size(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight if x.shape[-1] < 20 else normed_by_features(x, weight)
+
+
+HIDDEN: dict[str, tuple[Any, torch.dtype]] = {
+    "in bfloat16": (lambda x, w: x * w + x.mean(-1, keepdim=True), torch.bfloat16),
+    "small numbers": (lambda x, w: 1e-5 * (x * w + x.mean(-1, keepdim=True)), torch.float32),
+    "without a gradient": (lambda x, w: normed_by_features(x, w).detach(), torch.float32),
+    "by its size": (by_size, torch.float32),
+    "far away": (lambda x, w: x * w + functional.pad(x, (9, 0))[..., :-9], torch.float32),
+    "written": (lambda x, w: x.mul_(w), torch.float32),
+    "another dtype": (lambda x, w: (x * w).int(), torch.float32),
+    "two results": (lambda x, w: (x * w, x), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_no_trial_lets_it_pass(name: str) -> None:
+    function, dtype = HIDDEN[name]
+    model = Between(tpplan.operator("... f, f -> ... f")(function)).to(dtype)
+    with pytest.raises(tpplan.OperatorRuleError, match=r"TP151|TP022"):
+        tpplan.compile_plan(model, {"version": 1, "modules": SCALED}, 2, (torch.zeros(2, 6, 16, dtype=dtype),))
+
+
+def test_other_dtypes_are_fine() -> None:
+    def widened(x: Tensor, weight: Tensor) -> Tensor:
+        return (x.float() * weight.float()).to(x.dtype)
+
+    model = Between(tpplan.operator("... f, f -> ... f")(widened)).bfloat16()
+    rules = {"version": 1, "modules": SCALED}
+    program = tpplan.compile_plan(model, rules, 2, (torch.zeros(2, 6, 16, dtype=torch.bfloat16),))
+    assert program.count_collectives() == {"all-reduce": 1} and not program.assumed
+
+
+def test_numbers_choose() -> None:
+    rule = tpplan.operator("b s f, b s -> b s f")
+    chosen = rule(lambda x, ids: torch.where((ids > 1)[..., None], x - x.mean(-1, keepdim=True), x))
+
+    class Chooses(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(chosen(self.up(x), (x[..., 0] * 0).long()))
+
+    with pytest.raises(tpplan.OperatorRuleError, match=r"TP151.*`f` can't be split"):
+        tpplan.compile_plan(Chooses(None), {"version": 1, "modules": PAIR}, 2, (torch.zeros(2, 6, 16),))
+
+
+class Chain(nn.Module):
+    """A function of a row's sum, before that has to be made."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(16, 24), nn.Linear(24, 16, bias=False), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(functional.linear(self.up(x), self.down.weight))
+
+
+LINEAR: dict[str, tuple[str, Any, str]] = {
+    "relu": ("(Tensor x) -> Tensor", lambda x: x.relu(), "... -> ..."),
+    "twice": ("(Tensor x) -> Tensor", lambda x: 2 * x, "... -> ..."),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_sums_pass_through_what_is_linear_alone(name: str) -> None:
+    schema, function, rule = LINEAR[name]
+    made = define(f"sums_{name}", schema, function)
+    tpplan.register_operator(made, rule, linear=("x",))
+    model = Chain(made).requires_grad_(False)
+    rules = {"version": 1, "modules": {"up": "colwise", "down.weight": "rowwise"}}
+    if name == "twice":
+        assert tpplan.compile_plan(model, rules, 2, (torch.zeros(2, 6, 16),)).count_collectives() == {"all-reduce": 1}
+        return
+    with pytest.raises(tpplan.OperatorRuleError, match=r"TP151.*a sum can't pass through `x`"):
+        tpplan.compile_plan(model, rules, 2, (torch.zeros(2, 6, 16),))
+
+
+def test_what_a_function_holds_is_refused() -> None:
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(()))
+
+        def method(self, x: Tensor) -> Tensor:
+            return x * self.a
+
+    owner, held = Owner(), torch.ones(3)
+    for function in (owner.method, owner, functools.partial(owner.method), lambda x: x * held):
+        with pytest.raises(tpplan.OperatorRuleError, match=r"TP022.*a function with a rule holds a"):
+            tpplan.operator("... -> ...")(function)
+    rules: list[Any] = [None, 3, b"a -> a", "[a] -> a"]
+    for rule in rules:
+        with pytest.raises(tpplan.OperatorRuleError, match="TP022"):
+            tpplan.operator(rule)
+
+
+def test_a_function_that_writes_to_its_argument_raises_when_it_runs() -> None:
+    function = tpplan.operator("... -> ...")(lambda x: x.mul_(2))
+    with pytest.raises(tpplan.OperatorRuleError, match=r"TP022.*writes to an argument"):
+        function(torch.ones(3))
+
+
+class Parent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Child(Parent):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 100
+
+
+def test_a_class_that_derives_from_one_with_a_rule_has_none() -> None:
+    one: Any = torch.ones(())
+    tpplan.register_operator(Parent, "... -> ...")
+    assert Child.apply(one) == 100 and Parent.apply(one) == 2
+    tpplan.register_operator(Child, "... -> ...")
+    assert Child.apply(one) == 100 and Parent.apply(one) == 2
+
+
 def test_gradients_are_tried_as_well() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod

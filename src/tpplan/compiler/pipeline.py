@@ -256,7 +256,9 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))
     program = _program(problem, solved.placed, unpacked.notes, asked)
     if request.size > 1:
-        program = replace(program, assumed=try_rules(trace, solved.placed.assignment.layouts, _device_of(request)))
+        program = replace(
+            program, assumed=try_rules(trace, solved.placed.assignment.layouts, _device_of(request), request.size)
+        )
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),

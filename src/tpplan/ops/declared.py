@@ -89,6 +89,8 @@ def refused(message: str, way_out: str) -> OperatorRuleError:
 
 def read_or_refuse(rule: str, where: str) -> OperatorRule:
     """Read a rule; raises OperatorRuleError with a TP022."""
+    if not isinstance(rule, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise refused(f"a rule is a text, not a {type(rule).__name__}", 'write `"b h s! d!, … -> b h s! d!"`')
     try:
         return read_rule(rule)
     except RuleTextError as error:

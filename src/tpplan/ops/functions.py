@@ -22,11 +22,16 @@ from torch.overrides import handle_torch_function
 from tpplan.compat import flattened_tree, has_function_mode, rebuilt_tree
 from tpplan.ops.declared import declare, read_or_refuse, refused, register_by_name
 from tpplan.ops.dims import dims_of, leading_dims, shape_of, sizes_of
+from tpplan.ops.trial import ClaimError
 from tpplan.plan.operator_rule import OperatorRule, Term
 
 _SPACE = "tpplan_declared"
 _library = torch.library.Library(_SPACE, "DEF")
 _numbers = itertools.count()
+# What has become of functions: not in these themselves, which are part of a model's state.
+_kept: list[Any] = []
+_operators: dict[tuple[int, int], Any] = {}
+_calls: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -40,8 +45,7 @@ class DeclaredFunction:
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         self._rule = rule
         self._dtype = dtype
-        self._calls: dict[str, tuple[Any, list[Any]]] = {}
-        self._operators: dict[int, Any] = {}
+        _kept.append(self)  # operators are for good
 
     def __get__(self, instance: Any, owner: type) -> DeclaredFunction:
         if instance is None or not isinstance(instance, torch.nn.Module):
@@ -58,16 +62,30 @@ class DeclaredFunction:
             given = () if first is None else (first,)
             return handle_torch_function(self, given, *args, **kwargs)  # one step of a body, whatever it does
         if first is None or not first.is_meta:
-            return self.function(*args, **kwargs)
+            return self._called(args, kwargs)
         leaves, form = flattened_tree((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if len(tensors) not in self._operators:
-            self._operators[len(tensors)] = self._define(self._terms(len(tensors)))
+        key = id(self), len(tensors)
+        if key not in _operators:
+            _operators[key] = self._define(self._terms(len(tensors)))
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         call = f"{form} {[_shown(leaf) for leaf in leaves]}"
-        self._calls.setdefault(call, (form, others))
-        made = self._operators[len(tensors)](tensors, call)
+        _calls.setdefault((id(self), call), (form, others))
+        made = _operators[key](tensors, call)
         return made[0] if len(self._rule.results) == 1 else tuple(made)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        held = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_inference()]
+        before = [tensor._version for tensor in held]  # pyright: ignore[reportPrivateUsage]
+        made = self.function(*args, **kwargs)
+        if before != [tensor._version for tensor in held]:  # pyright: ignore[reportPrivateUsage]
+            raise refused(
+                f"`{self.__name__}` writes to an argument, which its rule doesn't tell",
+                "let it return what it makes, and leave its arguments as they are",
+            )
+        return made
 
     def __deepcopy__(self, memo: Any) -> DeclaredFunction:
         return self  # as functions are, in copies of what holds them
@@ -119,7 +137,7 @@ class DeclaredFunction:
         return replace(self._rule, operands=(Term((), tuple(operands)),), results=(Term((), tuple(results)),))
 
     def _filled(self, tensors: Sequence[Tensor], call: str) -> Any:
-        form, leaves = self._calls[call]
+        form, leaves = _calls[id(self), call]
         given = iter(tensors)
         args, kwargs = rebuilt_tree([next(given) if held is _TENSOR else held for held in leaves], form)
         return self.function(*args, **kwargs)
@@ -127,13 +145,23 @@ class DeclaredFunction:
     def _run(self, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
         if not tensors[0].is_meta:
             made = self._filled(tensors, call)
-            return [made] if isinstance(made, Tensor) else list(made)
-        pairs = zip(self._terms(len(tensors)), tensors, strict=True)
-        named = [(dims_of(term, held.dim()), tuple(held.shape)) for term, held in pairs if term.dims is not None]
-        counts = sizes_of(named)
-        leading = leading_dims(counts)
+            results = [made] if isinstance(made, Tensor) else [*made]
+            if len(results) != len(self._rule.results) or not all(isinstance(held, Tensor) for held in results):
+                raise ClaimError(
+                    f"it returns {len(results)} results, or None, and its rule has {len(self._rule.results)}"
+                )
+            return results
+        try:
+            pairs = zip(self._terms(len(tensors)), tensors, strict=True)
+            named = [(dims_of(term, held.dim()), tuple(held.shape)) for term, held in pairs if term.dims is not None]
+            counts = sizes_of(named)
+            shapes = [shape_of(term, counts, leading_dims(counts)) for term in self._rule.results]
+        except (ValueError, KeyError) as error:
+            told = f"no argument tells the size of {error}" if isinstance(error, KeyError) else str(error)
+            raise refused(f"`{self.__name__}` is called with what its rule `{self._rule.text}` doesn't fit: {told}",
+                          "write the dims of the tensors that it is called with, in order") from None  # fmt: skip
         dtype = self._dtype or tensors[0].dtype
-        return [torch.empty(shape_of(term, counts, leading), dtype=dtype, device="meta") for term in self._rule.results]
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
 
     def _run_backward(self, gradients: Sequence[Tensor | None], tensors: Sequence[Tensor], call: str) -> list[Tensor]:
         if tensors[0].is_meta:
@@ -142,7 +170,9 @@ class DeclaredFunction:
         with torch.enable_grad():
             results = self._run(inputs, call)
         wanted = [held for held in inputs if held.requires_grad]
-        pairs = [(made, given) for made, given in zip(results, gradients, strict=True) if given is not None]
+        pairs = [(m, g) for m, g in zip(results, gradients, strict=True) if g is not None and m.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(held) for held in inputs]
         found: Iterator[Tensor | None] = iter(
             torch.autograd.grad([m for m, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
         )
@@ -164,7 +194,6 @@ def _shown(leaf: Any) -> str:
 def operator(
     rule: str,
     *,
-    linear: Sequence[str] = (),
     random: bool = False,
     audit: bool = True,
     dtype: torch.dtype | None = None,
@@ -175,14 +204,20 @@ def operator(
 
     Args:
         rule: a term for each tensor that the function is given, in order, and behind `->` for each result.
-        linear, random, audit: see `register_operator`.
+        random, audit: see `register_operator`.
         dtype: of the results; that of the first tensor unless given.
 
     Raises:
         OperatorRuleError: TP022 with the place in the rule.
     """
-    made = replace(read_or_refuse(rule, "the rule"), linear=tuple(linear), random=random, audit=audit)
-    return lambda function: DeclaredFunction(function, made, dtype)
+    made = replace(read_or_refuse(rule, "the rule"), random=random, audit=audit)
+    _refuse_lists(made)
+
+    def declared(function: Callable[..., Any]) -> DeclaredFunction:
+        _refuse_owned(function)
+        return DeclaredFunction(function, made, dtype)
+
+    return declared
 
 
 def register_operator(
@@ -209,12 +244,63 @@ def register_operator(
         OperatorRuleError: TP022 with the place in the rule.
     """
     if isinstance(operator, type) and issubclass(operator, torch.autograd.Function):
-        before = cast("Any", operator).apply
-        apply = before.function if isinstance(before, DeclaredFunction) else before  # of an earlier rule
-        held = replace(read_or_refuse(rule, f"the rule of {operator.__name__}"), linear=tuple(linear), random=random)
-        operator.apply = staticmethod(DeclaredFunction(apply, replace(held, audit=audit), None))  # pyright: ignore
+        if linear or sizes:
+            raise refused(
+                f"`{operator.__name__}` is an autograd function, whose rule knows neither `linear` nor `sizes`",
+                "leave them out, or make it an operator of `torch.library`",
+            )
+        kind = cast("Any", operator)
+        apply: Any = cast("Any", super(kind, kind)).apply  # whatever rule it had, or a class that it derives from
+        held = replace(read_or_refuse(rule, f"the rule of {operator.__name__}"), random=random)
+        _refuse_lists(held)
+        kind.apply = _Applied(operator, DeclaredFunction(apply, replace(held, audit=audit), None))
         return
     register_by_name(operator, rule, linear=linear, sizes=sizes, random=random, audit=audit)
+
+
+class _Applied:
+    """`apply` of a class that has a rule, which classes that derive from it haven't."""
+
+    def __init__(self, owner: type, declared: DeclaredFunction) -> None:
+        self._owner = owner
+        self._declared = declared
+
+    def __get__(self, instance: Any, kind: Any) -> Any:
+        return self._declared if kind is self._owner else super(self._owner, kind).apply  # pyright: ignore
+
+
+def _refuse_lists(rule: OperatorRule) -> None:
+    if any(term.items for term in (*rule.operands, *rule.results)):
+        raise refused(
+            "a rule of a function has a list of tensors",
+            "write a term for each tensor, in order; lists are for operators of `torch.library`",
+        )
+
+
+def _refuse_owned(function: Any) -> None:
+    """Refuse functions of which one sees that they compute with more than their arguments."""
+    inner = function
+    held: list[Any] = []
+    while isinstance(inner, functools.partial):
+        partial = cast("functools.partial[Any]", inner)
+        held += [*partial.args, *partial.keywords.values()]
+        inner = partial.func
+    cells = getattr(inner, "__closure__", None) or ()
+    held += [inner, getattr(inner, "__self__", None), *(cell.cell_contents for cell in cells if _is_filled(cell))]
+    owner = next((item for item in held if isinstance(item, (torch.nn.Module, Tensor))), None)
+    if owner is not None:
+        raise refused(
+            f"a function with a rule holds a {type(owner).__name__}, of which the rule says nothing",
+            "declare a function that is given all its tensors, and whatever else it depends on",
+        )
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _is_differentiable(tensor: Tensor) -> bool:

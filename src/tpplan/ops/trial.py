@@ -6,12 +6,13 @@ out: nothing if each claim holds; why the rule can't be tried; or a `ClaimError`
     b h s! d!, …  ->  b h s! d!     `b` and `h` in two and in three uneven parts: results and gradients of the parts are
                                     the parts of the whole's; what has no such dim gets gradients that add up to its own
 
-What a rule says of whole dims is no claim. Plain and summed dims have five entries in a trial, others few, where the
-operator takes that; else those of the call.
+What a rule says of whole dims is no claim. Plain and summed dims have a few entries in a trial, each another number,
+and others few; then those of the call, in the parts of the ranks. Numbers are float64 where the operator takes that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from tpplan.plan.operator_rule import Dim, OperatorRule
 
-PARTS = ((3, 2), (2, 2, 1))
 _ENTRIES, _FEW = 5, 16
+_MOST = 1 << 22  # entries of a call whose own sizes are tried as well
 
 
 class ClaimError(Exception):
@@ -56,17 +57,24 @@ class Call:
             or a list of tensors.
         operands: its tensors; None for one that wasn't given.
         results: the dims of each result.
+        dtypes: of the results, as a capture takes them for.
         counts: the entries of each name.
     """
 
     run: Callable[[Sequence[Tensor | None], Mapping[str, int]], Any]
     operands: tuple[Operand | None, ...]
     results: tuple[tuple[Dim, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
     counts: Mapping[str, int]
 
 
-def tried(rule: OperatorRule, call: Call, device: torch.device) -> str:
+def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> str:
     """Try every claim of a rule; why that can't be done, or "" if all hold.
+
+    Args:
+        rule, call: the claims, and what they are of.
+        device: where to try them.
+        ranks: in how many parts the call's own sizes are tried.
 
     Raises:
         ClaimError: one doesn't hold.
@@ -75,19 +83,41 @@ def tried(rule: OperatorRule, call: Call, device: torch.device) -> str:
         return "its rule was registered with `audit=False`"
     if rule.random:
         return "it draws random numbers"
-    failed = ""
+    counts: Mapping[str, int] = {}
+    failed, ran, own = "", "", {name: max(count, 1) for name, count in call.counts.items()}
     for counts in _sizes(rule, call):
-        trial = _Trial(rule, call, counts, device)
-        try:
-            trial.prepare()
-        except ClaimError:
-            raise
-        except Exception as error:
-            failed = failed or f"it can't run on {device.type} here ({_first_line(error)})"
-            continue
-        trial.check()
-        return ""
-    return failed
+        for wide, highest in ((True, 8), (True, 2), (False, 8), (False, 2)):
+            trial = _Trial(rule, call, counts, device, wide, highest)
+            try:
+                trial.prepare()
+            except ClaimError:
+                raise
+            except Exception as error:
+                failed = failed or f"it can't run on {device.type} here ({_first_line(error)})"
+                continue
+            trial.check((2, 3))
+            ran = trial.ungraded or "all"
+            break
+        if ran:
+            break
+    if not ran:
+        return failed
+    if _numbers(call) <= _MOST and own != counts:
+        for wide in (True, False):
+            trial = _Trial(rule, call, own, device, wide, 2)
+            try:
+                trial.prepare()
+            except ClaimError:
+                raise
+            except Exception:  # the small one has shown what can be shown
+                continue
+            trial.check((ranks,))
+            break
+    return "" if ran == "all" else ran
+
+
+def _numbers(call: Call) -> int:
+    return sum(math.prod(held.shape) for held in call.operands if held is not None)
 
 
 def _first_line(error: Exception) -> str:
@@ -95,15 +125,26 @@ def _first_line(error: Exception) -> str:
 
 
 def _sizes(rule: OperatorRule, call: Call) -> Iterator[dict[str, int]]:
-    split = {n for n in call.counts if n not in rule.whole}
-    yield {n: _ENTRIES if n in split else min(count, _FEW) for n, count in call.counts.items()}
-    yield {n: _ENTRIES if n in split else count for n, count in call.counts.items()}
+    split = [n for n in call.counts if n not in rule.whole]
+    few = {name: _ENTRIES + place for place, name in enumerate(split)}
+    yield {n: few.get(n, min(count, _FEW)) for n, count in call.counts.items()}
+    yield {n: few.get(n, count) for n, count in call.counts.items()}
     yield {n: max(count, 1) for n, count in call.counts.items()}
 
 
 class _Trial:
-    def __init__(self, rule: OperatorRule, call: Call, counts: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        rule: OperatorRule,
+        call: Call,
+        counts: Mapping[str, int],
+        device: torch.device,
+        wide: bool,
+        highest: int,
+    ) -> None:
         self.rule, self.call, self.counts, self.device = rule, call, counts, device
+        self.wide, self.highest = wide, highest
+        self.ungraded = ""
         self.generator = torch.Generator(device).manual_seed(0)
         self.inputs: list[Tensor | None] = []
         self.results: list[Tensor] = []
@@ -115,32 +156,40 @@ class _Trial:
         """Run it whole."""
         self.inputs = [None if held is None else self._drawn(held) for held in self.call.operands]
         self.results = self._run(self.inputs, self.counts)
+        if len(self.results) != len(self.call.results):
+            raise ClaimError(
+                f"it returns {len(self.results)} tensors, and its rule has {len(self.call.results)} results"
+            )
         self.cotangents = [self._random(made.shape, made.dtype) for made in self.results]
+        self._compare_kinds()
         try:
             self.gradients = self._gradients(self.inputs, self.results, self.cotangents)
-        except NotImplementedError:
+        except ClaimError:
+            raise
+        except Exception as error:
             self.has_gradients = False
-        except RuntimeError as error:
-            if "autograd formula" not in str(error):
-                raise
-            self.has_gradients = False
+            if not isinstance(error, NotImplementedError) and "autograd formula" not in str(error):
+                self.ungraded = f"its gradients can't be tried here ({_first_line(error)})"
         for made, dims in zip(self.results, self.call.results, strict=True):
             if tuple(made.shape) != self._shape(dims):
                 raise ClaimError(f"a result has shape {list(made.shape)}, where its rule has {list(self._shape(dims))}")
 
-    def check(self) -> None:
-        """Run it in parts.
+    def _compare_kinds(self) -> None:
+        for made, dtype in zip(self.results, self.call.dtypes, strict=True):
+            same = made.is_floating_point() == dtype.is_floating_point if self.wide else made.dtype == dtype
+            if not same:
+                raise ClaimError(f"a result is {made.dtype}, where a capture takes it for {dtype}: give its `dtype=`")
+
+    def check(self, numbers: Sequence[int]) -> None:
+        """Run it in so many parts.
 
         Raises:
             ClaimError: a claim doesn't hold.
         """
         for name in (n for n in self.counts if n not in self.rule.whole):
-            for parts in PARTS:
-                if sum(parts) == self.counts[name]:
-                    self._in_parts(name, parts)
-                elif self.counts[name] >= len(parts):
-                    first = self.counts[name] - len(parts) + 1
-                    self._in_parts(name, (first, *(1,) * (len(parts) - 1)))
+            for parts in numbers:
+                if self.counts[name] > 1:
+                    self._in_parts(name, _uneven(self.counts[name], min(parts, self.counts[name])))
         for argument in self.rule.linear:
             self._linear(argument)
 
@@ -181,23 +230,28 @@ class _Trial:
 
     def _linear(self, argument: str) -> None:
         what = f"a sum can't pass through `{argument}`"
-        terms: list[list[Tensor]] = []
-        other: list[Tensor | None] = []
-        for part in (0.25, 0.75):
-            other = [
-                held * part if held is not None and operand is not None and operand.argument == argument else held
-                for held, operand in self._pairs()
+        for place, operand in enumerate(self.call.operands):
+            whole = self.inputs[place]
+            if operand is None or operand.argument != argument or whole is None:
+                continue
+            other = self._random(whole.shape, whole.dtype)
+            terms = [
+                self._run([held if i != place else term for i, held in enumerate(self.inputs)], self.counts)
+                for term in (whole.detach() - other, other)
             ]
-            terms.append(self._run(other, self.counts))
-        for place, whole in enumerate(self.results):
-            self._compare(_sum([term[place] for term in terms]), whole, f"{what}: the terms' results")
+            for result, made in enumerate(self.results):
+                self._compare(_sum([term[result] for term in terms]), made, f"{what}: the terms' results")
 
     def _pairs(self) -> Iterator[tuple[Tensor | None, Operand | None]]:
         return zip(self.inputs, self.call.operands, strict=True)
 
     def _run(self, inputs: Sequence[Tensor | None], counts: Mapping[str, int]) -> list[Tensor]:
         with torch.enable_grad():
-            made: Any = self.call.run(inputs, {argument: counts[name] for argument, name in self.rule.sizes})
+            given = [None if held is None else held.clone() for held in inputs]  # no leaves, which may be written to
+            made: Any = self.call.run(given, {argument: counts[name] for argument, name in self.rule.sizes})
+        for held, operand in zip(given, self.call.operands, strict=True):
+            if held is not None and operand is not None and held._version:
+                raise ClaimError(f"it writes to `{operand.argument}`, and a capture takes that for what it was")
         return [made] if isinstance(made, Tensor) else [held for held in made if isinstance(held, Tensor)]
 
     def _gradients(
@@ -213,12 +267,18 @@ class _Trial:
 
     def _drawn(self, operand: Operand) -> Tensor:
         shape = operand.shape if operand.dims is None else self._shape(operand.dims)
-        return self._random(shape, operand.dtype).requires_grad_(operand.differentiable)
+        dtype = operand.dtype
+        if self.wide and dtype.is_floating_point:
+            dtype = torch.float64
+        return self._random(shape, dtype).requires_grad_(operand.differentiable)
 
     def _random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if dtype.is_floating_point or dtype.is_complex:
-            return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
-        return torch.randint(0, 2, tuple(shape), generator=self.generator, device=self.device).to(dtype)
+            kind = torch.complex128 if dtype.is_complex else torch.float64
+            return torch.randn(shape, generator=self.generator, device=self.device, dtype=kind).to(dtype)
+        return torch.randint(
+            0, 2 if dtype == torch.bool else self.highest, tuple(shape), generator=self.generator, device=self.device
+        ).to(dtype)
 
     def _shape(self, dims: Sequence[Dim]) -> tuple[int, ...]:
         return tuple(_size(dim, self.counts) for dim in dims)
@@ -234,16 +294,32 @@ class _Trial:
     def _compare(self, ours: Tensor, theirs: Tensor, what: str) -> None:
         if ours.shape != theirs.shape:
             raise ClaimError(f"{what} have shape {list(ours.shape)}, where the whole has {list(theirs.shape)}")
-        if not theirs.dtype.is_floating_point:
-            if not torch.equal(ours, theirs):
+        if not (theirs.dtype.is_floating_point or theirs.dtype.is_complex):
+            if not torch.equal(ours.to(theirs.dtype), theirs):
                 raise ClaimError(f"{what} differ from the whole's")
             return
-        ours, theirs = ours.detach().double(), theirs.detach().double()
-        scale = max(float(theirs.abs().max()), 1.0) if theirs.numel() else 1.0
-        error = float((ours - theirs).abs().nan_to_num(torch.inf, torch.inf, torch.inf).max()) if ours.numel() else 0.0
-        limit = 1024 * torch.finfo(self.results[0].dtype).eps * scale if self.results[0].is_floating_point() else 0.0
-        if error > limit:
+        kind = torch.complex128 if theirs.dtype.is_complex else torch.float64
+        ours, theirs = ours.detach().to(kind), theirs.detach().to(kind)
+        scale = float(theirs.abs().nan_to_num(0.0, 0.0, 0.0).max()) if theirs.numel() else 0.0
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        error = float((ours - theirs).abs().nan_to_num(torch.inf).masked_fill(same, 0).max()) if ours.numel() else 0.0
+        if error > self._limit * scale:
             raise ClaimError(f"{what} differ from the whole's by {error:.2g}")
+
+    @property
+    def _limit(self) -> float:
+        """By how much sums in another order may differ, relative to the largest."""
+        held = [t.dtype for t in (*self.inputs, *self.results) if t is not None]
+        eps = max((torch.finfo(kind).eps for kind in held if kind.is_floating_point or kind.is_complex), default=0.0)
+        if self.wide:
+            return 16 * torch.finfo(torch.float32).eps  # in which an operator may compute whatever it is given
+        return eps * (4 if eps > 1e-4 else 64)
+
+
+def _uneven(count: int, parts: int) -> list[int]:
+    longest = -(-count // parts)
+    found = [min(longest, max(count - place * longest, 0)) for place in range(parts)]
+    return [length for length in found if length]
 
 
 def _size(dim: Dim, counts: Mapping[str, int]) -> int:

@@ -73,7 +73,8 @@ def refuse_views(parameters: Iterable[tuple[nn.Parameter, str]]) -> None:
     """
     named = {id(parameter): (parameter, name) for parameter, name in parameters}
     for parameter, name in named.values():
-        if any(held.__callback__ is not None for held in weakref.getweakrefs(parameter)):
+        callbacks = [held.__callback__ for held in weakref.getweakrefs(parameter)]
+        if any(getattr(callback, "__module__", "") in _WEAK_CONTAINERS for callback in callbacks):
             raise refusal(
                 f"a weak dict or set has `{name}`, and would lose it", "fill weak containers after `parallelize`"
             )
@@ -129,6 +130,7 @@ def pass_on(replaced: list[Replaced]) -> None:
             stock.__class__ = type(type(stock).__name__, (StockParameter, type(stock)), {})
 
 
+_WEAK_CONTAINERS = ("weakref", "_weakrefset")  # of Python; compilers keep weak references of their own
 _OURS = 4  # in `replaced`, in `waiting`, the loop's variable, and the argument
 
 

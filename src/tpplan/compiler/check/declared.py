@@ -16,7 +16,7 @@ from tpplan.compat import OpOverload, schema_argument_names
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
 from tpplan.compiler.rules.declared import operands_of, result_terms, told_sizes
-from tpplan.ops.declared import OperatorRuleError, rule_of
+from tpplan.ops.declared import OperatorRuleError, check_rule, rule_of
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.trial import Call, ClaimError, Operand, tried
 from tpplan.plan import Diagnostic
@@ -26,7 +26,7 @@ from tpplan.plan.positions import SourceText
 _known: dict[object, str] = {}
 
 
-def try_rules(trace: Trace, layouts: Mapping[int, Layout], device: torch.device) -> tuple[str, ...]:
+def try_rules(trace: Trace, layouts: Mapping[int, Layout], device: torch.device, ranks: int) -> tuple[str, ...]:
     """Try the rules on which layouts lean; those that couldn't be, each with its reason.
 
     Raises:
@@ -35,8 +35,10 @@ def try_rules(trace: Trace, layouts: Mapping[int, Layout], device: torch.device)
     found: list[str] = []
     for operation, rule, values in _leaned_on(trace, layouts):
         name = operation.target.name().removesuffix(".default")
+        if not rule.derived:
+            check_rule(name, rule, None)  # it may have been defined after its rule
         try:
-            failed = _tried(rule, operation, values, device)
+            failed = _tried(rule, operation, values, device, ranks)
         except ClaimError as error:
             raise OperatorRuleError([_untrue(name, rule, str(error))]) from error
         if failed:
@@ -72,7 +74,7 @@ def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
                     yield node, rule, values
 
 
-def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], device: torch.device) -> str:
+def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], device: torch.device, ranks: int) -> str:
     if rule.derived:
         return ""
     held = operands_of(operation, rule)
@@ -94,16 +96,17 @@ def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], de
         for term, value in zip(result_terms(rule, operation), operation.outputs, strict=True)
         if value is not None
     ]
-    key = (operation.target.name(), rule, tuple(operands), repr(_numbers(operation)), str(device))
+    key = (operation.target.name(), rule, tuple(operands), repr(_numbers(operation)), str(device), ranks)
     if key not in _known:
         run = _Run(operation, [value for _, _, value in held])
         call = Call(
             run,
             tuple(operands),
             tuple(dims for dims, _ in results),
+            tuple(values[output].dtype for output in operation.outputs if output is not None),
             sizes_of([*shapes, *results], told_sizes(rule, operation)),
         )
-        _known[key] = tried(rule, call, device)
+        _known[key] = tried(rule, call, device, ranks)
     return _known[key]
 
 
