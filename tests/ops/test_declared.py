@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tests.ops.operators import Attention, Between, attention, define, with_backward
@@ -198,6 +199,34 @@ def on_processes(member: Member) -> list[float]:
     pairs: list[Any] = [*zip(model.parameters(), stock.parameters(), strict=True)]
     gradients = max(difference(own.grad, other.grad) for own, other in pairs)
     return [difference(ours, theirs), gradients, communicated.get_total_counts()]
+
+
+class Recomputed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Any = checkpoint(super().forward, x, use_reentrant=False)
+        return made
+
+
+def recomputed_at_other_sizes(member: Member) -> list[float]:
+    """What a function is to captures is no part of the model's state, which a recomputed part is held against."""
+    torch.manual_seed(0)
+    stock = Recomputed(flash).double()
+    rules = {"version": 1, "modules": HEADS}
+    model = tpplan.parallelize(copy.deepcopy(stock), rules, member.mesh(), inputs=call(2, 6)[0])
+    errors: list[float] = []
+    for x in (call(2, 6)[0][0], call(3, 9)[0][0]):
+        results = [held(x) for held in (model, stock)]
+        for result in results:
+            result.square().sum().backward()
+        gradients = [[p.grad for p in held.parameters()] for held in (model, stock)]
+        errors.append(max(difference(*results), difference(*gradients)))
+    return errors
+
+
+@pytest.mark.processes
+def test_recomputed_parts_may_have_functions_with_rules() -> None:
+    for errors in world(2).run(recomputed_at_other_sizes):
+        assert max(errors) < TOLERANCE
 
 
 UNTRUE = {
