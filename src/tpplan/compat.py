@@ -158,6 +158,7 @@ __all__ = [
     "pending_fully_shard",
     "placed_anew",
     "propagate",
+    "qualified_name",
     "random_state",
     "read_anew",
     "rebuild_container",
@@ -774,6 +775,11 @@ def schema_mutates(operator: OpOverload) -> tuple[int, ...]:
         for position, argument in enumerate(operator._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def qualified_name(packet: OpOverloadPacket) -> str:
+    """`my::attn`, of all overloads together."""
+    return str(packet._qualified_op_name)
 
 
 @functools.cache

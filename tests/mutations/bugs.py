@@ -264,6 +264,16 @@ BUGS = (
         "if forward[0] != again[0] or forward[1] is not again[1]:", "if False:", ("parity/test_backward.py",)),
     Bug("hooks of forwards aren't followed", "calls/hooks.py",
         "for key in table if is_users(table[key])", "for key in table if False", ("runtime/test_late_hooks.py",)),
+    # Users' operators.
+    Bug("what an operator needs whole may be split", "compiler/rules/declared.py",
+        "    if lacking is not None:\n", "    if False:\n", ("ops/test_declared.py",)),
+    Bug("gradients of functions aren't summed", "compiler/rules/declared.py",
+        "        if summed and place is None:\n            yield PARTIAL\n",
+        "        if summed and place is None:\n            yield REPLICATED\n", ("ops/test_declared.py",)),
+    Bug("trials look at no gradients", "ops/trial.py",
+        "if not wanted or not pairs or not self.has_gradients:", "if True:", ("ops/test_declared.py",)),
+    Bug("trials are of small sizes alone", "ops/trial.py",
+        "if _numbers(call) <= _MOST and own != counts:", "if False:", ("ops/test_declared.py",)),
     # What verify sees.
     Bug("buffers stay as the unsharded run left them", "parity/reference.py",
         "seen = observe(copy_structure(model), call, cotangent)", "seen = observe(model, call, cotangent)",

@@ -21,6 +21,11 @@ from tests.ops.operators import Attention, Between, attention, define, with_back
 from tests.runtime.simulated import worst
 from tests.runtime.test_owner import difference
 from tests.runtime.world import Member, world
+from tpplan.compiler.ir.layout import sharded
+from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.compiler.ir.trace import Reference
+from tpplan.compiler.rules.declared import declared_layouts
+from tpplan.plan.operator_rule import read_rule
 
 HEADS: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 PAIR: dict[str, Any] = {"up": "colwise", "down": "rowwise"}
@@ -451,6 +456,51 @@ def test_a_plan_may_have_rules() -> None:
         tpplan.load_plan(text)
     assert str(caught.value.diagnostics[0].span).endswith(":4:25")
     assert tpplan.load_plan(text.replace("q", "h!")).operators[0].rule.whole == {"h"}
+
+
+def test_a_rule_of_a_plan_for_no_operator_is_told() -> None:
+    program = compiled(torch.ops.tests.scaled, operators={"tests::scald": "... f, f -> ... f"})
+    (finding,) = program.diagnostics
+    assert finding.code == "TP022" and finding.severity == "warning"
+    assert "`tests::scald`" in finding.message and finding.help == "did you mean `tests::scaled`?"
+
+
+class Looks(nn.Module):
+    """A function whose first tensor has whole numbers, on values that are whole on each rank."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.table, self.function = nn.Linear(16, 16), nn.Parameter(torch.rand(8, 16)), function
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.function((x[..., 0] * 0).long(), self.table, self.first(x))
+        return self.down(self.up(made).relu())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_what_a_function_makes_is_tried_on_whole_values_as_well(dtype: torch.dtype | None) -> None:
+    rule = tpplan.operator("b s, v! e!, b s f -> b s f", dtype=dtype)
+    model = Looks(rule(lambda ids, table, x: x * functional.embedding(ids, table).mean(-1, keepdim=True))).double()
+    if dtype is not None:
+        assert max(worst(model, PAIR, 2, call(2, 6), [call(2, 6)])) < TOLERANCE
+        return
+    with pytest.raises(tpplan.OperatorRuleError, match=r"TP151.*where a capture takes it for torch.int64"):
+        tpplan.compile_plan(model, {"version": 1, "modules": PAIR}, 2, call(2, 6)[0])
+
+
+def test_long_sequences_take_no_time() -> None:
+    layouts = declared_layouts(*long_attention(1 << 20))
+    assert layouts == (sharded(1),)
+
+
+def long_attention(length: int) -> Any:
+    shape = (1, 8, length, 4)
+    values = [LocalValue(shape, (0, 0, 0, 0), torch.float32, True) for _ in range(4)]
+    arguments = tuple(map(Reference, range(3)))
+    node = OperationNode(torch.ops.tests.attend.default, arguments, (), (0, 1, 2), (3,), (), None)
+    rule = read_rule("b (k g) s! d!, b k t! d!, b k t! d! -> b (k g) s! d!")
+    return rule, node, values, dict.fromkeys(range(3), sharded(1)), 8
 
 
 def test_a_rule_has_to_fit_its_operator() -> None:

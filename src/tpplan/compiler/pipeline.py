@@ -24,7 +24,7 @@ from tpplan.compiler.bind.lookers import lookers, not_looked_up
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
-from tpplan.compiler.check.declared import try_rules
+from tpplan.compiler.check.declared import try_rules, unused_rules
 from tpplan.compiler.check.experts import prove_experts
 from tpplan.compiler.check.recurrent import prove_recurrent
 from tpplan.compiler.cover import Subject
@@ -308,6 +308,7 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
         else substitute(modules, request.plan, flow, binding, placed.assignment, placed.instance)
     )
     findings += [] if request.partly else unused_kernels(request.plan, kernels, request.device)
+    findings += [] if request.partly else unused_rules(request.plan, flow.trace)
     findings += [*notes, *_recorded_findings(binding, learned.recorded, placed.assignment)]
     return emit(
         request.model, request.plan, request.size, flow, binding, placed.assignment, learned.attributes,

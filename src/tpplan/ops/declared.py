@@ -13,11 +13,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from tpplan.compat import OpOverload, OpOverloadPacket, schema_mutates, tensor_arguments
+from tpplan.compat import (
+    OpOverload,
+    OpOverloadPacket,
+    qualified_name,
+    schema_argument_names,
+    schema_mutates,
+    tensor_arguments,
+)
 from tpplan.plan import Diagnostic, PlanError
 from tpplan.plan.operator_rule import OperatorRule, RuleTextError, read_rule
 from tpplan.plan.positions import SourceText, Span
@@ -70,7 +77,7 @@ def name_of_operator(operator: Any) -> str:
     elif isinstance(operator, OpOverload):
         name = operator.name()
     elif isinstance(operator, OpOverloadPacket):
-        name = str(operator._qualified_op_name)  # pyright: ignore
+        name = qualified_name(cast("Any", operator))
     else:
         name = str(getattr(operator, "_qualname", ""))
     space, divides, rest = name.partition("::")
@@ -130,7 +137,7 @@ def check_rule(name: str, rule: OperatorRule, span: Span | None) -> None:
             if argument not in tensors:
                 fail(f"{shown} has no tensor argument `{argument}`, in which it could be linear",
                      f"name one of {', '.join(tensors)}")  # fmt: skip
-        names = {held.name for held in overload._schema.arguments}  # pyright: ignore
+        names = schema_argument_names(overload)
         for argument, dim in rule.sizes:
             if argument not in names or dim not in rule.names:
                 fail(f"`sizes` says that `{argument}` counts `{dim}`, of which the operator or its rule has none",

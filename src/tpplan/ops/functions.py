@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from tpplan.compat import flattened_tree, has_function_mode, rebuilt_tree
+from tpplan.compat import READ_VERSION, flattened_tree, has_function_mode, rebuilt_tree
 from tpplan.ops.declared import declare, read_or_refuse, refused, register_by_name
 from tpplan.ops.dims import dims_of, leading_dims, shape_of, sizes_of
 from tpplan.ops.trial import ClaimError
 from tpplan.plan.operator_rule import OperatorRule, Term
 
-_SPACE = "tpplan_declared"
-_library = torch.library.Library(_SPACE, "DEF")
+SPACE = "tpplan_declared"
+"""The namespace of the operators that stand for functions."""
+_library = torch.library.Library(SPACE, "DEF")
 _numbers = itertools.count()
 # What has become of functions: not in these themselves, which are part of a model's state.
 _kept: list[Any] = []
@@ -78,9 +79,9 @@ class DeclaredFunction:
         if torch.compiler.is_compiling():
             return self.function(*args, **kwargs)
         held = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_inference()]
-        before = [tensor._version for tensor in held]  # pyright: ignore[reportPrivateUsage]
+        before = [*map(READ_VERSION, held)]
         made = self.function(*args, **kwargs)
-        if before != [tensor._version for tensor in held]:  # pyright: ignore[reportPrivateUsage]
+        if before != [*map(READ_VERSION, held)]:
             raise refused(
                 f"`{self.__name__}` writes to an argument, which its rule doesn't tell",
                 "let it return what it makes, and leave its arguments as they are",
@@ -111,7 +112,7 @@ class DeclaredFunction:
         _library.define(f"{name}_backward(Tensor?[] gradients, Tensor[] tensors, str call) -> Tensor[]")
         _library.impl(name, self._run, "CompositeExplicitAutograd")
         _library.impl(f"{name}_backward", self._run_backward, "CompositeExplicitAutograd")
-        space: Any = getattr(torch.ops, _SPACE)
+        space: Any = getattr(torch.ops, SPACE)
         backward: Any = getattr(space, f"{name}_backward")
 
         def derive(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, None]:
@@ -121,10 +122,10 @@ class DeclaredFunction:
         def setup(ctx: Any, inputs: tuple[Any, str], output: Any) -> None:
             ctx.tensors, ctx.call = inputs
 
-        torch.library.register_autograd(f"{_SPACE}::{name}", derive, setup_context=setup, lib=_library)
-        declare(f"{_SPACE}::{name}", self._as_list(terms, self._rule.results))
+        torch.library.register_autograd(f"{SPACE}::{name}", derive, setup_context=setup, lib=_library)
+        declare(f"{SPACE}::{name}", self._as_list(terms, self._rule.results))
         declare(
-            f"{_SPACE}::{name}_backward",
+            f"{SPACE}::{name}_backward",
             replace(
                 self._as_list(terms, terms),
                 operands=(Term((), self._rule.results), Term((), tuple(terms))),
@@ -307,4 +308,4 @@ def _is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-__all__ = ["DeclaredFunction", "operator", "register_operator"]
+__all__ = ["SPACE", "DeclaredFunction", "operator", "register_operator"]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpplan.compat import READ_VERSION
 from tpplan.plan.operator_rule import Dim, OperatorRule
 
 _ENTRIES, _FEW = 5, 16
@@ -250,7 +251,7 @@ class _Trial:
             given = [None if held is None else held.clone() for held in inputs]  # no leaves, which may be written to
             made: Any = self.call.run(given, {argument: counts[name] for argument, name in self.rule.sizes})
         for held, operand in zip(given, self.call.operands, strict=True):
-            if held is not None and operand is not None and held._version:
+            if held is not None and operand is not None and READ_VERSION(held):
                 raise ClaimError(f"it writes to `{operand.argument}`, and a capture takes that for what it was")
         return [made] if isinstance(made, Tensor) else [held for held in made if isinstance(held, Tensor)]
 

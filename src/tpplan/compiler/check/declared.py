@@ -18,10 +18,12 @@ from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
 from tpplan.compiler.rules.declared import operands_of, result_terms, told_sizes
 from tpplan.ops.declared import OperatorRuleError, check_rule, rule_of
 from tpplan.ops.dims import dims_of, sizes_of
+from tpplan.ops.functions import SPACE
 from tpplan.ops.trial import Call, ClaimError, Operand, tried
-from tpplan.plan import Diagnostic
+from tpplan.plan import Diagnostic, Plan, Severity
 from tpplan.plan.operator_rule import OperatorRule
 from tpplan.plan.positions import SourceText
+from tpplan.plan.suggest import did_you_mean
 
 _known: dict[object, str] = {}
 
@@ -56,6 +58,25 @@ def _untrue(name: str, rule: OperatorRule, why: str) -> Diagnostic:
     )
 
 
+def unused_rules(plan: Plan, trace: Trace) -> Iterator[Diagnostic]:
+    """A TP022 for each operator in a plan that the model doesn't call."""
+    frames = trace.recorded.walk() if plan.operators else ()
+    bodies = [body for frame in frames for body in (frame.body, *(held.graph.body for held in frame.backwards))]
+    called = {node.target.name() for body in bodies for node in body if isinstance(node, Operation)}
+    known = {*called, *(name.partition(".")[0] for name in called)}
+    for entry in plan.operators:
+        if entry.name not in known:
+            nearest = did_you_mean(entry.name, sorted(name for name in known if not name.startswith("aten::")))
+            yield Diagnostic(
+                code="TP022",
+                message=f"the model doesn't call the operator `{entry.name}`",
+                span=entry.span,
+                label="of nothing",
+                help=f"did you mean `{nearest}`?" if nearest else "remove it, or leave it where another model calls it",
+                severity=Severity.WARNING,
+            )
+
+
 Leaned = tuple[Operation, OperatorRule, Sequence[Value]]
 
 
@@ -63,8 +84,11 @@ def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
     def is_split(values: Iterable[int | None]) -> bool:
         return any(not layouts.get(value, REPLICATED).is_replicated for value in values if value is not None)
 
+    def leans(node: Operation) -> bool:  # on the shapes and dtypes that a function's rule tells, in any case
+        return node.target.namespace == SPACE or is_split(node.inputs)
+
     for frame in trace.recorded.walk():
-        own = [node for node in frame.body if isinstance(node, Operation) and is_split(node.inputs)]
+        own = [node for node in frame.body if isinstance(node, Operation) and leans(node)]
         inside = [held.graph for held in frame.backwards if is_split((*held.inputs, *held.outputs))]
         bodies = [(own, trace.values), *((graph.body, graph.values) for graph in inside)]
         for body, values in bodies:
@@ -139,4 +163,4 @@ class _Run:
         return [self._filled(item, given) for item in held] if isinstance(held, tuple) else held  # pyright: ignore
 
 
-__all__ = ["try_rules"]
+__all__ = ["try_rules", "unused_rules"]

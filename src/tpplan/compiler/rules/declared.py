@@ -24,7 +24,7 @@ from tpplan.compiler.ir.trace import Operation, Reference, Value
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.plan.operator_rule import Dim, OperatorRule, Term, flattened
 
-Entries = tuple[int, ...]
+Entries = tuple[int, ...] | range  # a range wherever they are one, as sequences may be long
 Names = dict[str, Entries]
 
 
@@ -197,7 +197,7 @@ def _names_on(
 
 def _held(held: Layout, shape: tuple[int, ...], size: int, rank: int) -> list[Entries]:
     """The entries of each dim that a rank holds."""
-    found: list[Entries] = [tuple(range(count)) for count in shape]
+    found: list[Entries] = [range(count) for count in shape]
     if held.dim is None:
         return found
     if held.joint or held.inner_dim is not None or held.interleave != 1:
@@ -210,7 +210,14 @@ def _held(held: Layout, shape: tuple[int, ...], size: int, rank: int) -> list[En
 
 
 def _listed(intervals: Sequence[tuple[int, int]]) -> Entries:
-    return tuple(itertools.chain.from_iterable(range(start, start + length) for start, length in intervals))
+    return _in_one_form(
+        tuple(itertools.chain.from_iterable(range(start, start + length) for start, length in intervals))
+    )
+
+
+def _in_one_form(entries: tuple[int, ...]) -> Entries:
+    whole = range(entries[0], entries[0] + len(entries)) if entries else range(0)
+    return whole if all(map(int.__eq__, entries, whole)) else entries
 
 
 def _by_name(
@@ -222,9 +229,9 @@ def _by_name(
         return
     if any(name not in counts for name in dim.names):
         raise _NoLayoutError(f"has a dim `{' '.join(dim.names)}` of which no argument tells how it is made up")
-    rest, parts = entries, list[Entries]()
+    rest, parts = tuple(entries), list[Entries]()
     for name in reversed(dim.names):
-        parts.append(tuple(dict.fromkeys(entry % counts[name] for entry in rest)))
+        parts.append(_in_one_form(tuple(dict.fromkeys(entry % counts[name] for entry in rest))))
         rest = tuple(entry // counts[name] for entry in rest)
     found = dict(zip(dim.names, reversed(parts), strict=True))
     if _entries(dim, found, counts) != entries:
@@ -234,10 +241,12 @@ def _by_name(
 
 def _entries(dim: Dim, names: Mapping[str, Entries], counts: Mapping[str, int]) -> Entries:
     """The entries of a dim that belong to these of its names."""
-    found: Entries = (0,)
+    if len(dim.names) == 1:
+        return names[dim.names[0]]
+    found: tuple[int, ...] = (0,)
     for name in dim.names:
         found = tuple(entry * counts[name] + part for entry in found for part in names[name])
-    return found
+    return _in_one_form(found)
 
 
 def _candidates(

@@ -14,8 +14,8 @@ RULE_CODES: Final[tuple[Entry, ...]] = (
         summary="A key that the plan language doesn't know.",
         explanation="""
 Ignoring a misspelt key would change what the plan means, so unknown keys are errors. A plan knows `version`, `name`,
-`extends`, `axis`, `modules` and `kernels`; a rule in its long form `style`, `input`, `output`, `packed` and `local`;
-`kernels` its kinds. Patterns go under `modules:`.
+`extends`, `axis`, `modules`, `kernels` and `operators`; a rule in its long form `style`, `input`, `output`, `packed`
+and `local`; `kernels` its kinds. Patterns go under `modules:`.
 """,
         bad="""
 version: 1
@@ -269,7 +269,7 @@ modules:
 A rule has a term for each tensor argument of an operator, in their order, and behind `->` one for each result. A term
 names the tensor's dims. One name is one dim, wherever it stands; a plain name may be split over ranks, `!` marks what
 each rank needs whole, `+` what is summed. A dim of a result is one of an argument; a name that stands on the left alone
-must carry `!` or `+`.
+must carry `!` or `+`. As a warning: a plan has a rule for an operator that the model doesn't call.
 """,
         bad="""
 tpplan.register_operator("my::attn", "b h s d, b h t d, b h t d -> b h s d")     # `t` is on the left alone
