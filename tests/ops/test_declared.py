@@ -458,6 +458,11 @@ def test_a_plan_may_have_rules() -> None:
     assert tpplan.load_plan(text.replace("q", "h!")).operators[0].rule.whole == {"h"}
 
 
+def test_what_is_needed_whole_is_never_split() -> None:
+    with pytest.raises(tpplan.CompileError, match="needs all of `f` by its rule, which is split"):
+        compiled(torch.ops.tests.normed)
+
+
 def test_a_rule_of_a_plan_for_no_operator_is_told() -> None:
     program = compiled(torch.ops.tests.scaled, operators={"tests::scald": "... f, f -> ... f"})
     (finding,) = program.diagnostics
