@@ -25,6 +25,7 @@ from torch import Tensor, nn, overrides
 from torch._C._distributed_c10d import AllgatherOptions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc
+from torch._higher_order_ops.flex_attention import _permute_strides, flex_attention
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -58,6 +59,7 @@ __all__ = [
     "BATCH_NORM_FORWARD",
     "COMPILED_CALL",
     "COMPOSED",
+    "FLEX_ATTENTION",
     "FORWARD_HOOKS",
     "FUSED_WEIGHT_NORM",
     "HOOK_TABLES",
@@ -101,6 +103,8 @@ __all__ = [
     "fake_mesh",
     "fake_process_group",
     "flattened_tree",
+    "flex_function",
+    "flex_strides",
     "foreach_norm",
     "function_node",
     "gathered_over_ranks",
@@ -150,6 +154,7 @@ __all__ = [
     "new_distributed_tensor",
     "ordinary_call",
     "over_ranks",
+    "nothing_compiled",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -168,6 +173,7 @@ __all__ = [
     "register_sharding",
     "replicas_without_mesh",
     "run_as_written",
+    "run_flex_attention",
     "runs_as_written",
     "runs_backward",
     "schema_argument_names",
@@ -1684,6 +1690,41 @@ def refused_option(wrapper: OwnReducer) -> str | None:
     return next((name for name, chosen in options.items() if chosen), None)
 
 
+# -- flex attention ---------------------------------------------------------------------------------------------------
+FLEX_ATTENTION: Any = flex_attention
+"""What a function mode sees of `torch.nn.attention.flex_attention`, of whatever version, compiled or not."""
+
+
+def flex_function(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> Tensor:
+    """What `flex_attention` makes of one score by a function of the user's, which may index tensors by tensors."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # it takes seconds
+
+    with TransformGetItemToIndex():
+        return function(*arguments)
+
+
+def run_flex_attention(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Call the operator where nothing else is compiled.
+
+    As it is written it holds all scores in memory, and what its functions read gets no gradient.
+    """
+    with torch.compiler.set_stance("default"):
+        return _compiled_flex_attention(args[0].is_cuda)(*args, **keywords)
+
+
+@functools.cache
+def _compiled_flex_attention(fused: bool) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return FLEX_ATTENTION(*args, **kwargs)
+
+    return torch.compile(call, backend="inductor" if fused else "eager", fullgraph=True)
+
+
+def flex_strides(made: Tensor, query: Tensor) -> Tensor:
+    """A result of `flex_attention`, which lies in memory as its queries do."""
+    return _permute_strides(made, query.stride())
+
+
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 _eval_frame: Any = cast("Any", torch._C)._dynamo.eval_frame
 
@@ -1712,6 +1753,23 @@ def count_as_compiled() -> None:
     count: Callable[[int], int] | None = getattr(_eval_frame, "set_fullgraph_compiled_frame_count", None)
     if count is not None and count(-1) >= 0:  # somebody counts, and only a counter that is off can be set
         count(1)
+
+
+@contextmanager
+def nothing_compiled() -> Generator[None]:
+    """A block in which what `torch.compile` has returned runs as it was before.
+
+    That is asked for where somebody can have compiled something: it takes seconds to import what compiles.
+    """
+    if {"torch._dynamo", "torch.nn.attention.flex_attention"}.isdisjoint(sys.modules) or is_traced():
+        yield
+        return
+    before = set_compiler(None)  # a stance can't be taken where a caller is compiled
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        set_compiler(before)
 
 
 def graph_break(reason: str) -> None:

@@ -16,7 +16,7 @@ from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.passed import Passed
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
-from tpplan.compat import is_checkpointed
+from tpplan.compat import is_checkpointed, nothing_compiled
 from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
@@ -137,7 +137,7 @@ class GuardedCall:
         self._versions, self._generators = self._prover.buffer_versions(), generators()
         watch, result, error, changed = Watch(self._prover.names(self._decision)), None, None, None
         try:
-            with watch:
+            with nothing_compiled(), watch:
                 result = forward()
         except ChangingHookError as raised:
             changed = raised

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from tpplan.compat import FLEX_ATTENTION, run_flex_attention
 from tpplan.compiler.ir.steps import Step, Stream, side_of, step_of
 from tpplan.compiler.ir.trace import Location, Sides
 
@@ -116,6 +117,8 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, and note the step."""
+        if func is FLEX_ATTENTION:
+            return run_flex_attention(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func.__name__ != "__get__":
             step = step_of(func, side_of(func, result, args), names=self._names)

@@ -44,7 +44,7 @@ class DeclaredFunction:
         functools.update_wrapper(self, function)
         self.function = function
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
-        self._rule = rule
+        self.rule = rule
         self._dtype = dtype
         _kept.append(self)  # operators are for good
 
@@ -66,14 +66,18 @@ class DeclaredFunction:
             return self._called(args, kwargs)
         leaves, form = flattened_tree((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = id(self), len(tensors)
-        if key not in _operators:
-            _operators[key] = self._define(self._terms(len(tensors)))
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         call = f"{form} {[_shown(leaf) for leaf in leaves]}"
         _calls.setdefault((id(self), call), (form, others))
-        made = _operators[key](tensors, call)
-        return made[0] if len(self._rule.results) == 1 else tuple(made)
+        made = self.defined(len(tensors))(tensors, call)
+        return made[0] if len(self.rule.results) == 1 else tuple(made)
+
+    def defined(self, tensors: int) -> Any:
+        """The operator that stands for the function on so many tensors."""
+        key = id(self), tensors
+        if key not in _operators:
+            _operators[key] = self._define(self._terms(tensors))
+        return _operators[key]
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -93,13 +97,13 @@ class DeclaredFunction:
 
     def _terms(self, tensors: int) -> list[Term]:
         """The terms of so many tensors: `_` may stand for an argument that is None."""
-        terms = [*self._rule.operands]
+        terms = [*self.rule.operands]
         if len(terms) != tensors:
             terms = [term for term in terms if term.dims is not None]
         if len(terms) != tensors:
             raise refused(
                 f"`{self.__name__}` is called with {tensors} tensors, and its rule has terms for "
-                f"{len(self._rule.operands)}",
+                f"{len(self.rule.operands)}",
                 "write a term for each tensor that it is called with, in order, and `_` for one that may be None",
             )
         return terms
@@ -123,19 +127,19 @@ class DeclaredFunction:
             ctx.tensors, ctx.call = inputs
 
         torch.library.register_autograd(f"{SPACE}::{name}", derive, setup_context=setup, lib=_library)
-        declare(f"{SPACE}::{name}", self._as_list(terms, self._rule.results))
+        declare(f"{SPACE}::{name}", self._as_list(terms, self.rule.results))
         declare(
             f"{SPACE}::{name}_backward",
             replace(
                 self._as_list(terms, terms),
-                operands=(Term((), self._rule.results), Term((), tuple(terms))),
+                operands=(Term((), self.rule.results), Term((), tuple(terms))),
                 derived=True,
             ),
         )
         return getattr(space, name)
 
     def _as_list(self, operands: Sequence[Term], results: Sequence[Term]) -> OperatorRule:
-        return replace(self._rule, operands=(Term((), tuple(operands)),), results=(Term((), tuple(results)),))
+        return replace(self.rule, operands=(Term((), tuple(operands)),), results=(Term((), tuple(results)),))
 
     def _filled(self, tensors: Sequence[Tensor], call: str) -> Any:
         form, leaves = _calls[id(self), call]
@@ -147,19 +151,19 @@ class DeclaredFunction:
         if not tensors[0].is_meta:
             made = self._filled(tensors, call)
             results = [made] if isinstance(made, Tensor) else [*made]
-            if len(results) != len(self._rule.results) or not all(isinstance(held, Tensor) for held in results):
+            if len(results) != len(self.rule.results) or not all(isinstance(held, Tensor) for held in results):
                 raise ClaimError(
-                    f"it returns {len(results)} results, or None, and its rule has {len(self._rule.results)}"
+                    f"it returns {len(results)} results, or None, and its rule has {len(self.rule.results)}"
                 )
             return results
         try:
             pairs = zip(self._terms(len(tensors)), tensors, strict=True)
             named = [(dims_of(term, held.dim()), tuple(held.shape)) for term, held in pairs if term.dims is not None]
             counts = sizes_of(named)
-            shapes = [shape_of(term, counts, leading_dims(counts)) for term in self._rule.results]
+            shapes = [shape_of(term, counts, leading_dims(counts)) for term in self.rule.results]
         except (ValueError, KeyError) as error:
             told = f"no argument tells the size of {error}" if isinstance(error, KeyError) else str(error)
-            raise refused(f"`{self.__name__}` is called with what its rule `{self._rule.text}` doesn't fit: {told}",
+            raise refused(f"`{self.__name__}` is called with what its rule `{self.rule.text}` doesn't fit: {told}",
                           "write the dims of the tensors that it is called with, in order") from None  # fmt: skip
         dtype = self._dtype or tensors[0].dtype
         return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]

@@ -76,7 +76,7 @@ class OperatorRule:
         sizes: arguments that count a dim, with its name.
         random: whether it draws random numbers, so that it is kept whole.
         audit: whether it may be tried.
-        derived: whether it follows from another rule, which is tried.
+        derived: whether it follows from another rule, which is tried, or from what torch says of the operator.
     """
 
     text: str

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from tpplan.compat import Unwatched, local_of, named_modules, own_parameters, without_packing
+from tpplan.compat import Unwatched, local_of, named_modules, nothing_compiled, own_parameters, without_packing
 from tpplan.compiler.ir.class_functions import LOSSES
 from tpplan.compiler.ir.class_reductions import GATHER
 from tpplan.compiler.ir.hidden import hidden_tensors, is_plain
@@ -209,7 +209,7 @@ def on_shapes(
     recorder.frames.append(OpenFrame("", 0, []))
     recorder.containers = frozenset(_alike(module for _, module in named_modules(model)))
     recorder.containers |= {n for _, module in named_modules(model) for n in _stacked(module)}
-    with recorder, ConstantWatcher(recorder), recorder.chances.followed(recorder.compared):
+    with nothing_compiled(), recorder, ConstantWatcher(recorder), recorder.chances.followed(recorder.compared):
         yield recorder
 
 
@@ -278,7 +278,7 @@ def _record(
     placed: dict[str, Location | None] = {}
     try:
         with (
-            noting_modules(modules, placed), without_collection(), recorder, ConstantWatcher(recorder),
+            noting_modules(modules, placed), without_collection(), nothing_compiled(), recorder, ConstantWatcher(recorder),
             torch.set_grad_enabled(recorder.records), without_packing(), warnings.catch_warnings(),
             recorder.chances.followed(recorder.compared),
         ):  # fmt: skip

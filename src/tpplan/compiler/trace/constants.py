@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import READ_VERSION
+from tpplan.compat import FLEX_ATTENTION, READ_VERSION
 from tpplan.compiler.ir.class_functions import ClassCall
 from tpplan.compiler.ir.class_reductions import EXTREMES, class_call, stock_function
 from tpplan.compiler.ir.look_ups import LOOK_UPS
@@ -25,6 +25,7 @@ from tpplan.compiler.ir.trace import Cut
 from tpplan.compiler.trace.counts import SPLITS, with_counted
 from tpplan.compiler.trace.decomposed import decomposed
 from tpplan.compiler.trace.device import NOTHING, DeviceView
+from tpplan.compiler.trace.flex import record_flex_attention
 from tpplan.compiler.trace.hooks import note_tensor_hook
 from tpplan.compiler.trace.inner_gradient import record_gradient
 from tpplan.compiler.trace.noted import UnfollowedError
@@ -158,6 +159,8 @@ class ConstantWatcher(TorchFunctionMode):
         elif func in _INDEXING:
             args = (args[0], _index_of(args[1]), *args[2:])
             self._note_cuts(args[0], args[1])
+        if func is FLEX_ATTENTION:
+            return record_flex_attention(self._recorder, self, args, keywords)
         if func is torch.autograd.grad:
             return record_gradient(self._recorder, args, keywords)
         if func == _SET_DATA and isinstance(args[0], nn.Parameter) and step_of(func):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 _META = torch.device("meta")
 _INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
+_CHECKING = f"{_INTERNAL[0]}/nn/attention/"  # it refuses, and prepares for, the device that the model runs on
 _FLAGS = {"is_cuda": "cuda", "is_cpu": "cpu", "is_meta": "meta", "is_xpu": "xpu", "is_mps": "mps"}
 _FLAG_READS: dict[Any, str] = {getattr(Tensor, name).__get__: kind for name, kind in _FLAGS.items()}
 _DEVICE_READ: Any = Tensor.device.__get__  # pyright: ignore
@@ -93,7 +94,7 @@ def _asked_by_torch() -> bool:
     name = frame.f_code.co_filename
     found = _internal.get(name)
     if found is None:
-        found = _internal[name] = name.startswith(_INTERNAL)
+        found = _internal[name] = name.startswith(_INTERNAL) and not name.startswith(_CHECKING)
     return found
 
 

@@ -1,0 +1,121 @@
+"""Flex attention: torch's attention with functions of the user's, as one operator whose rule follows from what they read.
+
+in:  the tensors of a call, and which dims of what its functions read they index by the batch entry and by the head
+out: its results on tensors without numbers, and an operator with a rule in the trace
+
+    score + slopes[h] * (k - q)     ->   b h s! d!, b h t! d!, b h t! e!, h -> b h s! e!, b h s!, b h s!
+    score + 0.1 * h                 ->   b h! s! d!, …: each rank's heads are counted from 0
+
+Equations: https://pytorch.org/blog/flexattention/. What a block mask lists is for heads of its own, or for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.compat import flex_strides
+from tpplan.ops.dims import dims_of, sizes_of
+from tpplan.ops.functions import DeclaredFunction
+from tpplan.plan.operator_rule import OperatorRule, read_rule
+
+BATCH, HEAD = "b", "h"
+
+
+@dataclass(frozen=True, slots=True)
+class FlexCall:
+    """A call of `flex_attention`.
+
+    Attributes:
+        query, key, value: (b, query heads, s, d), (b or 1, heads, t, d), (b or 1, heads, t, e).
+        read: the tensors that its functions and its block mask read.
+        indexed: of each of these, by which index each of its dims is told: `BATCH`, `HEAD`, or "" for all of it.
+        counted: the indices that the functions read as numbers.
+        functions: what the functions compute.
+        settings: all else that isn't a tensor.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    read: tuple[Tensor, ...]
+    indexed: tuple[tuple[str, ...], ...]
+    counted: frozenset[str]
+    functions: str
+    settings: str
+
+
+def flex_attention(call: FlexCall) -> tuple[Tensor, Tensor, Tensor]:
+    """The attention (b, query heads, s, e), its log-sum-exps and largest scores (b, query heads, s)."""
+    tensors = [call.query, call.key, call.value, *call.read]
+    made = _operator_of(call).defined(len(tensors))(tensors, f"{call.functions}\n{call.settings}")
+    return made[0], made[1], made[2]
+
+
+class _FlexAttention(DeclaredFunction):
+    """The operator for calls of one rule."""
+
+    def _run(self, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+        query, _, value = tensors[:3]
+        precision = torch.promote_types(query.dtype, torch.float32)
+        made = query.new_empty((*query.shape[:3], value.shape[-1]))
+        statistics = [query.new_empty(query.shape[:3], dtype=precision) for _ in range(2)]
+        return [flex_strides(made, query), *statistics]
+
+
+_known: dict[tuple[str, int], list[_FlexAttention]] = {}
+
+
+def _operator_of(call: FlexCall) -> _FlexAttention:
+    """The operator for a call: on a rank's part of a call it is the one of the whole."""
+    known = _known.setdefault((call.functions, len(call.read)), [])
+    tensors = [call.query, call.key, call.value, *call.read]
+    found = next((held for held in known if _fits(held.rule, tensors)), None)
+    if found is None:
+        rule = with_fields(read_rule(_rule_text(call)), derived=True)
+        found = _FlexAttention(_named, rule, None)
+    else:
+        known.remove(found)
+    known.insert(0, found)  # the last one first: a rank's part comes after the whole
+    return found
+
+
+def _named(*_: Any) -> Any:
+    """What messages call the operator by."""
+
+
+_named.__name__ = "flex_attention"
+
+
+def _fits(rule: OperatorRule, tensors: Sequence[Tensor]) -> bool:
+    try:
+        sizes_of([(dims_of(term, t.dim()), tuple(t.shape)) for term, t in zip(rule.operands, tensors, strict=True)])
+    except ValueError:
+        return False
+    return True
+
+
+def _rule_text(call: FlexCall) -> str:
+    """The rule, in which a name is whole where a function reads the index as a number, or by other sizes."""
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    sizes = {BATCH: call.query.shape[0], HEAD: queries}
+    told = [(i, n) for t, dims in zip(call.read, call.indexed, strict=True) for i, n in zip(dims, t.shape, strict=True)]
+    whole = {i for i, n in told if i and n != sizes[i]} | call.counted
+    batch = "b!" if BATCH in whole else "b"
+    key, group = ("k!", "g!") if HEAD in whole else ("k", "g")
+    head = key if queries == keys else f"({key} {group})"
+    names = {BATCH: batch, HEAD: head}
+    shared = batch if call.key.shape[0] == sizes[BATCH] else "o!"
+    terms = [f"{batch} {head} s! d!", f"{shared} {key} t! d!", f"{shared} {key} t! e!"]
+    for number, dims in enumerate(call.indexed):
+        own = " ".join(names.get(index) or f"c{number}x{dim}!" for dim, index in enumerate(dims))
+        terms.append(own or "()")
+    return f"{', '.join(terms)} -> {batch} {head} s! e!, {batch} {head} s!, {batch} {head} s!"
+
+
+__all__ = ["BATCH", "HEAD", "FlexCall", "flex_attention"]

@@ -1,0 +1,134 @@
+"""Models around `flex_attention`, with functions that read what they like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+compiled = torch.compile(flex_attention, backend="eager")
+SIZE = 4
+
+
+class Attention(nn.Module):
+    """Heads, of which some share a key."""
+
+    call: Any = staticmethod(flex_attention)
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.o = nn.Linear(16, heads * SIZE), nn.Linear(heads * SIZE, 16)
+        self.k, self.v = nn.Linear(16, keys * SIZE), nn.Linear(16, keys * SIZE)
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        made: Any = self.call(q, k, v, enable_gqa=True, **self.settings(x))
+        made = made[0] * made[1].tanh()[..., None] if isinstance(made, tuple) else made
+        return x + self.o(made.transpose(1, 2).flatten(2))
+
+
+class Distance(Attention):
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {"score_mod": lambda score, b, h, q, k: score + 0.1 * (k - q)}
+
+
+class Softcap(Attention):
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {"score_mod": lambda score, *_: 2 * torch.tanh(score / 2), "scale": 0.3, "return_lse": True}
+
+
+class Compiled(Distance):
+    call = staticmethod(compiled)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+class Causal(Attention):
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {"block_mask": create_block_mask(causal, None, None, x.shape[1], x.shape[1], device=x.device)}
+
+
+class Documents(Attention):
+    """A mask that reads which document a token is of, entry by entry of the batch."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        documents = (x[..., 0] > 0).long()
+
+        def same(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (documents[b, q] == documents[b, k])
+
+        length = x.shape[1]
+        return {"block_mask": create_block_mask(same, x.shape[0], None, length, length, device=x.device)}
+
+
+class Bias(Attention):
+    """A learned bias, the same for all heads."""
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        self.bias = nn.Parameter(torch.randn(64))
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        bias = self.bias
+        return {"score_mod": lambda score, b, h, q, k: score + bias[q - k + 32]}
+
+
+class Slopes(Attention):
+    """ALiBi: a slope for each head, in a buffer."""
+
+    slopes: Tensor
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        self.register_buffer("slopes", 0.5 ** torch.arange(1, heads + 1))
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + slopes[h] * (k - q)}
+
+
+class HeadBias(Slopes):
+    """A learned slope for each head."""
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        del self.slopes
+        self.slopes = nn.Parameter(torch.randn(heads))
+
+
+class Numbered(Attention):
+    """ALiBi by the head's number."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {"score_mod": lambda score, b, h, q, k: score + torch.exp2(-(h + 1.0)) * (k - q)}
+
+
+class MaskedHeads(Attention):
+    """A block mask for each head."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (q - k <= h)
+
+        return {"block_mask": create_block_mask(window, None, self.heads, x.shape[1], x.shape[1], device=x.device)}
+
+
+MODELS: dict[str, type[Attention]] = {
+    kind.__name__: kind
+    for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Bias, Slopes, HeadBias, Numbered,
+                 MaskedHeads)
+}  # fmt: skip
+
+
+def let_gradients_on_a_cpu() -> None:
+    """torch refuses them there, though the operator has a backward in plain operations."""
+    flex._validate_device = lambda *_: None  # pyright: ignore
