@@ -1709,7 +1709,10 @@ def run_flex_attention(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     As it is written it holds all scores in memory, and what its functions read gets no gradient.
     """
     with torch.compiler.set_stance("default"):
-        return _compiled_flex_attention(args[0].is_cuda)(*args, **keywords)
+        return _compiled_flex_attention(args[0].is_cuda)(*args[:_FLEX_ARGUMENTS], **keywords)
+
+
+_FLEX_ARGUMENTS = 7  # behind these come tensors that Dynamo has taken out of functions, which are none outside of it
 
 
 @functools.cache
