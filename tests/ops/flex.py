@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -122,13 +125,48 @@ class MaskedHeads(Attention):
         return {"block_mask": create_block_mask(window, None, self.heads, x.shape[1], x.shape[1], device=x.device)}
 
 
+class WindowedHeads(Slopes):
+    """A window for each head, in a buffer, and a block mask for each head."""
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        self.register_buffer("slopes", torch.arange(1, heads + 1))
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        windows = self.slopes
+
+        def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (q - k <= windows[h])
+
+        return {"block_mask": create_block_mask(window, None, self.heads, x.shape[1], x.shape[1], device=x.device)}
+
+
 MODELS: dict[str, type[Attention]] = {
     kind.__name__: kind
     for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Bias, Slopes, HeadBias, Numbered,
-                 MaskedHeads)
+                 MaskedHeads, WindowedHeads)
 }  # fmt: skip
 
 
-def let_gradients_on_a_cpu() -> None:
+@contextmanager
+def gradients_on_a_cpu() -> Iterator[None]:
     """torch refuses them there, though the operator has a backward in plain operations."""
-    flex._validate_device = lambda *_: None  # pyright: ignore
+    with mock.patch.object(flex, "_validate_device", lambda *_: None):
+        yield
+
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 128, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+def llama(implementation: str) -> nn.Module:
+    """A Llama whose attention is that of transformers by this name, without inductor."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    WrappedFlexAttention.__init__ = lambda *_: None
+    WrappedFlexAttention._compiled_flex_attention = staticmethod(compiled)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation=implementation)).double().eval()

@@ -25,6 +25,7 @@ from tpplan.compat import (
     schema_mutates,
     tensor_arguments,
 )
+from tpplan.ops.library_rules import library_rule
 from tpplan.plan import Diagnostic, PlanError
 from tpplan.plan.operator_rule import OperatorRule, RuleTextError, read_rule
 from tpplan.plan.positions import SourceText, Span
@@ -172,12 +173,10 @@ def registering(operator: OpOverload) -> str:
 def rule_of(name: str) -> OperatorRule | None:
     """The rule of an operator, by its full name `my.attn.default`; None if nobody gave one."""
     scoped = _scoped.get()
-    if not _rules and not scoped:
-        return None
     space, _, rest = name.partition(".")
     base, _, overload = rest.partition(".")
     keys = (f"{space}::{base}.{overload}", f"{space}::{base}")
-    return next((held[key] for held in (scoped, _rules) for key in keys if key in held), None)
+    return next((held[key] for held in (scoped, _rules) for key in keys if key in held), None) or library_rule(keys[1])
 
 
 @contextmanager

@@ -103,18 +103,19 @@ def _fits(rule: OperatorRule, tensors: Sequence[Tensor]) -> bool:
 def _rule_text(call: FlexCall) -> str:
     """The rule, in which a name is whole where a function reads the index as a number, or by other sizes."""
     queries, keys = call.query.shape[1], call.key.shape[1]
-    sizes = {BATCH: call.query.shape[0], HEAD: queries}
-    told = [(i, n) for t, dims in zip(call.read, call.indexed, strict=True) for i, n in zip(dims, t.shape, strict=True)]
-    whole = {i for i, n in told if i and n != sizes[i]} | call.counted
+    sizes = {BATCH: call.query.shape[0], HEAD: queries, "": -1}
+    told = [
+        [(i, sizes[i] == n) for i, n in zip(dims, t.shape, strict=True)] for t, dims in zip(call.read, call.indexed)
+    ]
+    whole = {i for dims in told for i, fits in dims if i and not fits} | call.counted
     batch = "b!" if BATCH in whole else "b"
     key, group = ("k!", "g!") if HEAD in whole else ("k", "g")
     head = key if queries == keys else f"({key} {group})"
     names = {BATCH: batch, HEAD: head}
     shared = batch if call.key.shape[0] == sizes[BATCH] else "o!"
     terms = [f"{batch} {head} s! d!", f"{shared} {key} t! d!", f"{shared} {key} t! e!"]
-    for number, dims in enumerate(call.indexed):
-        own = " ".join(names.get(index) or f"c{number}x{dim}!" for dim, index in enumerate(dims))
-        terms.append(own or "()")
+    for number, dims in enumerate(told):
+        terms.append(" ".join(names[i] if fits else f"c{number}x{d}!" for d, (i, fits) in enumerate(dims)) or "()")
     return f"{', '.join(terms)} -> {batch} {head} s! e!, {batch} {head} s!, {batch} {head} s!"
 
 

@@ -76,7 +76,9 @@ class OperatorRule:
         sizes: arguments that count a dim, with its name.
         random: whether it draws random numbers, so that it is kept whole.
         audit: whether it may be tried.
-        derived: whether it follows from another rule, which is tried, or from what torch says of the operator.
+        own: the results that each rank has for itself, as they say nothing of the call: states of generators.
+        draws: the argument that lets it draw random numbers, where it isn't 0.
+        derived: whether it follows from another rule, which is tried, or from what others say of their operator.
     """
 
     text: str
@@ -89,6 +91,8 @@ class OperatorRule:
     random: bool = False
     audit: bool = True
     derived: bool = False
+    own: frozenset[int] = frozenset()
+    draws: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def declared_layouts(
 def _results(
     rule: OperatorRule, node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], size: int
 ) -> Iterator[Layout]:
-    if rule.random:
+    if rule.random or _argument(node, rule.draws):
         raise _NoLayoutError("draws random numbers, the same on each rank")
     operands = [(name, term, value) for name, term, value in operands_of(node, rule) if value is not None]
     partial = [name for name, _, value in operands if layouts[value].forward == "P"]
@@ -80,8 +80,8 @@ def _results(
     shapes = [(dims, values[v].shape) for dims, v in named]
     shapes += [
         (dims_of(term, len(values[o].shape)), values[o].shape)
-        for term, o in results
-        if o is not None and term.dims is not None
+        for number, (term, o) in enumerate(results)
+        if o is not None and term.dims is not None and number not in rule.own
     ]
     counts = sizes_of(shapes, told_sizes(rule, node))
     ranks = [_names_on(rank, named, values, layouts, counts, size) for rank in range(size)]
@@ -89,7 +89,10 @@ def _results(
     lacking = next((n for n in parted if n in rule.whole), None)
     if lacking is not None:
         raise _NoLayoutError(f"needs all of `{lacking}` by its rule, which is split")
-    for term, output in results:
+    for number, (term, output) in enumerate(results):
+        if number in rule.own:
+            yield REPLICATED
+            continue
         if output is None or term.dims is None:  # the gradient of an argument that is whole
             yield PARTIAL if parted and output is not None else REPLICATED
             continue
@@ -111,6 +114,11 @@ def _results(
         if found is None or (summed and not found.has_replicas):
             raise _NoLayoutError("makes a result of parts that no layout describes")
         yield found
+
+
+def _argument(node: OperationNode, name: str) -> Any:
+    """What an operation is called with as this argument; None if it isn't."""
+    return (dict(zip(schema_argument_names(node.target), node.arguments, strict=False)) | dict(node.keywords)).get(name)
 
 
 def _is_shared_out(

@@ -77,7 +77,9 @@ def record_flex_attention(
 def _dims_of_mask(listed: Tensor, shape: Sequence[int]) -> tuple[str, ...]:
     """By which index the dims of what a block mask lists are told: those of size 1 are for all entries of the batch,
     or all heads."""
-    names = [name if size != 1 or size == count else "" for name, size, count in zip((BATCH, HEAD), listed.shape, shape)]
+    names = [
+        name if size != 1 or size == count else "" for name, size, count in zip((BATCH, HEAD), listed.shape, shape)
+    ]
     return (*names, *("" for _ in listed.shape[2:]))[: listed.dim()]
 
 

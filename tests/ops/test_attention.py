@@ -1,0 +1,210 @@
+"""Attention as people run it: `flex_attention`, `varlen_attn` and flash-attn's operators, split by heads."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+import tpplan
+from tests.ops.flash import Flash, Packed, flash_attn_func
+from tests.ops.flex import MODELS, Attention, HeadBias, gradients_on_a_cpu, llama
+from tests.runtime.simulated import worst
+from tests.runtime.test_owner import difference
+from tests.runtime.world import Member, world
+
+HEADS: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+SLOPES = {**HEADS, "slopes": "colwise"}
+TOLERANCE = 1e-12  # of float64, relative
+# Where a function reads the head's number, or one list for all heads, every rank computes all heads.
+WHOLE = frozenset(("Numbered", "MaskedHeads", "Slopes", "HeadBias"))
+COLLECTIVES = {"Bias": {"all-reduce": 2}}  # the gradient of what all heads read
+
+
+def call(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(length)).double()
+
+
+CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [("Slopes", SLOPES), ("HeadBias", SLOPES)]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("name", "rules"), CASES)
+def test_heads_are_split_where_no_function_reads_them(name: str, rules: dict[str, Any], tp: int) -> None:
+    with gradients_on_a_cpu():
+        program = tpplan.compile_plan(MODELS[name]().double(), {"version": 1, "modules": rules}, tp, call(2, 8))
+    whole = name in WHOLE and rules is HEADS
+    expected = {"all-gather": 4, "all-reduce": 1} if whole else COLLECTIVES.get(name, {"all-reduce": 1})
+    assert program.count_collectives() == expected
+    assert any(found.code == "TP104" for found in program.diagnostics) == whole
+
+
+def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bool) -> list[float]:
+    torch.manual_seed(0)
+    stock = MODELS[name]().double().requires_grad_(gradients)
+    found: list[float] = []
+    with gradients_on_a_cpu() if gradients else nullcontext():
+        plan = {"version": 1, "modules": rules}
+        model = tpplan.parallelize(copy.deepcopy(stock), plan, member.mesh(), inputs=call(2, 8))
+        for batch, length in ((2, 8), (2, 8), (3, 12), (1, 8)):
+            results = [held(call(batch, length)) for held in (model, stock)]
+            found.append(difference(*results))
+            if gradients:
+                for held, result in zip((model, stock), results, strict=True):
+                    held.zero_grad()
+                    result.square().sum().backward()
+                found.append(difference(*([p.grad for p in held.parameters()] for held in (model, stock))))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("name", "rules"), CASES)
+def test_the_same_on_real_processes(name: str, rules: dict[str, Any], gradients: bool) -> None:
+    for found in world(2).run(on_processes, name, rules, gradients):
+        assert max(found) < TOLERANCE
+
+
+def test_what_a_function_reads_by_another_size_is_whole() -> None:
+    class Table(HeadBias):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slopes = nn.Parameter(torch.randn(16))  # of which 8 are read
+
+    program = tpplan.compile_plan(
+        Table().requires_grad_(False), {"version": 1, "modules": HEADS}, 2, call(2, 8).float()
+    )
+    assert program.count_collectives() == {"all-gather": 3, "all-reduce": 1}
+
+
+class Branches(Attention):
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {"score_mod": lambda score, b, h, q, k: score * 2 if q > k else score}
+
+
+class CallsModule(Attention):
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        return {"score_mod": lambda score, b, h, q, k: score + 0 * self.q.forward(x).sum()}
+
+
+def test_a_function_that_branches_is_refused() -> None:
+    model = Branches().requires_grad_(False)
+    with pytest.raises(tpplan.CompileError, match=r"the `score_mod` of a `flex_attention` branches on a number"):
+        tpplan.compile_plan(model, {"version": 1, "modules": HEADS}, 2, call(2, 8).float())
+
+
+def test_training_on_a_cpu_is_what_torch_refuses() -> None:
+    with pytest.raises(tpplan.CompileError, match="does not support backward on CPU"):
+        tpplan.compile_plan(Attention(), {"version": 1, "modules": HEADS}, 2, call(2, 8).float())
+
+
+FLASH: dict[str, tuple[Any, dict[str, Any], int, dict[str, int]]] = {
+    "heads": (lambda: Flash(8, 8), HEADS, 2, {"all-reduce": 1}),
+    "fewer keys": (lambda: Flash(8, 4), HEADS, 4, {"all-reduce": 1}),
+    "one key a rank": (lambda: Flash(8, 2), HEADS, 2, {"all-reduce": 1}),
+    "keys that ranks share": (lambda: Flash(8, 2), HEADS, 4, {"all-reduce": 2}),
+    "slopes": (lambda: Flash(8, 4, slopes=True), SLOPES, 2, {"all-reduce": 1}),
+    "one key": (lambda: Flash(8, 1), HEADS, 2, {"all-gather": 2, "all-reduce": 1}),
+}
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_operators_of_flash_attn_have_rules(name: str) -> None:
+    torch.manual_seed(0)
+    make, rules, tp, collectives = FLASH[name]
+    model = make().double()
+    program = tpplan.compile_plan(model, {"version": 1, "modules": rules}, tp, call(2, 6))
+    assert program.count_collectives() == collectives
+    calls = [((call(*size),), {}) for size in ((2, 6), (3, 9))]
+    assert max(worst(model, rules, tp, calls[0], calls)) < TOLERANCE
+
+
+def test_dropout_is_drawn_by_all_ranks_alike() -> None:
+    program = tpplan.compile_plan(Flash(dropout=0.1), {"version": 1, "modules": HEADS}, 2, call(2, 6).float())
+    assert program.count_collectives()["all-gather"]
+
+
+@pytest.mark.parametrize(("keys", "tp", "reduces"), [(8, 2, 1), (4, 4, 1), (2, 4, 2)])
+def test_sequences_one_behind_the_other(keys: int, tp: int, reduces: int) -> None:
+    example = {"x": torch.randn(40, 16).bfloat16(), "ends": torch.tensor([0, 16, 40], dtype=torch.int32), "longest": 24}
+    program = tpplan.compile_plan(Packed(8, keys).bfloat16(), {"version": 1, "modules": HEADS}, tp, example)
+    assert program.count_collectives() == {"all-reduce": reduces}
+
+
+def calls_of(ids: Tensor) -> list[dict[str, Any]]:
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return [{"input_ids": ids}, {"input_ids": ids[:, :9]}, {"input_ids": ids, "attention_mask": mask},
+            {"input_ids": ids, "labels": ids}]  # fmt: skip
+
+
+def in_transformers(member: Member, implementation: str) -> list[float]:
+    stock = llama(implementation).requires_grad_(False)
+    ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    model = tpplan.parallelize(copy.deepcopy(stock), "plans/llama.yaml", member.mesh(), inputs={"input_ids": ids})
+    found = [difference(*(held(**given).logits for held in (model, stock))) for given in calls_of(ids)]
+    generated: list[Any] = [held.generate(ids, max_new_tokens=5, do_sample=False) for held in (model, stock)]
+    return [*found, float(not torch.equal(*generated))]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("implementation", ["flex_attention", "sdpa"])
+def test_transformers_interfaces(implementation: str) -> None:
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    program = tpplan.compile_plan(
+        llama(implementation).requires_grad_(False), "plans/llama.yaml", 2, {"input_ids": ids}
+    )
+    assert program.count_collectives() == {"all-reduce": 5, "all-gather": 1}
+    for found in world(2).run(in_transformers, implementation):
+        assert max(found) < TOLERANCE
+
+
+def with_flash(member: Member | None) -> Any:
+    from transformers import modeling_flash_attention_utils as flash
+
+    functions = ((flash_attn_func, None, None, None, None), (dict, dict))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: functions)
+        stock: Any = llama("eager")
+        stock.config._attn_implementation = "flash_attention_2"
+        ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+        if member is None:
+            return tpplan.compile_plan(stock, "plans/llama.yaml", 2, {"input_ids": ids})
+        model = tpplan.parallelize(copy.deepcopy(stock), "plans/llama.yaml", member.mesh(), inputs={"input_ids": ids})
+        found: list[float] = []
+        for given in ({"input_ids": ids}, {"input_ids": ids[:, :9], "labels": ids[:, :9]}):
+            results = [held(**given).logits for held in (model, stock)]
+            found.append(difference(*results))
+            for held, result in zip((model, stock), results, strict=True):
+                held.zero_grad()
+                result.square().sum().backward()
+            found.append(difference(*([p.grad for p in held.parameters()] for held in (model, stock))))
+    return found
+
+
+@pytest.mark.processes
+def test_flash_attention_2_of_transformers() -> None:
+    assert with_flash(None).count_collectives() == {"all-reduce": 10, "all-gather": 1}
+    for found in world(2).run(with_flash):
+        assert max(found) < TOLERANCE
+
+
+def test_a_compiled_function_in_a_body_is_read_as_it_was_written() -> None:
+    class Compiled(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.activation = torch.compile(torch.tanh, backend="eager")
+            self.call = torch.compile(flex_attention, backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.activation(super().forward(x))
+
+    program = tpplan.compile_plan(
+        Compiled().requires_grad_(False), {"version": 1, "modules": HEADS}, 2, call(2, 8).float()
+    )
+    assert program.count_collectives() == {"all-reduce": 1}
