@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tpplan.inputs import with_labels
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
+from tpplan.rehearsal.dry_run import dry_run
 from tpplan.rehearsal.prove import prove
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
@@ -49,7 +51,13 @@ __all__ = [
 Inputs = Mapping[str, Any] | tuple[Any, ...] | torch.Tensor | None
 
 
-def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inputs = None) -> Program:
+def compile_plan(
+    model: nn.Module,
+    plan: Plan | PlanSource,
+    tp: int,
+    inputs: Inputs = None,
+    device: torch.device | str | None = None,
+) -> Program:
     """Compile a plan for a model, without a process group or a GPU.
 
     Args:
@@ -58,6 +66,9 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
         tp: number of ranks on the plan's axis.
         inputs: an example call: a dict of keywords, a tuple of positional arguments, or one tensor; fake or meta
             tensors will do. For a transformers model it is made up from the config.
+        device: where the model will run, such as `"cuda"`, which needn't be there: code that asks for the device takes
+            the path that it takes on that, and the sharded model runs once on fake tensors of it. None for where its
+            parameters lie.
 
     Returns:
         The program: what becomes of each module and parameter, every collective, and `diagnostics` with warnings.
@@ -71,7 +82,12 @@ def compile_plan(model: nn.Module, plan: Plan | PlanSource, tp: int, inputs: Inp
         raise ValueError(f"tp must be at least 1, not {tp}")
     with bare(model) as stock:
         inner = served(stock, loaded, tp, inputs)
-        return prove(Request(inner.model, inner.plan, tp, *inner.call)).program
+        if device is None:
+            return prove(Request(inner.model, inner.plan, tp, *inner.call)).program
+        there = torch.device(device)
+        compiled = prove(Request(inner.model, inner.plan, tp, *inner.call, device=there))
+        notes = dry_run(inner.model, compiled, *inner.call, there)
+    return replace(compiled.program, diagnostics=(*compiled.program.diagnostics, *notes))
 
 
 def suggest_plan(

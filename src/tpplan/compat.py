@@ -27,6 +27,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc
 from torch._higher_order_ops.flex_attention import _permute_strides, flex_attention
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,7 @@ __all__ = [
     "FORWARD_HOOKS",
     "FUSED_WEIGHT_NORM",
     "HOOK_TABLES",
+    "NEEDS_NUMBERS",
     "OFF",
     "PARAMETRIZATIONS",
     "READ_VERSION",
@@ -102,6 +104,7 @@ __all__ = [
     "fake_call",
     "fake_mesh",
     "fake_process_group",
+    "fake_tensors",
     "flattened_tree",
     "flex_function",
     "flex_strides",
@@ -126,6 +129,7 @@ __all__ = [
     "interleaved_shard",
     "interleaving",
     "is_autocast_on_cuda",
+    "is_built_for",
     "is_called_as_usual",
     "is_checkpointed",
     "is_gathered",
@@ -526,9 +530,23 @@ class OperatorMeta:
     placement: Placement
 
 
+def fake_tensors() -> AbstractContextManager[object]:
+    """A block in which tensors are made without numbers, on whatever device they say that they lie on."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_built_for(device: torch.device) -> bool:
+    """Whether this build of torch knows such devices, whether or not there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    return device.type == "cpu" or (accelerator is not None and accelerator.type == device.type)
+
+
+NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake tensor raises that is asked for a number."""
+
+
 def fake_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
     """What the forward of a module on `meta` would return for such arguments on `device`, under autocast as well."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Forward(nn.Module):
         """Runs the forward, without the hooks around it."""

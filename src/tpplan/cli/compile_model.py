@@ -43,7 +43,7 @@ def compile_for(arguments: argparse.Namespace, plan: Plan, model: nn.Module, inp
     """The program of `plan` for a model on the ranks of `--tp`; findings that keep it from compiling are raised."""
     from tpplan.api import compile_plan
 
-    return compile_plan(model, plan, tp=ranks_of(arguments), inputs=inputs)
+    return compile_plan(model, plan, tp=ranks_of(arguments), inputs=inputs, device=getattr(arguments, "device", None))
 
 
 def findings_for(arguments: argparse.Namespace, plans: Iterable[Plan]) -> list[Diagnostic]:
@@ -65,7 +65,12 @@ def findings_for(arguments: argparse.Namespace, plans: Iterable[Plan]) -> list[D
 
 def refuse_model_options(arguments: argparse.Namespace) -> None:
     """Raise a `UsageError` for an option that says something about a model, where none is named."""
-    options = {"--tp": arguments.tp, "--set": arguments.overrides, "--batch": arguments.batch}
+    options = {
+        "--device": getattr(arguments, "device", None),
+        "--tp": arguments.tp,
+        "--set": arguments.overrides,
+        "--batch": arguments.batch,
+    }
     for option, value in (options | {"--sequence": arguments.sequence}).items():
         if value:
             raise UsageError(f"{option} needs --model")

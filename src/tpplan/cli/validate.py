@@ -18,6 +18,7 @@ _EXAMPLES = """\
   tpplan validate plans/*.yaml                              each plan by itself; takes no torch
   tpplan validate llama --model hf:llama --tp 8             a shipped plan against an architecture
   tpplan validate my.yaml --model ./checkpoint --set num_hidden_layers=2
+  tpplan validate my.yaml --model ./checkpoint --device cuda  as on a GPU, without one
   tpplan validate my.yaml --format github                   annotations in a GitHub workflow
   tpplan validate - < my.yaml                               from standard input
 """
@@ -35,6 +36,12 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="a plan file, a shipped plan's name, or - for stdin")
     add_format_argument(parser)
     add_model_arguments(parser, required=False)
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where the model will run, if it isn't the CPU: the sharded model runs there once on fake tensors, which "
+        "takes no GPU",
+    )
     parser.set_defaults(run=run)
 
 

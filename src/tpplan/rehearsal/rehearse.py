@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError
 from tpplan.ambience import ambience
 from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward
 from tpplan.compiler.ir.layout import Pack
-from tpplan.compiler.ir.program import Program
+from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
 from tpplan.compiler.ir.trace import Path, quoted
@@ -40,6 +40,7 @@ from tpplan.plan import CompileError, Diagnostic, InternalError, TpplanError
 from tpplan.runtime.distribute import MeshDistributor
 from tpplan.runtime.lower import lower
 
+_META = torch.device("meta")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _STANDARD = str(FilePath(traceback.__file__).parent)
 _LIBRARIES = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[1]))
@@ -97,12 +98,19 @@ class ShapeCommunicator:
 
 
 class _ShapeDistributor(MeshDistributor):
-    """Leaves buffers as the skeleton has them: on `meta`, but for single numbers, which bodies may read."""
+    """Leaves buffers as the skeleton has them: on `meta`, but for single numbers, which bodies may read.
+
+    On another device there are fake tensors in place of those on `meta`.
+    """
 
     owns = False
 
     def place_buffer(self, buffer: Tensor) -> Tensor:
-        return buffer
+        return torch.empty_like(buffer, device=self.device) if buffer.is_meta else buffer
+
+    def _local(self, whole: Tensor, placement: ParameterPlacement) -> Tensor:
+        local = super()._local(whole, placement)
+        return torch.empty_like(local, device=self.device) if local.is_meta else local
 
 
 class Rehearsed(NamedTuple):
@@ -163,12 +171,14 @@ def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Seque
     return Rehearsed(axis.counts, _predicted(program, standing))
 
 
-def lowered_on_shapes(model: nn.Module, program: Program, rank: int) -> tuple[nn.Module, ShapeCommunicator]:
+def lowered_on_shapes(
+    model: nn.Module, program: Program, rank: int, device: torch.device = _META
+) -> tuple[nn.Module, ShapeCommunicator]:
     """A skeleton of the stock model, in the program's mode, sharded as a rank would have it; and its communicator."""
     skeleton = make_skeleton(model).model.train(program.training)
     axis = ShapeCommunicator(program.size, rank)
     distributor = _ShapeDistributor(fake_mesh(program.size, rank, "rehearsal"), axis, None)
-    distributor.device = torch.device("meta")
+    distributor.device = device
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that aren't there
         lower(skeleton, program, distributor)
