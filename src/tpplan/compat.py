@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruc
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as _modules
+from torch.torch_version import TorchVersion as Version
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -119,6 +120,7 @@ __all__ = [
     "graph_break",
     "group_all_gather",
     "group_reduce_scatter",
+    "has_device",
     "has_function_mode",
     "has_gradient_hooks",
     "hint_of",
@@ -539,6 +541,11 @@ def is_built_for(device: torch.device) -> bool:
     """Whether this build of torch knows such devices, whether or not there is one."""
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     return device.type == "cpu" or (accelerator is not None and accelerator.type == device.type)
+
+
+def has_device(device: torch.device) -> bool:
+    """Whether there is such a device."""
+    return is_built_for(device) and (device.type == "cpu" or torch.accelerator.is_available())
 
 
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -1347,6 +1354,17 @@ def as_in_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if is_other else nullcontext()
 
 
+class _OfSubclasses(TorchDispatchMode):
+    """Hands operations on subclasses of DTensor to these, which torch 2.11 takes for DTensors."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        own = next((held for held in pytree.tree_leaves((args, keywords)) if isinstance(held, OwnTensor)), None)
+        return func(*args, **keywords) if own is None else type(own).__torch_dispatch__(func, types, args, keywords)
+
+
 class OwnTensor(DTensor):
     """A DTensor whose operations tpplan runs by itself, in `dispatched`."""
 
@@ -1361,6 +1379,15 @@ class OwnTensor(DTensor):
         if func is _ADD_ and not kwargs and _accumulates(cls, *args):
             return args[0]
         return cls.dispatched(func, args, kwargs or {})
+
+    if Version(torch.__version__) < Version("2.12.0a0"):
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            with torch._C.DisableTorchFunctionSubclass(), _OfSubclasses():
+                return func(*args, **(kwargs or {}))
 
     @classmethod
     def dispatched(cls, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

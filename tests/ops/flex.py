@@ -73,6 +73,18 @@ class Documents(Attention):
         return {"block_mask": create_block_mask(same, x.shape[0], None, length, length, device=x.device)}
 
 
+class Padded(Attention):
+    """A mask of bools, which have no gradient."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        padding = x[..., 0] > -1
+
+        def is_there(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.where(padding[b, k], score, -1e9)
+
+        return {"score_mod": is_there}
+
+
 class Bias(Attention):
     """A learned bias, the same for all heads."""
 
@@ -143,7 +155,7 @@ class WindowedHeads(Slopes):
 
 MODELS: dict[str, type[Attention]] = {
     kind.__name__: kind
-    for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Bias, Slopes, HeadBias, Numbered,
+    for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Padded, Bias, Slopes, HeadBias, Numbered,
                  MaskedHeads, WindowedHeads)
 }  # fmt: skip
 

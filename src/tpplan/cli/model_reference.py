@@ -112,7 +112,7 @@ def _transformers_model(
 
 def _overridden(stored: StoredConfig, overrides: dict[str, Any], reference: str) -> Any:
     for key in overrides:
-        if not hasattr(stored.config, key):
+        if not hasattr(stored.config, key) and key != "attn_implementation":  # which `to_dict` doesn't show
             close = get_close_matches(key, list(stored.config.to_dict()), 1)
             hint = f"did you mean `{close[0]}`?" if close else "see the config's fields"
             raise problem(f"the config of `{stored.config.model_type}` has no field `{key}`", hint)

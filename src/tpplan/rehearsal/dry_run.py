@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import ambience
-from tpplan.compat import NEEDS_NUMBERS, fake_tensors, is_built_for, nothing_compiled
+from tpplan.compat import NEEDS_NUMBERS, fake_tensors, has_device, is_built_for, nothing_compiled
 from tpplan.compiler.ir.pytree import tensors_of, with_tensors
 from tpplan.compiler.ir.trace import Path
 from tpplan.compiler.pipeline import Compiled
@@ -34,7 +34,9 @@ def dry_run(
     keywords: Mapping[str, Any],
     device: torch.device,
 ) -> list[Diagnostic]:
-    """Run a program on fake tensors, forward and backward, once for each kind of rank.
+    """Run a program on fake tensors, once for each kind of rank: forward, and backward where there is such a device.
+
+    Without one, autograd has no stream to run on.
 
     Args:
         model: the stock model; not changed.
@@ -65,8 +67,9 @@ def dry_run(
             try:
                 call = with_tensors(arguments, keywords, names, on_device)
                 result = skeleton(*call[0], **call[1])
-                outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
-                torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+                if has_device(device):
+                    outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
+                    torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
             except TpplanError:
                 raise
             except NEEDS_NUMBERS:

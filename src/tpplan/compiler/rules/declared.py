@@ -90,7 +90,7 @@ def _results(
     if lacking is not None:
         raise _NoLayoutError(f"needs all of `{lacking}` by its rule, which is split")
     for number, (term, output) in enumerate(results):
-        if number in rule.own:
+        if number in rule.own or (rule.derived and output is not None and not _has_gradient(values[output])):
             yield REPLICATED
             continue
         if output is None or term.dims is None:  # the gradient of an argument that is whole
@@ -114,6 +114,10 @@ def _results(
         if found is None or (summed and not found.has_replicas):
             raise _NoLayoutError("makes a result of parts that no layout describes")
         yield found
+
+
+def _has_gradient(value: LocalValue) -> bool:
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def _argument(node: OperationNode, name: str) -> Any:
