@@ -52,7 +52,7 @@ def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     held = [context.Process(target=_run, args=(rank, path, function, arguments, results)) for rank in range(2)]
     for process in held:
         process.start()
-    found: list[Any] = [results.get(timeout=240) for _ in held]
+    found: list[Any] = [results.get(timeout=180) for _ in held]
     for process in held:
         process.join(20)
     for _, result in found:
