@@ -80,6 +80,7 @@ __all__ = [
     "SizeSymbols",
     "TorchDispatchMode",
     "Unwatched",
+    "acceptable_shardings",
     "active_compiler",
     "after_backward",
     "all_gather_single",
@@ -106,6 +107,7 @@ __all__ = [
     "gathered_over_ranks",
     "geometry_of",
     "given_expression",
+    "given_sharding",
     "global_hook_tables",
     "global_hooks",
     "gradient_of",
@@ -706,6 +708,28 @@ def register_sharding(operator: OpOverload, rule: Callable[..., Any]) -> None:
     """
     _register_sharding(operator)(rule)
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(static_argnum=1)
+
+
+def given_sharding(operator: OpOverload) -> Callable[..., Any] | None:
+    """The function that somebody gave to torch's `register_sharding` for an operator; None if nobody did."""
+    strategy: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(operator)
+    of_torch = isinstance(strategy, functools.partial) and strategy.func.__qualname__.startswith("register_sharding.")
+    return strategy.args[0] if of_torch else None
+
+
+def acceptable_shardings(
+    sharding: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], size: int
+) -> list[tuple[list[Placement | None], list[Placement | None]]]:
+    """Ask a function for `register_sharding` as torch does: the placements of results and of operands, way by way.
+
+    Tensor operands are `OperatorMeta`; anything else is passed through.
+    """
+
+    def spec(operand: Any) -> Any:
+        return (*map(spec, operand),) if type(operand) is tuple else _to_spec(fake_mesh(size), operand)  # pyright: ignore
+
+    made = sharding(*map(spec, arguments), **{name: spec(held) for name, held in keywords.items()})
+    return [([*results], [*operands]) for results, operands in made]
 
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")

@@ -157,8 +157,10 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int], dict[str, int]]] = {
-    "heads": (lambda: Attention(attend), HEADS, [2], {"all-reduce": 1}),
+    "heads": (lambda: Attention(attend), HEADS, [2, 4], {"all-reduce": 1}),
     "fewer keys": (lambda: Attention(attend, 8, 4), HEADS, [2, 4], {"all-reduce": 1}),
+    "shared keys": (lambda: Attention(attend, 8, 2), HEADS, [4], {"all-reduce": 2}),
+    "a single key": (lambda: Attention(attend, 6, 1), HEADS, [2, 3, 6], {"all-reduce": 2}),
     "features": (lambda: Between(torch.ops.tests.scaled), SCALED, [2, 4], {"all-reduce": 1}),
     "heads by a number": (Flat, HEADS, [2], {"all-reduce": 1}),
     "a norm of all": (lambda: Between(torch.ops.tests.normed), PAIR, [2], {"all-gather": 2, "all-reduce": 1}),

@@ -248,9 +248,11 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
     try:
         solved = search(problem, Learned(constraints, attributes, findings=(*findings, *unknown)), dump)
-    except UnplacedError as error:
-        bases = bases_among(request.model, wrappers, members)
-        error.bases = bases if len(bases) < len(members) else {}
+    except CompileError as error:
+        try_rules(trace, None, _device_of(request), request.size)  # a rule that isn't true says more
+        if isinstance(error, UnplacedError):
+            bases = bases_among(request.model, wrappers, members)
+            error.bases = bases if len(bases) < len(members) else {}
         raise
     if request.size > 1 and not request.partly:
         _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))

@@ -92,6 +92,8 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
             try:
                 trial.prepare()
             except ClaimError:
+                if rule.placed and counts != own:
+                    continue  # dims of which it tells nothing may hang together
                 raise
             except Exception as error:
                 failed = failed or f"it can't run on {device.type} here ({_first_line(error)})"
@@ -213,6 +215,10 @@ class _Trial:
             except Exception as error:
                 of = f"{length} of {self.counts[name]}"
                 raise ClaimError(f"{what}: on {of} it raises: {_first_line(error)}") from error
+            for held, dims in zip(own, self.call.results, strict=True):
+                if tuple(held.shape) != (shape := tuple(_size(dim, counts) for dim in dims)):
+                    of = f"{length} of {self.counts[name]}"
+                    raise ClaimError(f"{what}: on {of} a result has shape {list(held.shape)}, and not {list(shape)}")
             made.append(own)
             gradients.append(found)
             start += length

@@ -77,6 +77,7 @@ class OperatorRule:
         random: whether it draws random numbers, so that it is kept whole.
         audit: whether it may be tried.
         derived: whether it follows from another rule, which is tried.
+        placed: whether it says of one dim alone how it may be split, as placements do.
     """
 
     text: str
@@ -89,6 +90,7 @@ class OperatorRule:
     random: bool = False
     audit: bool = True
     derived: bool = False
+    placed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

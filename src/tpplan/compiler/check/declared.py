@@ -15,8 +15,8 @@ from torch import Tensor
 from tpplan.compat import OpOverload, schema_argument_names
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
-from tpplan.compiler.rules.declared import operands_of, result_terms, told_sizes
-from tpplan.ops.declared import OperatorRuleError, check_rule, rule_of
+from tpplan.compiler.rules.declared import operands_of, result_terms, rules_of, told_sizes
+from tpplan.ops.declared import OperatorRuleError, check_rule
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.functions import SPACE
 from tpplan.ops.trial import Call, ClaimError, Operand, tried
@@ -28,16 +28,16 @@ from tpplan.plan.suggest import did_you_mean
 _known: dict[object, str] = {}
 
 
-def try_rules(trace: Trace, layouts: Mapping[int, Layout], device: torch.device, ranks: int) -> tuple[str, ...]:
-    """Try the rules on which layouts lean; those that couldn't be, each with its reason.
+def try_rules(trace: Trace, layouts: Mapping[int, Layout] | None, device: torch.device, ranks: int) -> tuple[str, ...]:
+    """Try the rules on which layouts lean, or all; those that couldn't be, each with its reason.
 
     Raises:
         OperatorRuleError: TP151 for a rule that isn't true.
     """
     found: list[str] = []
-    for operation, rule, values in _leaned_on(trace, layouts):
+    for operation, rule, values in _leaned_on(trace, layouts, ranks):
         name = operation.target.name().removesuffix(".default")
-        if not rule.derived:
+        if not (rule.derived or rule.placed):
             check_rule(name, rule, None)  # it may have been defined after its rule
         try:
             failed = _tried(rule, operation, values, device, ranks)
@@ -54,7 +54,9 @@ def _untrue(name: str, rule: OperatorRule, why: str) -> Diagnostic:
         message=f"the rule of `{name}` isn't true: {why}",
         span=SourceText.of(f"the rule of {name}", rule.text).span(0, len(rule.text)),
         label="isn't true",
-        help="mark what each rank needs whole with `!`, what is summed with `+`",
+        help="leave this sharding out of what `register_sharding` is given"
+        if rule.placed
+        else "mark what each rank needs whole with `!`, what is summed with `+`",
     )
 
 
@@ -80,8 +82,10 @@ def unused_rules(plan: Plan, trace: Trace) -> Iterator[Diagnostic]:
 Leaned = tuple[Operation, OperatorRule, Sequence[Value]]
 
 
-def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
+def _leaned_on(trace: Trace, layouts: Mapping[int, Layout] | None, ranks: int) -> Iterator[Leaned]:
     def is_split(values: Iterable[int | None]) -> bool:
+        if layouts is None:
+            return True
         return any(not layouts.get(value, REPLICATED).is_replicated for value in values if value is not None)
 
     def leans(node: Operation) -> bool:  # on the shapes and dtypes that a function's rule tells, in any case
@@ -93,8 +97,7 @@ def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
         bodies = [(own, trace.values), *((graph.body, graph.values) for graph in inside)]
         for body, values in bodies:
             for node in body:
-                rule = rule_of(node.name)
-                if rule is not None:
+                for rule in rules_of(node, values, ranks) or ():
                     yield node, rule, values
 
 

@@ -17,11 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from tpplan.compat import schema_argument_names, tensor_arguments
+from torch.distributed.tensor.placement_types import Replicate
+
+from tpplan.compat import OperatorMeta, schema_argument_names, tensor_arguments
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Operation, Reference, Value
+from tpplan.ops.declared import rule_of
 from tpplan.ops.dims import dims_of, sizes_of
+from tpplan.ops.shardings import ShardingCall, TensorArgument, is_placed, rules_of_shardings
 from tpplan.plan.operator_rule import Dim, OperatorRule, Term, flattened
 
 Entries = tuple[int, ...] | range  # a range wherever they are one, as sequences may be long
@@ -48,6 +52,62 @@ def operands_of(node: OperationNode | Operation, rule: OperatorRule) -> list[tup
     flat = [leaf for item, items in zip(held, lists, strict=True) for leaf in ((item,) if items is None else items)]
     values = [leaf.identifier if isinstance(leaf, Reference) else None for leaf in flat]
     return list(zip(names, flattened(terms, lengths), values, strict=True))
+
+
+def rules_of(
+    node: OperationNode | Operation, values: Sequence[LocalValue] | Sequence[Value], size: int
+) -> tuple[OperatorRule, ...] | None:
+    """The rules of an operation, each by itself true: one of the user's, or what torch was told; None without any.
+
+    Raises:
+        OperatorRuleError: TP022 for what torch was told, and can't be read.
+    """
+    rule = rule_of(node.name)
+    if rule is not None or not is_placed(node.target):
+        return None if rule is None else (rule,)
+    keywords = dict(node.keywords)
+    given = dict(zip(schema_argument_names(node.target), node.arguments, strict=False)) | keywords
+    tensors: list[TensorArgument] = []
+    for name in tensor_arguments(node.target)[0]:
+        held: Any = given.get(name)
+        shapes = [_shape(values, i.identifier) if isinstance(i, Reference) else None for i in _listed_of(held)]
+        tensors.append(TensorArgument(name, (*shapes,), isinstance(held, tuple)))
+    call = ShardingCall(
+        node.target, _described(node.arguments, values), (*((n, _described(k, values)) for n, k in keywords.items()),),
+        (*tensors,), tuple(None if o is None else _shape(values, o) for o in node.outputs),
+    )  # fmt: skip
+    return rules_of_shardings(call, size)
+
+
+def _shape(values: Sequence[LocalValue] | Sequence[Value], value: int) -> tuple[int, ...]:
+    return (*map(int, values[value].shape),)
+
+
+def _listed_of(held: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", held) if isinstance(held, tuple) else (held,)
+
+
+def _described(held: Any, values: Sequence[LocalValue] | Sequence[Value]) -> Any:
+    if isinstance(held, Reference):
+        value = values[held.identifier]
+        return OperatorMeta(_shape(values, held.identifier), (*map(int, value.stride),), value.dtype, Replicate())
+    return tuple(_described(item, values) for item in _listed_of(held)) if isinstance(held, tuple) else held
+
+
+def layouts_by_rules(
+    rules: Sequence[OperatorRule],
+    node: OperationNode,
+    values: Sequence[LocalValue],
+    layouts: Mapping[int, Layout],
+    size: int,
+) -> tuple[Layout, ...] | str:
+    """The layouts of the results by the first rule that tells them; a text tells why there are none."""
+    found: tuple[Layout, ...] | str = "has no sharding that splits it, by what `register_sharding` was given"
+    for rule in rules:
+        found = declared_layouts(rule, node, values, layouts, size)
+        if not isinstance(found, str):
+            return found
+    return found if len(rules) < 2 else "isn't split in a way that `register_sharding` was told"
 
 
 def declared_layouts(
@@ -272,4 +332,12 @@ def _fits(held: Layout, shape: tuple[int, ...], parts: Sequence[Sequence[Entries
     return all(_held(held, shape, size, rank) == list(parts[rank]) for rank in range(size))
 
 
-__all__ = ["declared_layouts", "operands_of", "result_terms", "told_sizes", "with_local_sizes"]
+__all__ = [
+    "declared_layouts",
+    "layouts_by_rules",
+    "operands_of",
+    "result_terms",
+    "rules_of",
+    "told_sizes",
+    "with_local_sizes",
+]
