@@ -7,6 +7,7 @@ out: the rules that couldn't be tried, with the reason, for the program to say; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,27 +26,63 @@ from tpplan.plan.operator_rule import OperatorRule
 from tpplan.plan.positions import SourceText
 from tpplan.plan.suggest import did_you_mean
 
-_known: dict[object, str] = {}
+_held: set[object] = set()  # the trials whose claims all hold
 
 
-def try_rules(trace: Trace, layouts: Mapping[int, Layout] | None, device: torch.device, ranks: int) -> tuple[str, ...]:
-    """Try the rules on which layouts lean, or all; those that couldn't be, each with its reason.
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A rule, and a call of its operator on which a program leans.
+
+    Attributes:
+        name: of the operator.
+        known: what tells the call from others.
+        ranks: how many share out the call.
+    """
+
+    name: str
+    rule: OperatorRule
+    known: object
+    call: Call
+    ranks: int
+
+    def __call__(self, device: torch.device) -> str:
+        """Try it, once a process; why that can't be done, or "".
+
+        Raises:
+            OperatorRuleError: TP151 for a rule that isn't true.
+        """
+        if (self.known, device.type) in _held:
+            return ""
+        try:
+            failed = tried(self.rule, self.call, device, self.ranks)
+        except ClaimError as error:
+            raise OperatorRuleError([_untrue(self.name, self.rule, str(error))]) from error
+        if not failed:
+            _held.add((self.known, device.type))
+        return failed
+
+
+def try_rules(trace: Trace, layouts: Mapping[int, Layout] | None, device: torch.device, ranks: int) -> dict[str, Trial]:
+    """Try the rules on which layouts lean, or all; those that couldn't be, by what is assumed, with the reason.
 
     Raises:
         OperatorRuleError: TP151 for a rule that isn't true.
     """
-    found: list[str] = []
+    found: dict[str, Trial] = {}
     for operation, rule, values in _leaned_on(trace, layouts, ranks):
+        if rule.derived:
+            continue
         name = operation.target.name().removesuffix(".default")
-        if not (rule.derived or rule.placed):
+        if not rule.placed:
             check_rule(name, rule, None)  # it may have been defined after its rule
         try:
-            failed = _tried(rule, operation, values, device, ranks)
+            trial = _trial(name, rule, operation, values, ranks)
         except ClaimError as error:
             raise OperatorRuleError([_untrue(name, rule, str(error))]) from error
+        failed = trial(device)
         if failed:
-            found.append(f"{name}: {rule.text} ({failed})")
-    return tuple(dict.fromkeys(found))
+            found[f"{name}: {rule.text} ({failed})"] = trial
+    return found
 
 
 def _untrue(name: str, rule: OperatorRule, why: str) -> Diagnostic:
@@ -101,9 +138,7 @@ def _leaned_on(trace: Trace, layouts: Mapping[int, Layout] | None, ranks: int) -
                     yield node, rule, values
 
 
-def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], device: torch.device, ranks: int) -> str:
-    if rule.derived:
-        return ""
+def _trial(name: str, rule: OperatorRule, operation: Operation, values: Sequence[Value], ranks: int) -> Trial:
     held = operands_of(operation, rule)
     operands = [
         None
@@ -123,18 +158,14 @@ def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], de
         for term, value in zip(result_terms(rule, operation), operation.outputs, strict=True)
         if value is not None
     ]
-    key = (operation.target.name(), rule, tuple(operands), repr(_numbers(operation)), str(device), ranks)
-    if key not in _known:
-        run = _Run(operation, [value for _, _, value in held])
-        call = Call(
-            run,
-            tuple(operands),
-            tuple(dims for dims, _ in results),
-            tuple(values[output].dtype for output in operation.outputs if output is not None),
-            sizes_of([*shapes, *results], told_sizes(rule, operation)),
-        )
-        _known[key] = tried(rule, call, device, ranks)
-    return _known[key]
+    call = Call(
+        _Run(operation, [value for _, _, value in held]),
+        tuple(operands),
+        tuple(dims for dims, _ in results),
+        tuple(values[output].dtype for output in operation.outputs if output is not None),
+        sizes_of([*shapes, *results], told_sizes(rule, operation)),
+    )
+    return Trial(name, rule, (name, rule, call.operands, repr(_numbers(operation)), ranks), call, ranks)
 
 
 def _numbers(operation: Operation) -> list[Any]:
@@ -166,4 +197,4 @@ class _Run:
         return [self._filled(item, given) for item in held] if isinstance(held, tuple) else held  # pyright: ignore
 
 
-__all__ = ["try_rules", "unused_rules"]
+__all__ = ["Trial", "try_rules", "unused_rules"]
