@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tpplan
-from tests.ops.operators import Between
+from tests.ops.operators import Between, define, with_backward
 from tests.runtime.test_owner import difference
 from tests.runtime.world import Member, world
 from tpplan.calls.assumed import Assumed
@@ -20,11 +20,15 @@ RULES: dict[str, Any] = {"version": 1, "modules": {"up": "colwise", "down": "row
 
 
 class Kernel:
-    """What runs once there is a device for it."""
+    """An operator that runs once there is a device for it."""
 
-    def __init__(self, audit: bool = True, is_true: bool = True) -> None:
+    def __init__(self, name: str, audit: bool = True, is_true: bool = True) -> None:
         self.runs, self.is_true, self.calls = False, is_true, 0
-        self.function = tpplan.operator("... f, f -> ... f", audit=audit)(self.run)
+        self.operator: Any = define(
+            name, "(Tensor x, Tensor weight) -> Tensor", self.run, fake=lambda x, w: torch.empty_like(x)
+        )
+        with_backward(self.operator, lambda x, weight: x * weight, 2)
+        tpplan.register_operator(self.operator, "... f, f -> ... f", audit=audit)
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor:
         self.calls += 1
@@ -39,11 +43,11 @@ def x(length: int = 6) -> Tensor:
 
 def model(kernel: Kernel) -> nn.Module:
     torch.manual_seed(0)
-    return Between(kernel.function).double()
+    return Between(kernel.operator).double()
 
 
 def called_once(member: Member, audit: bool, is_true: bool) -> Any:
-    kernel = Kernel(audit, is_true)
+    kernel = Kernel(f"kernel_{audit}_{is_true}", audit, is_true)
     ours = tpplan.parallelize(model(kernel), RULES, member.mesh(), inputs=(x(),))
     kernel.runs = True
     try:
@@ -100,7 +104,7 @@ def test_one_rank_alone_may_find_it_untrue() -> None:
 
 
 def test_reports_tell_them() -> None:
-    kernel = Kernel(audit=False)
+    kernel = Kernel("kernel", audit=False)
     kernel.runs = True
     report = tpplan.verify(model(kernel), RULES, 2, inputs=(x(),))
     assert report.ok and len(report.assumed) == 1 and "audit=False" in report.assumed[0]

@@ -16,6 +16,7 @@ import torch
 from tpplan.ambience import ambience
 from tpplan.compiler.check.declared import Trial
 from tpplan.ops.declared import OperatorRuleError
+from tpplan.ops.trial import DRAWS
 from tpplan.plan import Diagnostic
 
 
@@ -49,7 +50,7 @@ class Assumed:
         for trial in self._open:
             try:
                 with ambience():
-                    failed.append(trial(device))
+                    failed.append(trial(device).removeprefix(DRAWS))
             except OperatorRuleError as raised:
                 error = raised
                 break

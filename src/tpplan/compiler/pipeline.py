@@ -259,7 +259,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     if request.size > 1 and not request.partly:
         _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))
     program = _program(problem, solved.placed, unpacked.notes, asked)
-    untried: dict[str, Trial] = {}
+    untried: dict[str, Trial | None] = {}
     if request.size > 1:
         untried = try_rules(trace, solved.placed.assignment.layouts, _device_of(request), request.size)
         program = replace(program, assumed=tuple(untried))
@@ -269,7 +269,7 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
         keeps_writing=state.sequel.writes, idle=state.sequel.idle, asked=trace.asked, members=members,
         facts=trace.facts, wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
         called=_called(trace), drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
-        untried=tuple(trial for trial in untried.values() if trial.rule.audit),
+        untried=tuple(trial for trial in untried.values() if trial is not None),
     )  # fmt: skip
     return compiled, trace, state
 

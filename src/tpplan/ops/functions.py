@@ -130,6 +130,7 @@ class DeclaredFunction:
                 self._as_list(terms, terms),
                 operands=(Term((), self._rule.results), Term((), tuple(terms))),
                 derived=True,
+                random=False,  # it differentiates what was drawn
             ),
         )
         return getattr(space, name)
@@ -238,7 +239,7 @@ def register_operator(
         rule: a term for each tensor argument, and behind `->` for each result; see docs/operators.md.
         linear: arguments through which a sum that is still to be made may pass.
         sizes: arguments that count a dim, with its name: `{"num_heads": "h"}`.
-        random: whether it draws random numbers: it is kept whole then.
+        random: whether it draws random numbers. Each rank then draws those of its part, as of a dropout.
         audit: whether the rule may be tried on random numbers; if not, a program says that it assumes it.
 
     Raises:

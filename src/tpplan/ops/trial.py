@@ -7,7 +7,8 @@ out: nothing if each claim holds; why the rule can't be tried; or a `ClaimError`
                                     the parts of the whole's; what has no such dim gets gradients that add up to its own
 
 What a rule says of whole dims is no claim. Plain and summed dims have a few entries in a trial, each another number,
-and others few; then those of the call, in the parts of the ranks. Numbers are float64 where the operator takes that.
+and others few; then those of the call, in the parts of the ranks. Numbers are float64 where the operator takes that. Of
+an operator that draws, shapes alone are tried.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from tpplan.compat import READ_VERSION
 from tpplan.plan.operator_rule import Dim, OperatorRule
 
+DRAWS = "it draws random numbers, so that shapes alone were tried"
 _ENTRIES, _FEW = 5, 16
 _MOST = 1 << 22  # entries of a call whose own sizes are tried as well
 
@@ -82,8 +84,12 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
     """
     if not rule.audit:
         return "its rule was registered with `audit=False`"
-    if rule.random:
-        return "it draws random numbers"
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        failed = _tried(rule, call, device, ranks)
+    return failed or (DRAWS if rule.random else "")
+
+
+def _tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> str:
     counts: Mapping[str, int] = {}
     failed, ran, own = "", "", {name: max(count, 1) for name, count in call.counts.items()}
     for counts in _sizes(rule, call):
@@ -165,6 +171,7 @@ class _Trial:
             )
         self.cotangents = [self._random(made.shape, made.dtype) for made in self.results]
         self._compare_kinds()
+        self._compare_again()
         try:
             self.gradients = self._gradients(self.inputs, self.results, self.cotangents)
         except ClaimError:
@@ -182,6 +189,10 @@ class _Trial:
             same = made.is_floating_point() == dtype.is_floating_point if self.wide else made.dtype == dtype
             if not same:
                 raise ClaimError(f"a result is {made.dtype}, where a capture takes it for {dtype}: give its `dtype=`")
+
+    def _compare_again(self) -> None:
+        for again, made in zip(self._run(self.inputs, self.counts), self.results, strict=True):
+            self._compare(again, made, "it draws random numbers, and has no `random=True`: its results, run again,")
 
     def check(self, numbers: Sequence[int]) -> None:
         """Run it in so many parts.
@@ -301,6 +312,8 @@ class _Trial:
     def _compare(self, ours: Tensor, theirs: Tensor, what: str) -> None:
         if ours.shape != theirs.shape:
             raise ClaimError(f"{what} have shape {list(ours.shape)}, where the whole has {list(theirs.shape)}")
+        if self.rule.random:
+            return
         if not (theirs.dtype.is_floating_point or theirs.dtype.is_complex):
             if not torch.equal(ours.to(theirs.dtype), theirs):
                 raise ClaimError(f"{what} differ from the whole's")
@@ -365,4 +378,4 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.double() if part.dtype.is_floating_point else part for part in parts]).sum(0)
 
 
-__all__ = ["Call", "ClaimError", "Operand", "tried"]
+__all__ = ["DRAWS", "Call", "ClaimError", "Operand", "tried"]

@@ -74,7 +74,7 @@ class OperatorRule:
         summed: the names over whose parts the ranks' results add up.
         linear: the arguments through which a sum that is still to be made may pass.
         sizes: arguments that count a dim, with its name.
-        random: whether it draws random numbers, so that it is kept whole.
+        random: whether it draws random numbers, each rank those of its part.
         audit: whether it may be tried.
         derived: whether it follows from another rule, which is tried.
         placed: whether it says of one dim alone how it may be split, as placements do.

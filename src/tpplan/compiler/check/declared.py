@@ -20,7 +20,7 @@ from tpplan.compiler.rules.declared import operands_of, result_terms, rules_of, 
 from tpplan.ops.declared import OperatorRuleError, check_rule
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.functions import SPACE
-from tpplan.ops.trial import Call, ClaimError, Operand, tried
+from tpplan.ops.trial import DRAWS, Call, ClaimError, Operand, tried
 from tpplan.plan import Diagnostic, Plan, Severity
 from tpplan.plan.operator_rule import OperatorRule
 from tpplan.plan.positions import SourceText
@@ -62,13 +62,17 @@ class Trial:
         return failed
 
 
-def try_rules(trace: Trace, layouts: Mapping[int, Layout] | None, device: torch.device, ranks: int) -> dict[str, Trial]:
-    """Try the rules on which layouts lean, or all; those that couldn't be, by what is assumed, with the reason.
+def try_rules(
+    trace: Trace, layouts: Mapping[int, Layout] | None, device: torch.device, ranks: int
+) -> dict[str, Trial | None]:
+    """Try the rules on which layouts lean, or all; of those that couldn't be, what is assumed and the reason.
+
+    With each comes what may be tried elsewhere; None where no device changes the reason.
 
     Raises:
         OperatorRuleError: TP151 for a rule that isn't true.
     """
-    found: dict[str, Trial] = {}
+    found: dict[str, Trial | None] = {}
     for operation, rule, values in _leaned_on(trace, layouts, ranks):
         if rule.derived:
             continue
@@ -81,7 +85,7 @@ def try_rules(trace: Trace, layouts: Mapping[int, Layout] | None, device: torch.
             raise OperatorRuleError([_untrue(name, rule, str(error))]) from error
         failed = trial(device)
         if failed:
-            found[f"{name}: {rule.text} ({failed})"] = trial
+            found[f"{name}: {rule.text} ({failed})"] = trial if rule.audit and failed != DRAWS else None
     return found
 
 

@@ -123,8 +123,6 @@ def declared_layouts(
 def _results(
     rule: OperatorRule, node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], size: int
 ) -> Iterator[Layout]:
-    if rule.random:
-        raise _NoLayoutError("draws random numbers, the same on each rank")
     operands = [(name, term, value) for name, term, value in operands_of(node, rule) if value is not None]
     partial = [name for name, _, value in operands if layouts[value].forward == "P"]
     split = [(term, value) for _, term, value in operands if layouts[value].is_sharded]
