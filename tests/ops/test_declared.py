@@ -346,7 +346,7 @@ def test_what_a_function_holds_is_refused() -> None:
     for function in (owner.method, owner, functools.partial(owner.method), lambda x: x * held):
         with pytest.raises(tpplan.OperatorRuleError, match=r"TP022.*a function with a rule holds a"):
             tpplan.operator("... -> ...")(function)
-    rules: list[Any] = [None, 3, b"a -> a", "[a] -> a"]
+    rules: list[Any] = [None, 3, b"a -> a", "[a], [b] -> a", "a -> [a]"]
     for rule in rules:
         with pytest.raises(tpplan.OperatorRuleError, match="TP022"):
             tpplan.operator(rule)
@@ -416,6 +416,29 @@ def test_an_argument_may_be_none() -> None:
         assert max(worst(model, HEADS, 2, call(2, 6), [call(2, 6), call(3, 6)])) < TOLERANCE
     with pytest.raises(tpplan.CompileError, match=r"TP110.*`masked` is called with 2 tensors, and its rule has terms"):
         compiled(lambda x, weight: masked(x, weight, None))
+
+
+@tpplan.operator("[... f], f -> ... f")
+def summed(held: list[Tensor], weight: Tensor) -> Tensor:
+    return torch.stack(held).sum(0) * weight
+
+
+@tpplan.operator("[... f, ... f], f -> ... f")
+def subtracted(held: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
+    return (held[0] - held[1]) * weight
+
+
+def test_tensors_may_come_in_lists() -> None:
+    for function in (
+        lambda x, weight: summed([x, x.tanh(), x * 2], weight),
+        lambda x, weight: subtracted((x, x.tanh()), weight=weight),
+    ):
+        model = Between(function).double()
+        program = tpplan.compile_plan(model, {"version": 1, "modules": SCALED}, 2, call(2, 6)[0])
+        assert program.count_collectives() == {"all-reduce": 1} and not program.assumed
+        assert max(worst(model, SCALED, 2, call(2, 6), [call(2, 6), call(3, 9)])) < TOLERANCE
+    with pytest.raises(tpplan.CompileError, match=r"TP110.*is called with 4 tensors, and its rule has terms for 3"):
+        compiled(lambda x, weight: subtracted((x, x, x), weight))
 
 
 def test_a_method_of_a_module_has_no_rule() -> None:
@@ -513,7 +536,7 @@ def long_attention(length: int) -> Any:
 def test_a_rule_has_to_fit_its_operator() -> None:
     define("written", "(Tensor(a!) x) -> Tensor", lambda x: x, fake=lambda x: x)
     wrong = {
-        "tests::written": ("b -> b", "writes to an argument"),
+        "tests::written": ("b -> b", "writes to `x`, and no rule tells"),
         "tests::scaled": ("b, b, b -> b", r"has 2 tensor arguments, and the rule terms for 3"),
         "tests::attend": ("b, b, b -> b, b", "returns 1 tensors, and the rule has terms for 2"),
     }

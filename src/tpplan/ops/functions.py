@@ -58,7 +58,7 @@ class DeclaredFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, or record that it was called."""
-        first = next((held for held in (*args, *kwargs.values()) if isinstance(held, Tensor)), None)
+        first = next(_tensors_in(args, kwargs), None)
         if has_function_mode():
             given = () if first is None else (first,)
             return handle_torch_function(self, given, *args, **kwargs)  # one step of a body, whatever it does
@@ -78,7 +78,7 @@ class DeclaredFunction:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return self.function(*args, **kwargs)
-        held = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_inference()]
+        held = [tensor for tensor in _tensors_in(args, kwargs) if not tensor.is_inference()]
         before = [*map(READ_VERSION, held)]
         made = self.function(*args, **kwargs)
         if before != [*map(READ_VERSION, held)]:
@@ -92,14 +92,14 @@ class DeclaredFunction:
         return self  # as functions are, in copies of what holds them
 
     def _terms(self, tensors: int) -> list[Term]:
-        """The terms of so many tensors: `_` may stand for an argument that is None."""
-        terms = [*self._rule.operands]
+        """The terms of so many tensors: `_` may stand for an argument that is None, `[b h]` for any number."""
+        terms = _unlisted(self._rule.operands, tensors)
         if len(terms) != tensors:
             terms = [term for term in terms if term.dims is not None]
         if len(terms) != tensors:
             raise refused(
                 f"`{self.__name__}` is called with {tensors} tensors, and its rule has terms for "
-                f"{len(self._rule.operands)}",
+                f"{len(_unlisted(self._rule.operands, tensors))}",
                 "write a term for each tensor that it is called with, in order, and `_` for one that may be None",
             )
         return terms
@@ -180,6 +180,23 @@ class DeclaredFunction:
         )
         made = [next(found) if held.requires_grad else None for held in inputs]
         return [torch.zeros_like(held) if own is None else own for own, held in zip(made, inputs, strict=True)]
+
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for held in (*args, *kwargs.values()):
+        if isinstance(held, Tensor):
+            yield held
+        elif isinstance(held, (list, tuple, dict)):
+            yield from (leaf for leaf in flattened_tree(held)[0] if isinstance(leaf, Tensor))
+
+
+def _unlisted(terms: Sequence[Term], tensors: int) -> list[Term]:
+    """The terms one by one, without brackets; the one list without a length has what is left of so many tensors."""
+    others = sum(len(term.items) or 1 for term in terms if len(term.items) != 1)
+    found: list[Term] = []
+    for term in terms:
+        found += term.items * (tensors - others) if len(term.items) == 1 else term.items or (term,)
+    return found
 
 
 _TENSOR = object()
@@ -272,10 +289,10 @@ class _Applied:
 
 
 def _refuse_lists(rule: OperatorRule) -> None:
-    if any(term.items for term in (*rule.operands, *rule.results)):
+    if sum(len(term.items) == 1 for term in rule.operands) > 1 or any(term.items for term in rule.results):
         raise refused(
-            "a rule of a function has a list of tensors",
-            "write a term for each tensor, in order; lists are for operators of `torch.library`",
+            "a rule of a function has two lists of tensors of any length, or one among its results",
+            "write a term for each tensor: `[b h, b h]`, and results one by one",
         )
 
 
