@@ -132,6 +132,8 @@ def check_rule(name: str, rule: OperatorRule, span: Span | None) -> None:
                 f"{shown} has {len(tensors)} tensor arguments, and the rule terms for {len(rule.operands)}",
                 f"write a term for each of {', '.join(tensors) or 'none'}",
             )
+        if any(term.dims is None for term in rule.results):
+            fail(f"{shown} returns tensors, and the rule has `_` for one, which is None", "give the result's dims")
         if results is not None and len(rule.results) != results:
             fail(f"{shown} returns {results} tensors, and the rule has terms for {len(rule.results)}",
                  "write a term for each result")  # fmt: skip

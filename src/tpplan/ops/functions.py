@@ -72,8 +72,9 @@ class DeclaredFunction:
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         call = f"{form} {[_shown(leaf) for leaf in leaves]}"
         _calls.setdefault((id(self), call), (form, others))
-        made = _operators[key](tensors, call)
-        return made[0] if len(self._rule.results) == 1 else tuple(made)
+        made = iter(_operators[key](tensors, call))
+        results = tuple(None if term.dims is None else next(made) for term in self._rule.results)
+        return results[0] if len(results) == 1 else results
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
@@ -106,7 +107,7 @@ class DeclaredFunction:
 
     def _define(self, terms: list[Term]) -> Any:
         """One operator for the function on such tensors, and one for its backward."""
-        kind = getattr(self.function, "__name__", "function").strip("_<>") or "function"
+        kind = self.__name__.strip("_<>") or "function"
         name = f"{kind}_{next(_numbers)}"
         _library.define(f"{name}(Tensor[] tensors, str call) -> Tensor[]")
         _library.define(f"{name}_backward(Tensor?[] gradients, Tensor[] tensors, str call) -> Tensor[]")
@@ -123,17 +124,22 @@ class DeclaredFunction:
             ctx.tensors, ctx.call = inputs
 
         torch.library.register_autograd(f"{SPACE}::{name}", derive, setup_context=setup, lib=_library)
-        declare(f"{SPACE}::{name}", self._as_list(terms, self._rule.results))
+        declare(f"{SPACE}::{name}", self._as_list(terms, self._results))
         declare(
             f"{SPACE}::{name}_backward",
             replace(
                 self._as_list(terms, terms),
-                operands=(Term((), self._rule.results), Term((), tuple(terms))),
+                operands=(Term((), self._results), Term((), tuple(terms))),
                 derived=True,
                 random=False,  # it differentiates what was drawn
             ),
         )
         return getattr(space, name)
+
+    @property
+    def _results(self) -> tuple[Term, ...]:
+        """The terms of the results that are tensors."""
+        return tuple(term for term in self._rule.results if term.dims is not None)
 
     def _as_list(self, operands: Sequence[Term], results: Sequence[Term]) -> OperatorRule:
         return replace(self._rule, operands=(Term((), tuple(operands)),), results=(Term((), tuple(results)),))
@@ -146,18 +152,22 @@ class DeclaredFunction:
 
     def _run(self, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
         if not tensors[0].is_meta:
-            made = self._filled(tensors, call)
-            results = [made] if isinstance(made, Tensor) else [*made]
-            if len(results) != len(self._rule.results) or not all(isinstance(held, Tensor) for held in results):
-                raise ClaimError(
-                    f"it returns {len(results)} results, or None, and its rule has {len(self._rule.results)}"
-                )
-            return results
+            copies = [held.clone() for held in tensors]  # kernels write to what they are given, unseen by autograd
+            watched = [held for held in copies if not held.is_inference()]
+            before = [*map(READ_VERSION, watched)]
+            made = self._filled(copies, call)
+            if before != [*map(READ_VERSION, watched)]:
+                raise ClaimError("it writes to an argument, and a capture takes that for what it was")
+            results = [made] if made is None or isinstance(made, Tensor) else [*made]
+            kinds = [Tensor if term.dims is not None else type(None) for term in self._rule.results]
+            if len(results) != len(kinds) or not all(map(isinstance, results, kinds)):
+                raise ClaimError(f"it returns {len(results)} results, or None, and its rule has {len(kinds)}")
+            return [held for held in results if held is not None]
         try:
             pairs = zip(self._terms(len(tensors)), tensors, strict=True)
             named = [(dims_of(term, held.dim()), tuple(held.shape)) for term, held in pairs if term.dims is not None]
             counts = sizes_of(named)
-            shapes = [shape_of(term, counts, leading_dims(counts)) for term in self._rule.results]
+            shapes = [shape_of(term, counts, leading_dims(counts)) for term in self._results]
         except (ValueError, KeyError) as error:
             told = f"no argument tells the size of {error}" if isinstance(error, KeyError) else str(error)
             raise refused(f"`{self.__name__}` is called with what its rule `{self._rule.text}` doesn't fit: {told}",
@@ -272,7 +282,9 @@ def register_operator(
         apply: Any = cast("Any", super(kind, kind)).apply  # whatever rule it had, or a class that it derives from
         held = replace(read_or_refuse(rule, f"the rule of {operator.__name__}"), random=random)
         _refuse_lists(held)
-        kind.apply = _Applied(operator, DeclaredFunction(apply, replace(held, audit=audit), None))
+        declared = DeclaredFunction(apply, replace(held, audit=audit), None)
+        declared.__name__ = operator.__name__
+        kind.apply = _Applied(operator, declared)
         return
     register_by_name(operator, rule, linear=linear, sizes=sizes, random=random, audit=audit)
 

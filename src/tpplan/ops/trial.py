@@ -91,6 +91,7 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
 
 def _tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> str:
     counts: Mapping[str, int] = {}
+    spare: _Trial | None = None
     failed, ran, own = "", "", {name: max(count, 1) for name, count in call.counts.items()}
     for counts in _sizes(rule, call):
         for wide, highest in ((True, 8), (True, 2), (False, 8), (False, 2)):
@@ -104,11 +105,17 @@ def _tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> 
             except Exception as error:
                 failed = failed or f"it can't run on {device.type} here ({_first_line(error)})"
                 continue
+            if trial.ungraded and wide:  # in another dtype it may have gradients
+                spare = spare or trial
+                continue
             trial.check((2, 3))
             ran = trial.ungraded or "all"
             break
         if ran:
             break
+    if not ran and spare is not None:
+        spare.check((2, 3))
+        ran, counts = spare.ungraded, spare.counts
     if not ran:
         return failed
     if _numbers(call) <= _MOST and own != counts:
@@ -119,6 +126,8 @@ def _tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> 
             except ClaimError:
                 raise
             except Exception:  # the small one has shown what can be shown
+                continue
+            if trial.ungraded and wide:
                 continue
             trial.check((ranks,))
             break
@@ -280,6 +289,7 @@ class _Trial:
         if not wanted or not pairs or not self.has_gradients:
             return [None] * len(inputs)
         outputs, given = zip(*pairs, strict=True)
+        given = [held.clone() for held in given]  # in which a backward may put what it makes
         found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         return [next(found) if held is not None and held.requires_grad else None for held in inputs]
 

@@ -9,8 +9,8 @@ out: an `OperatorRule`, or a `RuleTextError` with the characters at fault
 
 A plain name may be split over ranks: a rank's part of the result is the operator on its parts. `!` is for what each
 rank needs whole, `+` for what is summed. Of several results, one without a name that is split is summed over its parts.
-`...` are leading dims, all plain, `_` is an argument that is whole or None, a term in brackets a list of tensors, and
-`()` a number.
+`...` are leading dims, all plain, `_` is an argument that is whole or None, or a result that is None, a term in
+brackets a list of tensors, and `()` a number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Term:
     """A tensor argument or a result.
 
     Attributes:
-        dims: `...` is a dim of that name; None for an argument that is whole or None.
+        dims: `...` is a dim of that name; None for an argument that is whole or None, and for a result that is None.
         items: of a list of tensors: the terms of its items, or a single one for all of them; empty for a tensor.
     """
 
@@ -153,8 +153,6 @@ class _Reader:
         token = self.token
         if token is not None and token.text == "_":
             self.next()
-            if result:
-                self.fail("`_` is an argument that is whole, and no result", token, "give the result's dims")
             return Term(None)
         if token is not None and token.text == "[":
             self.next()

@@ -126,6 +126,10 @@ def _results(
     operands = [(name, term, value) for name, term, value in operands_of(node, rule) if value is not None]
     partial = [name for name, _, value in operands if layouts[value].forward == "P"]
     split = [(term, value) for _, term, value in operands if layouts[value].is_sharded]
+    gradients = [layouts[value] for name, _, value in operands if name == "gradients"] if rule.derived else []
+    if partial and not split and len(gradients) == len(partial) and all(held.forward == "P" for held in gradients):
+        yield from (PARTIAL for _ in node.outputs)  # what differentiates is linear in all of them together
+        return
     if partial:
         if split or len(partial) > 1 or partial[0] not in rule.linear:
             raise _NoLayoutError(f"isn't linear in {partial[0]} by its rule, and would need the sum over the ranks")
@@ -155,7 +159,8 @@ def _results(
         place = next((i for i, dim in enumerate(dims) if any(name in parted for name in dim.names)), None)
         summed = [name for name in parted if name not in term_names(dims)]
         if summed and place is None:
-            yield PARTIAL
+            has_gradient = values[output].dtype.is_floating_point or values[output].dtype.is_complex
+            yield PARTIAL if has_gradient or not rule.derived else REPLICATED  # zeros, of a mask
             continue
         if summed and not (rule.derived and _is_shared_out(summed, term_names(dims), ranks, counts)):
             raise _NoLayoutError("would be a sum over parts of one dim, and split by another")
