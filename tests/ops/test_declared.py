@@ -483,6 +483,25 @@ def test_a_plan_may_have_rules() -> None:
     assert tpplan.load_plan(text.replace("q", "h!")).operators[0].rule.whole == {"h"}
 
 
+@pytest.mark.parametrize("name", ["heads", "a function of heads", "features", "heads by a number"])
+def test_suggestions_see_through_operators(name: str) -> None:
+    make, rules, *_ = CASES[name]
+    model = make()
+    plan = tpplan.suggest_plan(model, 2, inputs=call(2, 6)[0][0].float())
+    program = tpplan.compile_plan(model, plan, 2, call(2, 6)[0][0].float())
+    assert program.count_collectives() == {"all-reduce": 1}
+    ours = tpplan.compile_plan(model, {"version": 1, "modules": rules}, 2, call(2, 6)[0][0].float())
+    assert [p.layout for p in program.parameters] == [p.layout for p in ours.parameters]
+
+
+def test_a_function_may_be_declared_in_a_forward() -> None:
+    program = tpplan.compile_plan(
+        Between(lambda x, weight: tpplan.operator("... -> ...")(torch.tanh)(x) * weight),
+        {"version": 1, "modules": SCALED}, 2, (torch.zeros(2, 6, 16),),
+    )  # fmt: skip
+    assert program.count_collectives() == {"all-reduce": 1}
+
+
 def test_what_is_needed_whole_is_never_split() -> None:
     with pytest.raises(tpplan.CompileError, match="needs all of `f` by its rule, which is split"):
         compiled(torch.ops.tests.normed)

@@ -30,7 +30,7 @@ SPACE = "tpplan_declared"
 _library = torch.library.Library(SPACE, "DEF")
 _numbers = itertools.count()
 # What has become of functions: not in these themselves, which are part of a model's state.
-_kept: list[Any] = []
+_kept: dict[object, Any] = {}
 _operators: dict[tuple[int, int], Any] = {}
 _calls: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -46,7 +46,7 @@ class DeclaredFunction:
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         self._rule = rule
         self._dtype = dtype
-        _kept.append(self)  # operators are for good
+        _kept[id(self)] = self  # operators are for good
 
     def __get__(self, instance: Any, owner: type) -> DeclaredFunction:
         if instance is None or not isinstance(instance, torch.nn.Module):
@@ -244,7 +244,10 @@ def operator(
 
     def declared(function: Callable[..., Any]) -> DeclaredFunction:
         _refuse_owned(function)
-        return DeclaredFunction(function, made, dtype)
+        key = (id(function), made, dtype)  # of a function that is declared again, in a forward
+        if key not in _kept:
+            _kept[key] = DeclaredFunction(function, made, dtype)
+        return _kept[key]
 
     return declared
 
