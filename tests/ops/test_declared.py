@@ -156,11 +156,24 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
 
+class Multiplies(nn.Module):
+    """Layers that aren't called: a function multiplies by their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(multiply(x, self.up.weight).relu(), self.down.weight)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int], dict[str, int]]] = {
     "heads": (lambda: Attention(attend), HEADS, [2, 4], {"all-reduce": 1}),
     "fewer keys": (lambda: Attention(attend, 8, 4), HEADS, [2, 4], {"all-reduce": 1}),
     "shared keys": (lambda: Attention(attend, 8, 2), HEADS, [4], {"all-reduce": 2}),
     "a single key": (lambda: Attention(attend, 6, 1), HEADS, [2, 3, 6], {"all-reduce": 2}),
+    "a product": (Projects, {"up": "colwise", "down.weight": "rowwise"}, [2, 3], {"all-reduce": 1}),
+    "products of a function": (Multiplies, PAIR, [2, 3], {"all-reduce": 1}),
     "features": (lambda: Between(torch.ops.tests.scaled), SCALED, [2, 4], {"all-reduce": 1}),
     "heads by a number": (Flat, HEADS, [2], {"all-reduce": 1}),
     "a norm of all": (lambda: Between(torch.ops.tests.normed), PAIR, [2], {"all-gather": 2, "all-reduce": 1}),
