@@ -41,12 +41,12 @@ from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruc
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as _modules
-from torch.torch_version import TorchVersion as Version
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
+from torch.torch_version import TorchVersion as Version
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -85,6 +85,7 @@ __all__ = [
     "SizeSymbols",
     "TorchDispatchMode",
     "Unwatched",
+    "acceptable_shardings",
     "active_compiler",
     "after_backward",
     "all_gather_single",
@@ -114,6 +115,7 @@ __all__ = [
     "gathered_over_ranks",
     "geometry_of",
     "given_expression",
+    "given_sharding",
     "global_hook_tables",
     "global_hooks",
     "gradient_of",
@@ -158,9 +160,9 @@ __all__ = [
     "named_modules",
     "native_apply",
     "new_distributed_tensor",
+    "nothing_compiled",
     "ordinary_call",
     "over_ranks",
-    "nothing_compiled",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -737,6 +739,28 @@ def register_sharding(operator: OpOverload, rule: Callable[..., Any]) -> None:
     """
     _register_sharding(operator)(rule)
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(static_argnum=1)
+
+
+def given_sharding(operator: OpOverload) -> Callable[..., Any] | None:
+    """The function that somebody gave to torch's `register_sharding` for an operator; None if nobody did."""
+    strategy: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.get(operator)
+    of_torch = isinstance(strategy, functools.partial) and strategy.func.__qualname__.startswith("register_sharding.")
+    return strategy.args[0] if of_torch else None
+
+
+def acceptable_shardings(
+    sharding: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], size: int
+) -> list[tuple[list[Placement | None], list[Placement | None]]]:
+    """Ask a function for `register_sharding` as torch does: the placements of results and of operands, way by way.
+
+    Tensor operands are `OperatorMeta`; anything else is passed through.
+    """
+
+    def spec(operand: Any) -> Any:
+        return (*map(spec, operand),) if type(operand) is tuple else _to_spec(fake_mesh(size), operand)  # pyright: ignore
+
+    made = sharding(*map(spec, arguments), **{name: spec(held) for name, held in keywords.items()})
+    return [([*results], [*operands]) for results, operands in made]
 
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")

@@ -92,6 +92,19 @@ class CallsModule(Attention):
         return {"score_mod": lambda score, b, h, q, k: score + 0 * self.q.forward(x).sum()}
 
 
+READS = {
+    "Numbered": "needs each head, as its `score_mod` reads its number",
+    "MaskedHeads": "needs each head, as its `mask_mod` reads its number",
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_which_function_reads_the_head_is_said(name: str) -> None:
+    model = MODELS[name]().requires_grad_(False)
+    program = tpplan.compile_plan(model, {"version": 1, "modules": HEADS}, 2, call(2, 8).float())
+    assert READS[name] in "\n".join(found.text for found in program.diagnostics)
+
+
 def test_a_function_that_branches_is_refused() -> None:
     model = Branches().requires_grad_(False)
     with pytest.raises(tpplan.CompileError, match=r"the `score_mod` of a `flex_attention` branches on a number"):

@@ -156,9 +156,24 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
 
+class Multiplies(nn.Module):
+    """Layers that aren't called: a function multiplies by their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(multiply(x, self.up.weight).relu(), self.down.weight)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int], dict[str, int]]] = {
-    "heads": (lambda: Attention(attend), HEADS, [2], {"all-reduce": 1}),
+    "heads": (lambda: Attention(attend), HEADS, [2, 4], {"all-reduce": 1}),
     "fewer keys": (lambda: Attention(attend, 8, 4), HEADS, [2, 4], {"all-reduce": 1}),
+    "shared keys": (lambda: Attention(attend, 8, 2), HEADS, [4], {"all-reduce": 2}),
+    "a single key": (lambda: Attention(attend, 6, 1), HEADS, [2, 3, 6], {"all-reduce": 2}),
+    "a product": (Projects, {"up": "colwise", "down.weight": "rowwise"}, [2, 3], {"all-reduce": 1}),
+    "products of a function": (Multiplies, PAIR, [2, 3], {"all-reduce": 1}),
     "features": (lambda: Between(torch.ops.tests.scaled), SCALED, [2, 4], {"all-reduce": 1}),
     "heads by a number": (Flat, HEADS, [2], {"all-reduce": 1}),
     "a norm of all": (lambda: Between(torch.ops.tests.normed), PAIR, [2], {"all-gather": 2, "all-reduce": 1}),
@@ -344,7 +359,7 @@ def test_what_a_function_holds_is_refused() -> None:
     for function in (owner.method, owner, functools.partial(owner.method), lambda x: x * held):
         with pytest.raises(tpplan.OperatorRuleError, match=r"TP022.*a function with a rule holds a"):
             tpplan.operator("... -> ...")(function)
-    rules: list[Any] = [None, 3, b"a -> a", "[a] -> a"]
+    rules: list[Any] = [None, 3, b"a -> a", "[a], [b] -> a", "a -> [a]"]
     for rule in rules:
         with pytest.raises(tpplan.OperatorRuleError, match="TP022"):
             tpplan.operator(rule)
@@ -416,6 +431,29 @@ def test_an_argument_may_be_none() -> None:
         compiled(lambda x, weight: masked(x, weight, None))
 
 
+@tpplan.operator("[... f], f -> ... f")
+def summed(held: list[Tensor], weight: Tensor) -> Tensor:
+    return torch.stack(held).sum(0) * weight
+
+
+@tpplan.operator("[... f, ... f], f -> ... f")
+def subtracted(held: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
+    return (held[0] - held[1]) * weight
+
+
+def test_tensors_may_come_in_lists() -> None:
+    for function in (
+        lambda x, weight: summed([x, x.tanh(), x * 2], weight),
+        lambda x, weight: subtracted((x, x.tanh()), weight=weight),
+    ):
+        model = Between(function).double()
+        program = tpplan.compile_plan(model, {"version": 1, "modules": SCALED}, 2, call(2, 6)[0])
+        assert program.count_collectives() == {"all-reduce": 1} and not program.assumed
+        assert max(worst(model, SCALED, 2, call(2, 6), [call(2, 6), call(3, 9)])) < TOLERANCE
+    with pytest.raises(tpplan.CompileError, match=r"TP110.*is called with 4 tensors, and its rule has terms for 3"):
+        compiled(lambda x, weight: subtracted((x, x, x), weight))
+
+
 def test_a_method_of_a_module_has_no_rule() -> None:
     class Own(nn.Module):
         @tpplan.operator("... f, f -> ... f")
@@ -456,6 +494,25 @@ def test_a_plan_may_have_rules() -> None:
         tpplan.load_plan(text)
     assert str(caught.value.diagnostics[0].span).endswith(":4:25")
     assert tpplan.load_plan(text.replace("q", "h!")).operators[0].rule.whole == {"h"}
+
+
+@pytest.mark.parametrize("name", ["heads", "a function of heads", "features", "heads by a number"])
+def test_suggestions_see_through_operators(name: str) -> None:
+    make, rules, *_ = CASES[name]
+    model = make()
+    plan = tpplan.suggest_plan(model, 2, inputs=call(2, 6)[0][0].float())
+    program = tpplan.compile_plan(model, plan, 2, call(2, 6)[0][0].float())
+    assert program.count_collectives() == {"all-reduce": 1}
+    ours = tpplan.compile_plan(model, {"version": 1, "modules": rules}, 2, call(2, 6)[0][0].float())
+    assert [p.layout for p in program.parameters] == [p.layout for p in ours.parameters]
+
+
+def test_a_function_may_be_declared_in_a_forward() -> None:
+    program = tpplan.compile_plan(
+        Between(lambda x, weight: tpplan.operator("... -> ...")(torch.tanh)(x) * weight),
+        {"version": 1, "modules": SCALED}, 2, (torch.zeros(2, 6, 16),),
+    )  # fmt: skip
+    assert program.count_collectives() == {"all-reduce": 1}
 
 
 def test_what_is_needed_whole_is_never_split() -> None:
@@ -511,7 +568,7 @@ def long_attention(length: int) -> Any:
 def test_a_rule_has_to_fit_its_operator() -> None:
     define("written", "(Tensor(a!) x) -> Tensor", lambda x: x, fake=lambda x: x)
     wrong = {
-        "tests::written": ("b -> b", "writes to an argument"),
+        "tests::written": ("b -> b", "writes to `x`, and no rule tells"),
         "tests::scaled": ("b, b, b -> b", r"has 2 tensor arguments, and the rule terms for 3"),
         "tests::attend": ("b, b, b -> b, b", "returns 1 tensors, and the rule has terms for 2"),
     }

@@ -22,7 +22,7 @@ def test_the_page_is_true() -> None:
     (plan,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     assert [held.name for held in tpplan.load_plan(plan).operators] == ["docs::attend"]
     rules = {"version": 1, "modules": {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}}
-    for function in (torch.ops.docs.attend, names["flash"]):
+    for function in (torch.ops.docs.attend, torch.ops.docs.told, names["flash"]):
         model = Attention(function)
         program = tpplan.compile_plan(model.requires_grad_(function is names["flash"]), rules, 2, torch.zeros(2, 6, 16))
         assert program.count_collectives() == {"all-reduce": 1} and not program.assumed

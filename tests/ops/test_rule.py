@@ -14,6 +14,7 @@ GOOD: dict[str, tuple[set[str], set[str], set[str]]] = {
     "[a b!], (), _ -> a, a": ({"a"}, {"b"}, set()),
     "(a b)! 1 -> 1": (set(), {"a", "b"}, set()),
     "a -> a": ({"a"}, set(), set()),
+    "a b -> a b, _": ({"a", "b"}, set(), set()),
     "a b -> a b, a": ({"a", "b"}, set(), set()),
 }
 BAD = {
@@ -29,7 +30,7 @@ BAD = {
     "a+ -> a": ("      ^", "`a` is summed, and a dim of a result"),
     "(a -> a": ("^", "the bracket isn't closed"),
     "a$ -> a": (" ^", "`$` is no name of a dim"),
-    "a -> _": ("     ^", "`_` is an argument that is whole"),
+    "a -> _": ("^", "`a` is on the left alone"),
     "...! a -> a": ("^^^", "`...` are plain dims"),
     "[a -> a": ("   ^^", "where a comma or `]` belongs"),
     "": ("^", "no arrow"),

@@ -256,6 +256,38 @@ def test_heads_whose_softmax_has_a_backward_of_its_own(size: int) -> None:
     prove(nn.Sequential(Attention()), {"*.{query,key,value}": "colwise", "*.out": "rowwise"}, size)
 
 
+class FewKeys(nn.Module):
+    """Queries whose keys, fewer than the ranks, go through a function: their gradients are partial among some."""
+
+    def __init__(self, function: Transform) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.key, self.value = (nn.Linear(WIDTH, INNER // 2) for _ in range(2))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        made = functional.scaled_dot_product_attention(q, self.function(k), v, enable_gqa=True)
+        return self.out(made.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("name", ["doubled", "kept", "bent", *CLAMPS])
+def test_the_gradient_of_keys_that_ranks_share_meets_what_is_linear_alone(name: str) -> None:
+    linear: dict[str, Callable[[Any, Tensor], Any]] = {
+        "doubled": lambda x, g: 2 * g * x,
+        "kept": lambda x, g: x * 1,
+        "bent": lambda x, g: g.clamp(-0.01, 0.01) * g,
+    }
+    model = FewKeys(function(linear[name]) if name in linear else (ELEMENTWISE | ACROSS)[name])
+    rules = {"*{query,key,value}": "colwise", "out": "rowwise"}
+    if name == "doubled":
+        assert gathers(prove(model, rules, 4)) == 0
+        return
+    with pytest.raises(tpplan.CompileError, match="TP128"):
+        prove(model, rules, 4)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.one_in(3)

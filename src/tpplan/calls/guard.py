@@ -34,6 +34,7 @@ from tpplan.calls.arguments import (
     with_numbers,
     without_opaque,
 )
+from tpplan.calls.assumed import Assumed
 from tpplan.calls.changes import Changes, modes_of
 from tpplan.calls.coverage import Written
 from tpplan.calls.decision import Call, Decision
@@ -158,6 +159,7 @@ class CallGuard:
         self._modes = modes_of(stock) if stock.training == program.training else frozenset[str]()
         self._changed = ""
         self._reads = compiled.reads
+        self._assumed = Assumed(compiled.untried)
         self._wrote = compiled.writes
         self._asked = compiled.asked
         self._members = compiled.members
@@ -218,6 +220,9 @@ class CallGuard:
                 return known, None
         call, decision = self._decide(training, arguments, keywords)
         proof, key = decision.proof, decision.key
+        device = next((tensor.device for tensor in self._tensors(call).values()), self._device)
+        if self._assumed.is_open(device):
+            self._assumed.settle(device, self._exchange)
         self._ran = None if self._changes is not None and self._changes.is_inside else key
         path = self._paths.of(key.kind)
         if path.drawn and self._axis is not None:
@@ -368,7 +373,8 @@ class CallGuard:
 
     def _exchange(self, what: str, held: Any) -> list[Any]:
         """What all ranks have, which must come here."""
-        assert self._axis is not None
+        if self._axis is None:
+            return [held]
         if self._lockstep is not None:
             self._lockstep.meet(what)
         return exchange(self._axis.group, what, held)
@@ -687,6 +693,7 @@ class CallGuard:
         if compiled is None:
             assert error is not None
             raise error
+        self._assumed.add(compiled.untried)
         if self._changes is not None:
             if self._changes.follow(compiled.reads):
                 return self._compiled(compile_it)

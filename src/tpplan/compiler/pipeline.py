@@ -24,7 +24,7 @@ from tpplan.compiler.bind.lookers import lookers, not_looked_up
 from tpplan.compiler.bind.named_attributes import named_attributes
 from tpplan.compiler.bind.wrappers import Members, bases_among, unwrap
 from tpplan.compiler.check.attribute_reads import attributes_read
-from tpplan.compiler.check.declared import try_rules, unused_rules
+from tpplan.compiler.check.declared import Trial, try_rules, unused_rules
 from tpplan.compiler.check.experts import prove_experts
 from tpplan.compiler.check.recurrent import prove_recurrent
 from tpplan.compiler.cover import Subject
@@ -84,6 +84,7 @@ class Compiled:
         called: the modules that the call runs, with those of their arguments to which a gradient comes back.
         drawn, draws_unseen, tests: see `Trace`.
         idle: the places that each call changes, and by which it steers nothing; see `Sequel`.
+        untried: the rules that couldn't be tried where this was compiled.
         reads: the names by which bodies ask their modules for something, and those of functions that their code reads.
     """
 
@@ -105,6 +106,7 @@ class Compiled:
     draws_unseen: bool = False
     tests: Sides = field(default_factory=Sides)
     idle: frozenset[str] = frozenset()
+    untried: tuple[Trial, ...] = ()
     reads: frozenset[str] = frozenset((ANYTHING,))
 
     @property
@@ -248,23 +250,26 @@ def _compile(request: Request) -> tuple[Compiled, Trace, Capture]:
     constraints = Constraints(sequence=any(b.style is Style.SEQUENCE for b in binding.modules.values()))
     try:
         solved = search(problem, Learned(constraints, attributes, findings=(*findings, *unknown)), dump)
-    except UnplacedError as error:
-        bases = bases_among(request.model, wrappers, members)
-        error.bases = bases if len(bases) < len(members) else {}
+    except CompileError as error:
+        try_rules(trace, None, _device_of(request), request.size)  # a rule that isn't true says more
+        if isinstance(error, UnplacedError):
+            bases = bases_among(request.model, wrappers, members)
+            error.bases = bases if len(bases) < len(members) else {}
         raise
     if request.size > 1 and not request.partly:
         _refuse(ineffective_rules(request.model, ruled, asked, trace, solved.placed.assignment, unpacked.notes))
     program = _program(problem, solved.placed, unpacked.notes, asked)
+    untried: dict[str, Trial | None] = {}
     if request.size > 1:
-        program = replace(
-            program, assumed=try_rules(trace, solved.placed.assignment.layouts, _device_of(request), request.size)
-        )
+        untried = try_rules(trace, solved.placed.assignment.layouts, _device_of(request), request.size)
+        program = replace(program, assumed=tuple(untried))
     dump.program(program)
     compiled = Compiled(
         program, solved.streams, trace.assumptions, traced=digest_of(trace, program), writes=bool(trace.written),
         keeps_writing=state.sequel.writes, idle=state.sequel.idle, asked=trace.asked, members=members,
         facts=trace.facts, wraps=trace.wraps, picking=trace.picking, subject=_subject(problem, solved.placed, program),
         called=_called(trace), drawn=trace.drawn, draws_unseen=trace.draws_unseen, tests=trace.tests,
+        untried=tuple(trial for trial in untried.values() if trial is not None),
     )  # fmt: skip
     return compiled, trace, state
 

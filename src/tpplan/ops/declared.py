@@ -121,16 +121,20 @@ def check_rule(name: str, rule: OperatorRule, span: Span | None) -> None:
     for overload in overloads(name):
         tensors, results = tensor_arguments(overload)
         shown = f"`{overload.name()}`"
-        if schema_mutates(overload):
+        written = [f"`{schema_argument_names(overload)[place]}`" for place in schema_mutates(overload)]
+        if written:
             fail(
-                f"{shown} writes to an argument, for which there are no rules",
-                "give the operator a form that returns what it makes, and call that",
+                f"{shown} writes to {' and '.join(written)}, and no rule tells what of an argument is written",
+                "let an operator return what it makes, and let the model write that: `cache.copy_(…)`, "
+                "`cache.index_copy_(…)`",
             )
         if len(rule.operands) > len(tensors):
             fail(
                 f"{shown} has {len(tensors)} tensor arguments, and the rule terms for {len(rule.operands)}",
                 f"write a term for each of {', '.join(tensors) or 'none'}",
             )
+        if any(term.dims is None for term in rule.results):
+            fail(f"{shown} returns tensors, and the rule has `_` for one, which is None", "give the result's dims")
         if results is not None and len(rule.results) != results:
             fail(f"{shown} returns {results} tensors, and the rule has terms for {len(rule.results)}",
                  "write a term for each result")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Flex attention: torch's attention with functions of the user's, as one operator whose rule follows from what they read.
+"""Flex attention: torch's attention with functions of the user's, an operator whose rule follows from what they read.
 
 in:  the tensors of a call, and which dims of what its functions read they index by the batch entry and by the head
 out: its results on tensors without numbers, and an operator with a rule in the trace
@@ -11,7 +11,7 @@ Equations: https://pytorch.org/blog/flexattention/. What a block mask lists is f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from typing import Any
@@ -25,6 +25,8 @@ from tpplan.ops.functions import DeclaredFunction
 from tpplan.plan.operator_rule import OperatorRule, read_rule
 
 BATCH, HEAD = "b", "h"
+_NAMES = {BATCH: ("b",), HEAD: ("k", "g")}  # of a rule
+_SHOWN = {BATCH: "entry of the batch", HEAD: "head"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class FlexCall:
         query, key, value: (b, query heads, s, d), (b or 1, heads, t, d), (b or 1, heads, t, e).
         read: the tensors that its functions and its block mask read.
         indexed: of each of these, by which index each of its dims is told: `BATCH`, `HEAD`, or "" for all of it.
-        counted: the indices that the functions read as numbers.
+        counted: the indices that the functions read as numbers, with the function that does.
         functions: what the functions compute.
         settings: all else that isn't a tensor.
     """
@@ -45,7 +47,7 @@ class FlexCall:
     value: Tensor
     read: tuple[Tensor, ...]
     indexed: tuple[tuple[str, ...], ...]
-    counted: frozenset[str]
+    counted: Mapping[str, str]
     functions: str
     settings: str
 
@@ -77,7 +79,8 @@ def _operator_of(call: FlexCall) -> _FlexAttention:
     tensors = [call.query, call.key, call.value, *call.read]
     found = next((held for held in known if _fits(held.rule, tensors)), None)
     if found is None:
-        rule = with_fields(read_rule(_rule_text(call)), derived=True)
+        reasons = {name: why for index, why in _reasons(call) for name in _NAMES[index]}
+        rule = with_fields(read_rule(_rule_text(call)), derived=True, reasons=tuple(reasons.items()))
         found = _FlexAttention(_named, rule, None)
     else:
         known.remove(found)
@@ -92,6 +95,14 @@ def _named(*_: Any) -> Any:
 _named.__name__ = "flex_attention"
 
 
+def _reasons(call: FlexCall) -> Iterator[tuple[str, str]]:
+    """Why an index can't be split, in words."""
+    for index, name in _SHOWN.items():
+        function = call.counted.get(index)
+        text = "reads a tensor of another size by it" if function is None else f"its `{function}` reads its number"
+        yield index, f"needs each {name}, as {text if function is not None else f'it {text}'}"
+
+
 def _fits(rule: OperatorRule, tensors: Sequence[Tensor]) -> bool:
     try:
         sizes_of([(dims_of(term, t.dim()), tuple(t.shape)) for term, t in zip(rule.operands, tensors, strict=True)])
@@ -104,10 +115,9 @@ def _rule_text(call: FlexCall) -> str:
     """The rule, in which a name is whole where a function reads the index as a number, or by other sizes."""
     queries, keys = call.query.shape[1], call.key.shape[1]
     sizes = {BATCH: call.query.shape[0], HEAD: queries, "": -1}
-    told = [
-        [(i, sizes[i] == n) for i, n in zip(dims, t.shape, strict=True)] for t, dims in zip(call.read, call.indexed)
-    ]
-    whole = {i for dims in told for i, fits in dims if i and not fits} | call.counted
+    read = zip(call.read, call.indexed, strict=True)
+    told = [[(i, sizes[i] == n) for i, n in zip(dims, t.shape, strict=True)] for t, dims in read]
+    whole = {i for dims in told for i, fits in dims if i and not fits} | call.counted.keys()
     batch = "b!" if BATCH in whole else "b"
     key, group = ("k!", "g!") if HEAD in whole else ("k", "g")
     head = key if queries == keys else f"({key} {group})"

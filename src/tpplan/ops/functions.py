@@ -30,7 +30,7 @@ SPACE = "tpplan_declared"
 _library = torch.library.Library(SPACE, "DEF")
 _numbers = itertools.count()
 # What has become of functions: not in these themselves, which are part of a model's state.
-_kept: list[Any] = []
+_kept: dict[object, Any] = {}
 _operators: dict[tuple[int, int], Any] = {}
 _calls: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
@@ -46,7 +46,7 @@ class DeclaredFunction:
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         self.rule = rule
         self._dtype = dtype
-        _kept.append(self)  # operators are for good
+        _kept[id(self)] = self  # operators are for good
 
     def __get__(self, instance: Any, owner: type) -> DeclaredFunction:
         if instance is None or not isinstance(instance, torch.nn.Module):
@@ -58,7 +58,7 @@ class DeclaredFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, or record that it was called."""
-        first = next((held for held in (*args, *kwargs.values()) if isinstance(held, Tensor)), None)
+        first = next(_tensors_in(args, kwargs), None)
         if has_function_mode():
             given = () if first is None else (first,)
             return handle_torch_function(self, given, *args, **kwargs)  # one step of a body, whatever it does
@@ -69,8 +69,9 @@ class DeclaredFunction:
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         call = f"{form} {[_shown(leaf) for leaf in leaves]}"
         _calls.setdefault((id(self), call), (form, others))
-        made = self.defined(len(tensors))(tensors, call)
-        return made[0] if len(self.rule.results) == 1 else tuple(made)
+        made = iter(self.defined(len(tensors))(tensors, call))
+        results = tuple(None if term.dims is None else next(made) for term in self.rule.results)
+        return results[0] if len(results) == 1 else results
 
     def defined(self, tensors: int) -> Any:
         """The operator that stands for the function on so many tensors."""
@@ -82,7 +83,7 @@ class DeclaredFunction:
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return self.function(*args, **kwargs)
-        held = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and not t.is_inference()]
+        held = [tensor for tensor in _tensors_in(args, kwargs) if not tensor.is_inference()]
         before = [*map(READ_VERSION, held)]
         made = self.function(*args, **kwargs)
         if before != [*map(READ_VERSION, held)]:
@@ -96,21 +97,21 @@ class DeclaredFunction:
         return self  # as functions are, in copies of what holds them
 
     def _terms(self, tensors: int) -> list[Term]:
-        """The terms of so many tensors: `_` may stand for an argument that is None."""
-        terms = [*self.rule.operands]
+        """The terms of so many tensors: `_` may stand for an argument that is None, `[b h]` for any number."""
+        terms = _unlisted(self.rule.operands, tensors)
         if len(terms) != tensors:
             terms = [term for term in terms if term.dims is not None]
         if len(terms) != tensors:
             raise refused(
                 f"`{self.__name__}` is called with {tensors} tensors, and its rule has terms for "
-                f"{len(self.rule.operands)}",
+                f"{len(_unlisted(self.rule.operands, tensors))}",
                 "write a term for each tensor that it is called with, in order, and `_` for one that may be None",
             )
         return terms
 
     def _define(self, terms: list[Term]) -> Any:
         """One operator for the function on such tensors, and one for its backward."""
-        kind = getattr(self.function, "__name__", "function").strip("_<>") or "function"
+        kind = self.__name__.strip("_<>") or "function"
         name = f"{kind}_{next(_numbers)}"
         _library.define(f"{name}(Tensor[] tensors, str call) -> Tensor[]")
         _library.define(f"{name}_backward(Tensor?[] gradients, Tensor[] tensors, str call) -> Tensor[]")
@@ -127,16 +128,22 @@ class DeclaredFunction:
             ctx.tensors, ctx.call = inputs
 
         torch.library.register_autograd(f"{SPACE}::{name}", derive, setup_context=setup, lib=_library)
-        declare(f"{SPACE}::{name}", self._as_list(terms, self.rule.results))
+        declare(f"{SPACE}::{name}", self._as_list(terms, self._results))
         declare(
             f"{SPACE}::{name}_backward",
             replace(
                 self._as_list(terms, terms),
-                operands=(Term((), self.rule.results), Term((), tuple(terms))),
+                operands=(Term((), self._results), Term((), tuple(terms))),
                 derived=True,
+                random=False,  # it differentiates what was drawn
             ),
         )
         return getattr(space, name)
+
+    @property
+    def _results(self) -> tuple[Term, ...]:
+        """The terms of the results that are tensors."""
+        return tuple(term for term in self.rule.results if term.dims is not None)
 
     def _as_list(self, operands: Sequence[Term], results: Sequence[Term]) -> OperatorRule:
         return replace(self.rule, operands=(Term((), tuple(operands)),), results=(Term((), tuple(results)),))
@@ -149,18 +156,22 @@ class DeclaredFunction:
 
     def _run(self, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
         if not tensors[0].is_meta:
-            made = self._filled(tensors, call)
-            results = [made] if isinstance(made, Tensor) else [*made]
-            if len(results) != len(self.rule.results) or not all(isinstance(held, Tensor) for held in results):
-                raise ClaimError(
-                    f"it returns {len(results)} results, or None, and its rule has {len(self.rule.results)}"
-                )
-            return results
+            copies = [held.clone() for held in tensors]  # kernels write to what they are given, unseen by autograd
+            watched = [held for held in copies if not held.is_inference()]
+            before = [*map(READ_VERSION, watched)]
+            made = self._filled(copies, call)
+            if before != [*map(READ_VERSION, watched)]:
+                raise ClaimError("it writes to an argument, and a capture takes that for what it was")
+            results = [made] if made is None or isinstance(made, Tensor) else [*made]
+            kinds = [Tensor if term.dims is not None else type(None) for term in self.rule.results]
+            if len(results) != len(kinds) or not all(map(isinstance, results, kinds)):
+                raise ClaimError(f"it returns {len(results)} results, or None, and its rule has {len(kinds)}")
+            return [held for held in results if held is not None]
         try:
             pairs = zip(self._terms(len(tensors)), tensors, strict=True)
             named = [(dims_of(term, held.dim()), tuple(held.shape)) for term, held in pairs if term.dims is not None]
             counts = sizes_of(named)
-            shapes = [shape_of(term, counts, leading_dims(counts)) for term in self.rule.results]
+            shapes = [shape_of(term, counts, leading_dims(counts)) for term in self._results]
         except (ValueError, KeyError) as error:
             told = f"no argument tells the size of {error}" if isinstance(error, KeyError) else str(error)
             raise refused(f"`{self.__name__}` is called with what its rule `{self.rule.text}` doesn't fit: {told}",
@@ -183,6 +194,23 @@ class DeclaredFunction:
         )
         made = [next(found) if held.requires_grad else None for held in inputs]
         return [torch.zeros_like(held) if own is None else own for own, held in zip(made, inputs, strict=True)]
+
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for held in (*args, *kwargs.values()):
+        if isinstance(held, Tensor):
+            yield held
+        elif isinstance(held, (list, tuple, dict)):
+            yield from (leaf for leaf in flattened_tree(held)[0] if isinstance(leaf, Tensor))
+
+
+def _unlisted(terms: Sequence[Term], tensors: int) -> list[Term]:
+    """The terms one by one, without brackets; the one list without a length has what is left of so many tensors."""
+    others = sum(len(term.items) or 1 for term in terms if len(term.items) != 1)
+    found: list[Term] = []
+    for term in terms:
+        found += term.items * (tensors - others) if len(term.items) == 1 else term.items or (term,)
+    return found
 
 
 _TENSOR = object()
@@ -220,7 +248,10 @@ def operator(
 
     def declared(function: Callable[..., Any]) -> DeclaredFunction:
         _refuse_owned(function)
-        return DeclaredFunction(function, made, dtype)
+        key = (id(function), made, dtype)  # of a function that is declared again, in a forward
+        if key not in _kept:
+            _kept[key] = DeclaredFunction(function, made, dtype)
+        return _kept[key]
 
     return declared
 
@@ -242,7 +273,7 @@ def register_operator(
         rule: a term for each tensor argument, and behind `->` for each result; see docs/operators.md.
         linear: arguments through which a sum that is still to be made may pass.
         sizes: arguments that count a dim, with its name: `{"num_heads": "h"}`.
-        random: whether it draws random numbers: it is kept whole then.
+        random: whether it draws random numbers. Each rank then draws those of its part, as of a dropout.
         audit: whether the rule may be tried on random numbers; if not, a program says that it assumes it.
 
     Raises:
@@ -258,7 +289,9 @@ def register_operator(
         apply: Any = cast("Any", super(kind, kind)).apply  # whatever rule it had, or a class that it derives from
         held = replace(read_or_refuse(rule, f"the rule of {operator.__name__}"), random=random)
         _refuse_lists(held)
-        kind.apply = _Applied(operator, DeclaredFunction(apply, replace(held, audit=audit), None))
+        declared = DeclaredFunction(apply, replace(held, audit=audit), None)
+        declared.__name__ = operator.__name__
+        kind.apply = _Applied(operator, declared)
         return
     register_by_name(operator, rule, linear=linear, sizes=sizes, random=random, audit=audit)
 
@@ -275,10 +308,10 @@ class _Applied:
 
 
 def _refuse_lists(rule: OperatorRule) -> None:
-    if any(term.items for term in (*rule.operands, *rule.results)):
+    if sum(len(term.items) == 1 for term in rule.operands) > 1 or any(term.items for term in rule.results):
         raise refused(
-            "a rule of a function has a list of tensors",
-            "write a term for each tensor, in order; lists are for operators of `torch.library`",
+            "a rule of a function has two lists of tensors of any length, or one among its results",
+            "write a term for each tensor: `[b h, b h]`, and results one by one",
         )
 
 

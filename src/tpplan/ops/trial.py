@@ -7,7 +7,8 @@ out: nothing if each claim holds; why the rule can't be tried; or a `ClaimError`
                                     the parts of the whole's; what has no such dim gets gradients that add up to its own
 
 What a rule says of whole dims is no claim. Plain and summed dims have a few entries in a trial, each another number,
-and others few; then those of the call, in the parts of the ranks. Numbers are float64 where the operator takes that.
+and others few; then those of the call, in the parts of the ranks. Numbers are float64 where the operator takes that. Of
+an operator that draws, shapes alone are tried.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from tpplan.compat import READ_VERSION
 from tpplan.plan.operator_rule import Dim, OperatorRule
 
+DRAWS = "it draws random numbers, so that shapes alone were tried"
 _ENTRIES, _FEW = 5, 16
 _MOST = 1 << 22  # entries of a call whose own sizes are tried as well
 
@@ -82,9 +84,14 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
     """
     if not rule.audit:
         return "its rule was registered with `audit=False`"
-    if rule.random:
-        return "it draws random numbers"
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        failed = _tried(rule, call, device, ranks)
+    return failed or (DRAWS if rule.random else "")
+
+
+def _tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> str:
     counts: Mapping[str, int] = {}
+    spare: _Trial | None = None
     failed, ran, own = "", "", {name: max(count, 1) for name, count in call.counts.items()}
     for counts in _sizes(rule, call):
         for wide, highest in ((True, 8), (True, 2), (False, 8), (False, 2)):
@@ -92,15 +99,23 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
             try:
                 trial.prepare()
             except ClaimError:
+                if rule.placed and counts != own:
+                    continue  # dims of which it tells nothing may hang together
                 raise
             except Exception as error:
                 failed = failed or f"it can't run on {device.type} here ({_first_line(error)})"
+                continue
+            if trial.ungraded and wide:  # in another dtype it may have gradients
+                spare = spare or trial
                 continue
             trial.check((2, 3))
             ran = trial.ungraded or "all"
             break
         if ran:
             break
+    if not ran and spare is not None:
+        spare.check((2, 3))
+        ran, counts = spare.ungraded, spare.counts
     if not ran:
         return failed
     if _numbers(call) <= _MOST and own != counts:
@@ -111,6 +126,8 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
             except ClaimError:
                 raise
             except Exception:  # the small one has shown what can be shown
+                continue
+            if trial.ungraded and wide:
                 continue
             trial.check((ranks,))
             break
@@ -163,6 +180,7 @@ class _Trial:
             )
         self.cotangents = [self._random(made.shape, made.dtype) for made in self.results]
         self._compare_kinds()
+        self._compare_again()
         try:
             self.gradients = self._gradients(self.inputs, self.results, self.cotangents)
         except ClaimError:
@@ -180,6 +198,10 @@ class _Trial:
             same = made.is_floating_point() == dtype.is_floating_point if self.wide else made.dtype == dtype
             if not same:
                 raise ClaimError(f"a result is {made.dtype}, where a capture takes it for {dtype}: give its `dtype=`")
+
+    def _compare_again(self) -> None:
+        for again, made in zip(self._run(self.inputs, self.counts), self.results, strict=True):
+            self._compare(again, made, "it draws random numbers, and has no `random=True`: its results, run again,")
 
     def check(self, numbers: Sequence[int]) -> None:
         """Run it in so many parts.
@@ -213,6 +235,10 @@ class _Trial:
             except Exception as error:
                 of = f"{length} of {self.counts[name]}"
                 raise ClaimError(f"{what}: on {of} it raises: {_first_line(error)}") from error
+            for held, dims in zip(own, self.call.results, strict=True):
+                if tuple(held.shape) != (shape := tuple(_size(dim, counts) for dim in dims)):
+                    of = f"{length} of {self.counts[name]}"
+                    raise ClaimError(f"{what}: on {of} a result has shape {list(held.shape)}, and not {list(shape)}")
             made.append(own)
             gradients.append(found)
             start += length
@@ -263,6 +289,7 @@ class _Trial:
         if not wanted or not pairs or not self.has_gradients:
             return [None] * len(inputs)
         outputs, given = zip(*pairs, strict=True)
+        given = [held.clone() for held in given]  # in which a backward may put what it makes
         found = iter(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
         return [next(found) if held is not None and held.requires_grad else None for held in inputs]
 
@@ -295,6 +322,8 @@ class _Trial:
     def _compare(self, ours: Tensor, theirs: Tensor, what: str) -> None:
         if ours.shape != theirs.shape:
             raise ClaimError(f"{what} have shape {list(ours.shape)}, where the whole has {list(theirs.shape)}")
+        if self.rule.random:
+            return
         if not (theirs.dtype.is_floating_point or theirs.dtype.is_complex):
             if not torch.equal(ours.to(theirs.dtype), theirs):
                 raise ClaimError(f"{what} differ from the whole's")
@@ -359,4 +388,4 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.double() if part.dtype.is_floating_point else part for part in parts]).sum(0)
 
 
-__all__ = ["Call", "ClaimError", "Operand", "tried"]
+__all__ = ["DRAWS", "Call", "ClaimError", "Operand", "tried"]

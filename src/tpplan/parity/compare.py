@@ -77,6 +77,7 @@ def compare(
         least=least,
         problems=(*_undefined(reference), *wrong, *(miscounts if wrong else ())),
         notes=notes,
+        assumed=program.assumed,
     )
 
 

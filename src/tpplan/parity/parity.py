@@ -63,6 +63,7 @@ class ParityReport:
         problems: everything that is wrong, in words.
         notes: what is worth knowing beside, such as collectives that ran less often than predicted, or that numbers
             which differ do so by no more than roundings move them.
+        assumed: rules of the user's operators that couldn't be tried, each with the reason.
     """
 
     plan: str
@@ -81,6 +82,7 @@ class ParityReport:
     least: dict[str, int]
     problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -107,14 +109,16 @@ class ParityReport:
             plain["divergence"]["error"] = _finite(plain["divergence"]["error"])
         plain |= {"outputs": list(plain["outputs"]), "gradients": list(plain["gradients"])}
         first = {"ok": self.ok, "max_error": _finite(self.max_error), "first_divergence": self.first_divergence}
-        return first | plain | {"problems": list(self.problems), "notes": list(self.notes)}
+        listed = {name: list(plain[name]) for name in ("problems", "notes", "assumed")}
+        return first | plain | listed
 
     def __str__(self) -> str:
         """The verdict in a line, and each problem in one."""
         subject = f"{self.plan} for {self.model} at tp={self.size}, {self.dtype}, {self.ranks} ranks"
         verdict = "computes the same" if self.ok else "diverges"
+        assumed = (f"assumed: {rule}" for rule in self.assumed)
         lines = [f"{subject}: {verdict} (largest relative error {self.max_error:.1e})"]
-        return "\n".join([*lines, *(f"  {line}" for line in (*self.problems, *self.notes))])
+        return "\n".join([*lines, *(f"  {line}" for line in (*self.problems, *self.notes, *assumed))])
 
 
 def _finite(error: float) -> float | None:

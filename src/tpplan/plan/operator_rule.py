@@ -9,8 +9,8 @@ out: an `OperatorRule`, or a `RuleTextError` with the characters at fault
 
 A plain name may be split over ranks: a rank's part of the result is the operator on its parts. `!` is for what each
 rank needs whole, `+` for what is summed. Of several results, one without a name that is split is summed over its parts.
-`...` are leading dims, all plain, `_` is an argument that is whole or None, a term in brackets a list of tensors, and
-`()` a number.
+`...` are leading dims, all plain, `_` is an argument that is whole or None, or a result that is None, a term in
+brackets a list of tensors, and `()` a number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Term:
     """A tensor argument or a result.
 
     Attributes:
-        dims: `...` is a dim of that name; None for an argument that is whole or None.
+        dims: `...` is a dim of that name; None for an argument that is whole or None, and for a result that is None.
         items: of a list of tensors: the terms of its items, or a single one for all of them; empty for a tensor.
     """
 
@@ -74,11 +74,13 @@ class OperatorRule:
         summed: the names over whose parts the ranks' results add up.
         linear: the arguments through which a sum that is still to be made may pass.
         sizes: arguments that count a dim, with its name.
-        random: whether it draws random numbers, so that it is kept whole.
+        random: whether it draws random numbers, each rank those of its part.
         audit: whether it may be tried.
         own: the results that each rank has for itself, as they say nothing of the call: states of generators.
+        reasons: why names are whole, where there is more to say than that the rule has them so.
         draws: the argument that lets it draw random numbers, where it isn't 0.
         derived: whether it follows from another rule, which is tried, or from what others say of their operator.
+        placed: whether it says of one dim alone how it may be split, as placements do.
     """
 
     text: str
@@ -93,6 +95,8 @@ class OperatorRule:
     derived: bool = False
     own: frozenset[int] = frozenset()
     draws: str = ""
+    reasons: tuple[tuple[str, str], ...] = ()
+    placed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -155,8 +159,6 @@ class _Reader:
         token = self.token
         if token is not None and token.text == "_":
             self.next()
-            if result:
-                self.fail("`_` is an argument that is whole, and no result", token, "give the result's dims")
             return Term(None)
         if token is not None and token.text == "[":
             self.next()

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.report.grid import fitted, new_table
-from tpplan.report.program import to_text
+from tpplan.report.program import listed, to_text
 from tpplan.report.quantities import count_text
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def _parts(report: ParityReport, width: int) -> Iterator[RenderableType]:
         yield Text("\n").join(Text(f"  {problem}") for problem in report.problems)
     if report.notes:
         yield Text("\n").join(Text(f"  note: {note}") for note in report.notes)
+    if report.assumed:
+        yield listed("Assumed of operators, as it couldn't be tried:", report.assumed)
     yield fitted(width, lambda _: _tensors("output", report.outputs))
     if report.gradients:
         yield fitted(width, lambda _: _tensors("gradient of", report.gradients))

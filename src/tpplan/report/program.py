@@ -99,7 +99,7 @@ def _summed(program: Program) -> Iterator[Text]:
     counted = Counter(_INDEX.sub("*", parameter.name) for parameter in program.summed_parameters)
     if counted:
         names = [name if count == 1 else f"{name} × {count}" for name, count in counted.items()]
-        yield _listed("Gradients summed over the ranks, all together once a step:", names)
+        yield listed("Gradients summed over the ranks, all together once a step:", names)
 
 
 def _assumptions(program: Program) -> Iterator[Text]:
@@ -107,14 +107,15 @@ def _assumptions(program: Program) -> Iterator[Text]:
     if program.assumptions:
         counted = Counter(program.assumptions)
         places = [place if count == 1 else f"{place} (× {count})" for place, count in counted.items()]
-        yield _listed("Assumed to go the same way on every call, since they depend on data:", places)
+        yield listed("Assumed to go the same way on every call, since they depend on data:", places)
     if program.assumed:
-        yield _listed("Assumed of operators, as it couldn't be tried:", program.assumed)
+        yield listed("Assumed of operators, as it couldn't be tried:", program.assumed)
     if program.count_collectives() != program.count_collectives(picked=False):
         title = "Called for some data only, and with them the collectives inside:"
         counted = Counter(_INDEX.sub("*", name) for name in program.picked)
-        yield _listed(title, [name if count == 1 else f"{name} × {count}" for name, count in counted.items()])
+        yield listed(title, [name if count == 1 else f"{name} × {count}" for name, count in counted.items()])
 
 
-def _listed(title: str, entries: Iterable[str]) -> Text:
+def listed(title: str, entries: Iterable[str]) -> Text:
+    """A title, and its entries below."""
     return Text("\n").join([Text(title, style="bold"), *(Text(f"  {entry}") for entry in entries)])

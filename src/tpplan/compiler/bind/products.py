@@ -10,6 +10,7 @@ out: `Product`: which of the parameter's dims the product contracts and which it
     exp(a)[:, None] * x[..., None]           ->  a (features, states): goes with the features by dim 0
     einsum("btd,dhk->bthk", x, weight)       ->  weight (inputs, heads, width): makes dim 1, contracts dim 0
     cat((keys, key))                         ->  key (1, 1, features): goes with the features by dim 2
+    my.product(x, w), "... i+, o i+ -> ... o"   ->  w (outputs, inputs): makes dim 0, contracts dim 1
     embedding(table, ids), table[ids]        ->  table (rows, features): goes with the features by dim 1
 """
 
@@ -27,7 +28,10 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
 from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
+from tpplan.compiler.rules.declared import operands_of, result_terms
 from tpplan.compiler.rules.packed import PICKS, REPEAT, SPLITS, VIEWS, picked_dim
+from tpplan.ops.declared import rule_of
+from tpplan.ops.dims import dims_of
 
 # Where an operator has its two factors: (…, m, k) and (…, k, n).
 FACTORS = {
@@ -165,6 +169,8 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             yield from _convolved(operation, seen, dims, shape)
         elif operation.name in SPLITS and depth < _DEEPEST:
             yield from _of_parts(readers, operation, seen, dims, shape, depth)
+        elif rule_of(operation.name) is not None:
+            yield from _by_rule(readers, operation, seen, dims, shape)
         elif depth < _DEEPEST:
             after = moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
@@ -234,6 +240,29 @@ def _convolved(operation: Operation, value: int, dims: Dims, shape: tuple[int, .
         yield Addend(shape[dims[0]], dims[0], made, 1)
     if operation.arguments[GROUPS] > 1 and Reference(value) in operation.arguments[1:3] and dims[0] is not None:
         yield Addend(shape[dims[0]], dims[0], made, 1, is_added=False)
+
+
+def _by_rule(
+    readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...]
+) -> Iterator[Product]:
+    """A product by a rule of the user's: one name of the parameter is a dim of the result, one of another argument."""
+    values, rule = readers.trace.values, rule_of(operation.name)
+    made = operation.outputs[0]
+    if rule is None or made is None or len(operation.outputs) != 1:
+        return
+    named = [(i, term) for _, term, i in operands_of(operation, rule) if i is not None and term.dims is not None]
+    own, *others = sorted(
+        ((i, [d.names for d in dims_of(term, len(values[i].shape))]) for i, term in named),
+        key=lambda held: held[0] != value,
+    )
+    result = [d.names for d in dims_of(result_terms(rule, operation)[0], len(values[made].shape))]
+    outputs = [dim for dim, names in enumerate(own[1]) if names in result and names]
+    inputs = [(dim, i, other) for dim, names in enumerate(own[1]) for i, other in others if names in other]
+    if own[0] != value or len(outputs) != 1 or len(inputs) != 1 or outputs[0] == inputs[0][0]:
+        return
+    dim, given, other = inputs[0]
+    found = _made(shape, dims[outputs[0]], dims[dim], made, result.index(own[1][outputs[0]]), Reference(given))
+    yield from (replace(held, given_dim=other.index(own[1][dim])) for held in found)
 
 
 def _looked_up(

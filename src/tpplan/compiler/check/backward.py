@@ -11,12 +11,15 @@ out: None if each gradient that it makes lies as the rest of the backward takes 
 The gradient of a value lies as its layout says: split alike; partial where the value is `R·∂P`; whole where it is `R`
 or `P`. The operations between are propagated by the rules of the forward. They are propagated side by side with the
 record on local shapes, since what is made anew, or expanded, may be a part or the whole.
+
+The gradient of what several ranks hold, as keys that they share, is partial among these: it is a *term*. What becomes
+of terms is asked twice, of all ranks by their parts, and of the ranks with one part, to which a term is partial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, scalars
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, sharded
@@ -24,11 +27,14 @@ from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import LocalValue, OperationNode, picks_of
 from tpplan.compiler.ir.trace import BackwardGraph, ForeignBackward, Operation, Value
 from tpplan.compiler.rules.packed import EXPAND, SELECT, SPLITS
-from tpplan.compiler.rules.propagate import FILLS, Propagator, Refusal
+from tpplan.compiler.rules.propagate import FILLS, ZEROS, Propagator, Refusal
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.symbolic import fix
+from tpplan.ops.declared import rule_of
 
 _SAME = frozenset(f"aten.{name}.default" for name in ("clone", "detach", "alias", "lift_fresh"))
+_RESHAPES = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "_reshape_alias"))
+_SUM = "aten.sum.dim_IntList"
 _SLICES = frozenset(("aten.slice.Tensor", SELECT))
 _LIKE = frozenset(f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty"))
 
@@ -61,9 +67,9 @@ def backward_fault(
     drawn = next((node for node in graph.body if is_draw(node.target, node.arguments, node.keywords)), None)
     if drawn is not None:
         return BackwardFault(f"{drawn.name} draws random numbers, which would have to differ between the ranks", drawn)
-    differs = _compared(graph, run)
-    if differs is not None:
-        return differs
+    paired = _paired(graph, run)
+    if isinstance(paired, BackwardFault):
+        return paired
     if given.symbolic:  # the rules were asked for the example's sizes
         fix([(*node.arguments, *node.keywords.values()) for node in graph.body if not _is_entrywise(node)])
         return None
@@ -71,7 +77,8 @@ def backward_fault(
     layouts |= dict(zip(graph.saved, (_forward_of(given, value) for value in whole.saved), strict=True))
     promised = zip(graph.results, whole.inputs, strict=True)
     demands = [(r, held) for r, v in promised if r is not None and v is not None for held in _demanded(given, v)]
-    return _Typing(given, propagator, graph, run, demands).fault(layouts)
+    local_values = {mine: run.values[its] for mine, its in paired.items()}
+    return _Typing(given, propagator, graph, local_values, demands).fault(layouts)
 
 
 def _is_entrywise(node: Operation) -> bool:
@@ -103,17 +110,92 @@ def _is_whole(given: CheckInput, value: int) -> bool:
     return given.assignment.layouts.get(value, REPLICATED) == REPLICATED and _gradient_of(given, value) == REPLICATED
 
 
-def _compared(whole: BackwardGraph, local: BackwardGraph) -> BackwardFault | None:
-    """The first operation that differs between the two records, in kind or in its numbers."""
-    for mine, its in zip(whole.body, local.body, strict=False):
-        same = mine.target is its.target or (mine.name in SPLITS and its.name in SPLITS)
-        if not same or mine.inputs != its.inputs or mine.outputs != its.outputs:
-            return BackwardFault(f"it runs {its.name} instead of {mine.name} on a rank's part", mine)
-        if _numbers(mine) != _numbers(its) or not _same_constants(whole, local, mine):
-            return BackwardFault(f"{mine.name} reads a different number on a rank's part", mine)
-    if len(whole.body) != len(local.body) or whole.results != local.results or whole.saved != local.saved:
+def _paired(whole: BackwardGraph, local: BackwardGraph) -> dict[int, int] | BackwardFault:
+    """The values of one record in the other; the first operation that differs, in kind or in its numbers.
+
+    Where the strides differ torch may view what it copies on the whole, or copy what it views.
+    """
+    pairing = _Pairing(whole, local)
+    strict = any(node.overwritten for node in (*whole.body, *local.body))
+    mine, its = [*whole.body], [*local.body]
+    while mine or its:
+        if mine and its and _are_alike(mine[0], its[0]) and pairing.reads_the_same(mine[0], its[0]):
+            if _numbers(mine[0]) != _numbers(its[0]) or not pairing.same_constants(mine[0]):
+                return BackwardFault(f"{mine[0].name} reads a different number on a rank's part", mine[0])
+            pairing.pair(mine.pop(0), its.pop(0))
+        elif not strict and mine and pairing.is_copy(mine[0]):
+            pairing.skip(mine.pop(0))
+        elif not strict and its and its[0].name in _SAME:
+            pairing.skip_local(its.pop(0))
+        elif mine and its:
+            return BackwardFault(f"it runs {its[0].name} instead of {mine[0].name} on a rank's part", mine[0])
+        else:
+            return BackwardFault("it runs different operations on a rank's part")
+    if not pairing.makes_the_same():
         return BackwardFault("it runs different operations on a rank's part")
-    return None
+    return pairing.of
+
+
+def _are_alike(mine: Operation, its: Operation) -> bool:
+    kinds = (SPLITS, _RESHAPES)
+    return mine.target is its.target or any(mine.name in kind and its.name in kind for kind in kinds)
+
+
+class _Pairing:
+    """Which value of one record is which of the other, of which copies are what they are copies of."""
+
+    def __init__(self, whole: BackwardGraph, local: BackwardGraph) -> None:
+        self._whole, self._local = whole, local
+        self._originals: dict[int, int] = {}
+        given = [(*graph.arriving, *graph.saved) for graph in (whole, local)]
+        same = len(given[0]) == len(given[1])
+        self.of: dict[int, int] = dict(zip(given[0], given[1], strict=True)) if same else {}
+        self._made = {output for node in whole.body for output in node.outputs}
+
+    def _original(self, value: int) -> int:
+        return self._originals.get(value, value)
+
+    def _same(self, mine: int, its: int) -> bool:
+        if mine not in self.of and mine not in self._made:  # a constant
+            self.of[mine] = its
+        return mine in self.of and self._original(self.of[mine]) == self._original(its)
+
+    def reads_the_same(self, mine: Operation, its: Operation) -> bool:
+        pairs = [*zip(mine.inputs, its.inputs, strict=False), *zip(mine.overwritten, its.overwritten, strict=False)]
+        counts = [(len(node.inputs), len(node.overwritten), len(node.outputs)) for node in (mine, its)]
+        return counts[0] == counts[1] and all(self._same(*pair) for pair in pairs)
+
+    def same_constants(self, node: Operation) -> bool:
+        for value in node.inputs:
+            mine, its = self._whole.values[value].numbers, self._local.values[self.of[value]].numbers
+            if mine is not None and its is not None and not (mine.shape == its.shape and bool((mine == its).all())):
+                return False
+        return True
+
+    def is_copy(self, mine: Operation) -> bool:
+        """Whether it is a copy on local shapes, as a sum over dims of one entry is, which torch leaves out."""
+        if not mine.inputs or mine.inputs[0] not in self.of:
+            return False
+        if mine.name != _SUM or mine.arguments[2:] != (True,) or mine.keywords:
+            return mine.name in _SAME
+        shape = self._local.values[self.of[mine.inputs[0]]].shape
+        dims: tuple[int, ...] = mine.arguments[1]
+        return all(shape[dim] == 1 for dim in dims)
+
+    def pair(self, mine: Operation, its: Operation) -> None:
+        self.of |= {a: b for a, b in zip(mine.outputs, its.outputs, strict=True) if a is not None and b is not None}
+
+    def skip(self, copy: Operation) -> None:
+        self.of |= {output: self.of[copy.inputs[0]] for output in copy.outputs if output is not None}
+
+    def skip_local(self, copy: Operation) -> None:
+        self._originals |= {o: self._original(copy.inputs[0]) for o in copy.outputs if o is not None}
+
+    def makes_the_same(self) -> bool:
+        results = [*zip(self._whole.results, self._local.results, strict=False)]
+        return len(self._whole.results) == len(self._local.results) and all(
+            mine is its or (mine is not None and its is not None and self._same(mine, its)) for mine, its in results
+        )
 
 
 def _numbers(node: Operation) -> object:
@@ -127,12 +209,7 @@ def _numbers(node: Operation) -> object:
     return [(type(held), held) for held in scalars(node)]
 
 
-def _same_constants(whole: BackwardGraph, local: BackwardGraph, node: Operation) -> bool:
-    for value in node.inputs:
-        mine, its = whole.values[value].numbers, local.values[value].numbers
-        if mine is not None and its is not None and not (mine.shape == its.shape and bool((mine == its).all())):
-            return False
-    return True
+_Way = tuple[tuple[Layout, ...], bool]  # the layouts of an operation's results, and whether these are terms
 
 
 @dataclass(slots=True)
@@ -142,7 +219,7 @@ class _Typing:
     given: CheckInput
     propagator: Propagator
     graph: BackwardGraph
-    local: BackwardGraph
+    local: Mapping[int, Value]
     demands: Sequence[tuple[int, Layout]]
     furthest: tuple[int, BackwardFault] = (-1, BackwardFault(""))
     values: tuple[LocalValue, ...] = field(init=False)
@@ -155,57 +232,89 @@ class _Typing:
         for value, held in layouts.items():
             if not self._fits(value, held):
                 return BackwardFault("it reads a value of a different shape on a rank's part")
-        return None if self._extend(0, layouts) else self.furthest[1]
+        terms = frozenset(value for value in self.graph.arriving if _has_terms(layouts[value]))
+        return None if self._extend(0, layouts, terms) else self.furthest[1]
 
-    def _extend(self, position: int, layouts: dict[int, Layout]) -> bool:
+    def _extend(self, position: int, layouts: dict[int, Layout], terms: frozenset[int]) -> bool:
         if position == len(self.graph.body):
-            return self._finish(layouts)
+            return self._finish(layouts, terms)
         node = self.graph.body[position]
         made = [output for output in node.outputs if output is not None]
-        ways = self._ways(node, layouts)
+        ways = self._ways(node, layouts, terms)
         if isinstance(ways, str):
             self._note(position, BackwardFault(f"{node.name} {ways}", node))
             return False
         tried = False
-        for way in ways:
+        for way, is_term in ways:
             outputs = [held for output, held in zip(node.outputs, way, strict=True) if output is not None]
             if not all(self._fits(output, held) for output, held in zip(made, outputs, strict=True)):
                 continue
             tried = True
-            if self._extend(position + 1, layouts | dict(zip(made, outputs, strict=True))):
+            found = layouts | dict(zip(made, outputs, strict=True))
+            if self._extend(position + 1, found, terms.union(made) if is_term else terms.difference(made)):
                 return True
         if not tried:
             self._note(position, BackwardFault(f"{node.name} makes a different shape on a rank's part", node))
         return False
 
-    def _finish(self, layouts: dict[int, Layout]) -> bool:
+    def _finish(self, layouts: dict[int, Layout], terms: frozenset[int]) -> bool:
         for result, demanded in self.demands:
             held = layouts.get(result, REPLICATED)
+            reason = ""
             if not self._same(held, demanded, self.graph.values[result].shape):
                 reason = f"a gradient that it makes is {_in_words(held)}, where it should be {_in_words(demanded)}"
+            elif _has_terms(demanded) and result not in terms:
+                reason = "a gradient that it makes is whole on each of the ranks that share it, which would add it up"
+            if reason:
                 self._note(len(self.graph.body), BackwardFault(reason))
                 return False
         return True
 
-    def _ways(self, node: Operation, layouts: dict[int, Layout]) -> list[tuple[Layout, ...]] | str:
+    def _ways(self, node: Operation, layouts: dict[int, Layout], terms: frozenset[int]) -> list[_Way] | str:
         operands = {value: layouts.get(value, REPLICATED) for value in (*node.inputs, *node.overwritten)}
         if node.name in _SAME:
-            return [(operands[node.inputs[0]],)]
+            return [((operands[node.inputs[0]],), node.inputs[0] in terms)]
         made = OperationNode(
             node.target, node.arguments, tuple(node.keywords.items()), node.inputs, node.outputs, node.overwritten, None
         )
+        rule = rule_of(node.name)
+        derived = rule is not None and rule.derived  # linear in the gradients, and sums over what it lacks
+        summed = [] if derived else self._terms(made, operands, terms)
+        if not derived and not terms.isdisjoint(operands):
+            return summed or "isn't linear in a gradient that is still to be summed over the ranks that share it"
         answer = self.propagator.outcomes(made, self.values, operands.__getitem__)
         if isinstance(answer, Refusal):
-            return answer.reason
-        ways = [outcome.outputs for outcome in answer]
+            return summed or answer.reason
+        ways = [(outcome.outputs, derived) for outcome in answer] + summed
         replicated = all(held.is_replicated for held in operands.values())
         if node.name in FILLS or node.name in _LIKE or (node.name == EXPAND and replicated):
-            ways += [(held,) for output in node.outputs if output is not None for held in self._splits(output, layouts)]
+            filled = [h for output in node.outputs if output is not None for h in self._splits(output, layouts)]
+            ways += [((held,), False) for held in filled]
+        if node.name in ZEROS:
+            ways += [(way, True) for way, _ in ways if _has_terms(way[0])]
         return ways
+
+    def _terms(self, node: OperationNode, operands: Mapping[int, Layout], terms: Set[int]) -> list[_Way]:
+        """The ways in which it makes terms, of such or of what the ranks with one part share out."""
+        shared = {held.packs[0].replicas for held in operands.values() if held.within}
+        if (terms.isdisjoint(operands) and not shared) or node.overwritten:
+            return []
+        among: dict[int, Layout] = {}
+        for value, held in operands.items():
+            if held.is_sharded and not held.has_replicas:
+                return []
+            among[value] = PARTIAL if value in terms else sharded(held.next_dim) if held.within else REPLICATED
+        inside = Propagator(max(shared, default=self.given.size), self.given.batch)
+        answer = inside.outcomes(node, self.values, among.__getitem__)
+        if isinstance(answer, Refusal) or not any(all(h == PARTIAL for h in way.outputs) for way in answer):
+            return []
+        parts = {value: replace(held, within=()) for value, held in operands.items()}
+        found = self.propagator.outcomes(node, self.values, parts.__getitem__)
+        return [] if isinstance(found, Refusal) else [(outcome.outputs, True) for outcome in found]
 
     def _splits(self, output: int, layouts: dict[int, Layout]) -> Iterator[Layout]:
         """The ways in which a value that each rank makes for itself may be a part, by its local shape."""
-        whole, local = self.graph.values[output].shape, self.local.values[output].shape
+        whole, local = self.graph.values[output].shape, self.local[output].shape
         different = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=False)) if a != b]
         if len(different) == 1:
             known = {held for held in layouts.values() if held.dim == different[0]}
@@ -215,7 +324,7 @@ class _Typing:
         whole = self.graph.values[value].shape
         if held.dim is not None and held.dim >= len(whole):
             return False
-        return held.local_shape(whole, self.given.size, self.given.rank) == self.local.values[value].shape
+        return held.local_shape(whole, self.given.size, self.given.rank) == self.local[value].shape
 
     def _same(self, held: Layout, demanded: Layout, shape: tuple[int, ...]) -> bool:
         if held == demanded or held.dim is None or held.dim != demanded.dim:
@@ -228,6 +337,11 @@ class _Typing:
     def _note(self, position: int, fault: BackwardFault) -> None:
         if position > self.furthest[0]:
             self.furthest = (position, fault)
+
+
+def _has_terms(held: Layout) -> bool:
+    """Whether the gradient of a value that lies so is partial among the ranks that hold the same of it."""
+    return held.has_replicas and not held.within
 
 
 def _local_value(value: Value) -> LocalValue:

@@ -7,6 +7,7 @@ out: the rules that couldn't be tried, with the reason, for the program to say; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,37 +16,77 @@ from torch import Tensor
 from tpplan.compat import OpOverload, schema_argument_names
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
-from tpplan.compiler.rules.declared import operands_of, result_terms, told_sizes
-from tpplan.ops.declared import OperatorRuleError, check_rule, rule_of
+from tpplan.compiler.rules.declared import operands_of, result_terms, rules_of, told_sizes
+from tpplan.ops.declared import OperatorRuleError, check_rule
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.functions import SPACE
-from tpplan.ops.trial import Call, ClaimError, Operand, tried
+from tpplan.ops.trial import DRAWS, Call, ClaimError, Operand, tried
 from tpplan.plan import Diagnostic, Plan, Severity
 from tpplan.plan.operator_rule import OperatorRule
 from tpplan.plan.positions import SourceText
 from tpplan.plan.suggest import did_you_mean
 
-_known: dict[object, str] = {}
+_held: set[object] = set()  # the trials whose claims all hold
 
 
-def try_rules(trace: Trace, layouts: Mapping[int, Layout], device: torch.device, ranks: int) -> tuple[str, ...]:
-    """Try the rules on which layouts lean; those that couldn't be, each with its reason.
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A rule, and a call of its operator on which a program leans.
+
+    Attributes:
+        name: of the operator.
+        known: what tells the call from others.
+        ranks: how many share out the call.
+    """
+
+    name: str
+    rule: OperatorRule
+    known: object
+    call: Call
+    ranks: int
+
+    def __call__(self, device: torch.device) -> str:
+        """Try it, once a process; why that can't be done, or "".
+
+        Raises:
+            OperatorRuleError: TP151 for a rule that isn't true.
+        """
+        if (self.known, device.type) in _held:
+            return ""
+        try:
+            failed = tried(self.rule, self.call, device, self.ranks)
+        except ClaimError as error:
+            raise OperatorRuleError([_untrue(self.name, self.rule, str(error))]) from error
+        if not failed:
+            _held.add((self.known, device.type))
+        return failed
+
+
+def try_rules(
+    trace: Trace, layouts: Mapping[int, Layout] | None, device: torch.device, ranks: int
+) -> dict[str, Trial | None]:
+    """Try the rules on which layouts lean, or all; of those that couldn't be, what is assumed and the reason.
+
+    With each comes what may be tried elsewhere; None where no device changes the reason.
 
     Raises:
         OperatorRuleError: TP151 for a rule that isn't true.
     """
-    found: list[str] = []
-    for operation, rule, values in _leaned_on(trace, layouts):
+    found: dict[str, Trial | None] = {}
+    for operation, rule, values in _leaned_on(trace, layouts, ranks):
+        if rule.derived:
+            continue
         name = operation.target.name().removesuffix(".default")
-        if not rule.derived:
+        if not rule.placed:
             check_rule(name, rule, None)  # it may have been defined after its rule
         try:
-            failed = _tried(rule, operation, values, device, ranks)
+            trial = _trial(name, rule, operation, values, ranks)
         except ClaimError as error:
             raise OperatorRuleError([_untrue(name, rule, str(error))]) from error
+        failed = trial(device)
         if failed:
-            found.append(f"{name}: {rule.text} ({failed})")
-    return tuple(dict.fromkeys(found))
+            found[f"{name}: {rule.text} ({failed})"] = trial if rule.audit and failed != DRAWS else None
+    return found
 
 
 def _untrue(name: str, rule: OperatorRule, why: str) -> Diagnostic:
@@ -54,7 +95,9 @@ def _untrue(name: str, rule: OperatorRule, why: str) -> Diagnostic:
         message=f"the rule of `{name}` isn't true: {why}",
         span=SourceText.of(f"the rule of {name}", rule.text).span(0, len(rule.text)),
         label="isn't true",
-        help="mark what each rank needs whole with `!`, what is summed with `+`",
+        help="leave this sharding out of what `register_sharding` is given"
+        if rule.placed
+        else "mark what each rank needs whole with `!`, what is summed with `+`",
     )
 
 
@@ -80,8 +123,10 @@ def unused_rules(plan: Plan, trace: Trace) -> Iterator[Diagnostic]:
 Leaned = tuple[Operation, OperatorRule, Sequence[Value]]
 
 
-def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
+def _leaned_on(trace: Trace, layouts: Mapping[int, Layout] | None, ranks: int) -> Iterator[Leaned]:
     def is_split(values: Iterable[int | None]) -> bool:
+        if layouts is None:
+            return True
         return any(not layouts.get(value, REPLICATED).is_replicated for value in values if value is not None)
 
     def leans(node: Operation) -> bool:  # on the shapes and dtypes that a function's rule tells, in any case
@@ -93,14 +138,11 @@ def _leaned_on(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Leaned]:
         bodies = [(own, trace.values), *((graph.body, graph.values) for graph in inside)]
         for body, values in bodies:
             for node in body:
-                rule = rule_of(node.name)
-                if rule is not None:
+                for rule in rules_of(node, values, ranks) or ():
                     yield node, rule, values
 
 
-def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], device: torch.device, ranks: int) -> str:
-    if rule.derived:
-        return ""
+def _trial(name: str, rule: OperatorRule, operation: Operation, values: Sequence[Value], ranks: int) -> Trial:
     held = operands_of(operation, rule)
     operands = [
         None
@@ -120,18 +162,14 @@ def _tried(rule: OperatorRule, operation: Operation, values: Sequence[Value], de
         for term, value in zip(result_terms(rule, operation), operation.outputs, strict=True)
         if value is not None
     ]
-    key = (operation.target.name(), rule, tuple(operands), repr(_numbers(operation)), str(device), ranks)
-    if key not in _known:
-        run = _Run(operation, [value for _, _, value in held])
-        call = Call(
-            run,
-            tuple(operands),
-            tuple(dims for dims, _ in results),
-            tuple(values[output].dtype for output in operation.outputs if output is not None),
-            sizes_of([*shapes, *results], told_sizes(rule, operation)),
-        )
-        _known[key] = tried(rule, call, device, ranks)
-    return _known[key]
+    call = Call(
+        _Run(operation, [value for _, _, value in held]),
+        tuple(operands),
+        tuple(dims for dims, _ in results),
+        tuple(values[output].dtype for output in operation.outputs if output is not None),
+        sizes_of([*shapes, *results], told_sizes(rule, operation)),
+    )
+    return Trial(name, rule, (name, rule, call.operands, repr(_numbers(operation)), ranks), call, ranks)
 
 
 def _numbers(operation: Operation) -> list[Any]:
@@ -163,4 +201,4 @@ class _Run:
         return [self._filled(item, given) for item in held] if isinstance(held, tuple) else held  # pyright: ignore
 
 
-__all__ = ["try_rules", "unused_rules"]
+__all__ = ["Trial", "try_rules", "unused_rules"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tpplan.compat import OpOverload, schema_defaults, schema_keywords
-from tpplan.ops.declared import rule_of
+from tpplan.ops.shardings import has_rule
 
 Kind = Literal[
     "entrywise", "along", "reduction", "product", "view", "arrangement", "picking", "random", "new", "kernel",
@@ -169,7 +169,7 @@ def lookup(name: str) -> Operator | None:
     The kernels of tpplan have rules of their own beside them (`tpplan.kernels`), audited there.
     """
     known = TABLE.get(name) or (_KERNEL if name.startswith(_PACKAGE) else None)
-    return _DECLARED if known is None and rule_of(name) is not None else known
+    return _DECLARED if known is None and has_rule(name) else known
 
 
 @functools.cache

@@ -17,11 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from tpplan.compat import schema_argument_names, tensor_arguments
+from torch.distributed.tensor.placement_types import Replicate
+
+from tpplan.compat import OperatorMeta, schema_argument_names, tensor_arguments
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Operation, Reference, Value
+from tpplan.ops.declared import rule_of
 from tpplan.ops.dims import dims_of, sizes_of
+from tpplan.ops.shardings import ShardingCall, TensorArgument, is_placed, rules_of_shardings
 from tpplan.plan.operator_rule import Dim, OperatorRule, Term, flattened
 
 Entries = tuple[int, ...] | range  # a range wherever they are one, as sequences may be long
@@ -50,6 +54,62 @@ def operands_of(node: OperationNode | Operation, rule: OperatorRule) -> list[tup
     return list(zip(names, flattened(terms, lengths), values, strict=True))
 
 
+def rules_of(
+    node: OperationNode | Operation, values: Sequence[LocalValue] | Sequence[Value], size: int
+) -> tuple[OperatorRule, ...] | None:
+    """The rules of an operation, each by itself true: one of the user's, or what torch was told; None without any.
+
+    Raises:
+        OperatorRuleError: TP022 for what torch was told, and can't be read.
+    """
+    rule = rule_of(node.name)
+    if rule is not None or not is_placed(node.target):
+        return None if rule is None else (rule,)
+    keywords = dict(node.keywords)
+    given = dict(zip(schema_argument_names(node.target), node.arguments, strict=False)) | keywords
+    tensors: list[TensorArgument] = []
+    for name in tensor_arguments(node.target)[0]:
+        held: Any = given.get(name)
+        shapes = [_shape(values, i.identifier) if isinstance(i, Reference) else None for i in _listed_of(held)]
+        tensors.append(TensorArgument(name, (*shapes,), isinstance(held, tuple)))
+    call = ShardingCall(
+        node.target, _described(node.arguments, values), (*((n, _described(k, values)) for n, k in keywords.items()),),
+        (*tensors,), tuple(None if o is None else _shape(values, o) for o in node.outputs),
+    )  # fmt: skip
+    return rules_of_shardings(call, size)
+
+
+def _shape(values: Sequence[LocalValue] | Sequence[Value], value: int) -> tuple[int, ...]:
+    return (*map(int, values[value].shape),)
+
+
+def _listed_of(held: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", held) if isinstance(held, tuple) else (held,)
+
+
+def _described(held: Any, values: Sequence[LocalValue] | Sequence[Value]) -> Any:
+    if isinstance(held, Reference):
+        value = values[held.identifier]
+        return OperatorMeta(_shape(values, held.identifier), (*map(int, value.stride),), value.dtype, Replicate())
+    return tuple(_described(item, values) for item in _listed_of(held)) if isinstance(held, tuple) else held
+
+
+def layouts_by_rules(
+    rules: Sequence[OperatorRule],
+    node: OperationNode,
+    values: Sequence[LocalValue],
+    layouts: Mapping[int, Layout],
+    size: int,
+) -> tuple[Layout, ...] | str:
+    """The layouts of the results by the first rule that tells them; a text tells why there are none."""
+    found: tuple[Layout, ...] | str = "has no sharding that splits it, by what `register_sharding` was given"
+    for rule in rules:
+        found = declared_layouts(rule, node, values, layouts, size)
+        if not isinstance(found, str):
+            return found
+    return found if len(rules) < 2 else "isn't split in a way that `register_sharding` was told"
+
+
 def declared_layouts(
     rule: OperatorRule, node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], size: int
 ) -> tuple[Layout, ...] | str:
@@ -63,11 +123,15 @@ def declared_layouts(
 def _results(
     rule: OperatorRule, node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], size: int
 ) -> Iterator[Layout]:
-    if rule.random or _argument(node, rule.draws):
+    if _argument(node, rule.draws):
         raise _NoLayoutError("draws random numbers, the same on each rank")
     operands = [(name, term, value) for name, term, value in operands_of(node, rule) if value is not None]
     partial = [name for name, _, value in operands if layouts[value].forward == "P"]
     split = [(term, value) for _, term, value in operands if layouts[value].is_sharded]
+    gradients = [layouts[value] for name, _, value in operands if name == "gradients"] if rule.derived else []
+    if partial and not split and len(gradients) == len(partial) and all(held.forward == "P" for held in gradients):
+        yield from (PARTIAL for _ in node.outputs)  # what differentiates is linear in all of them together
+        return
     if partial:
         if split or len(partial) > 1 or partial[0] not in rule.linear:
             raise _NoLayoutError(f"isn't linear in {partial[0]} by its rule, and would need the sum over the ranks")
@@ -76,6 +140,12 @@ def _results(
     if any(term.dims is None for term, _ in split):
         raise _NoLayoutError("needs all of an argument that is split, as its rule has `_` there")
     named = [(dims_of(term, len(values[v].shape)), v) for _, term, v in operands if term.dims is not None]
+    for dims, value in named:
+        held = layouts[value]
+        own = () if held.dim is None else dims[held.dim].names
+        whole = next((name for name in own if name in rule.whole), None)
+        if whole is not None:
+            raise _NoLayoutError(dict(rule.reasons).get(whole) or f"needs all of `{whole}` by its rule, which is split")
     results = [(term, o) for term, o in zip(result_terms(rule, node), node.outputs, strict=True)]
     shapes = [(dims, values[v].shape) for dims, v in named]
     shapes += [
@@ -100,7 +170,8 @@ def _results(
         place = next((i for i, dim in enumerate(dims) if any(name in parted for name in dim.names)), None)
         summed = [name for name in parted if name not in term_names(dims)]
         if summed and place is None:
-            yield PARTIAL
+            has_gradient = values[output].dtype.is_floating_point or values[output].dtype.is_complex
+            yield PARTIAL if has_gradient or not rule.derived else REPLICATED  # zeros, of a mask
             continue
         if summed and not (rule.derived and _is_shared_out(summed, term_names(dims), ranks, counts)):
             raise _NoLayoutError("would be a sum over parts of one dim, and split by another")
@@ -284,4 +355,12 @@ def _fits(held: Layout, shape: tuple[int, ...], parts: Sequence[Sequence[Entries
     return all(_held(held, shape, size, rank) == list(parts[rank]) for rank in range(size))
 
 
-__all__ = ["declared_layouts", "operands_of", "result_terms", "told_sizes", "with_local_sizes"]
+__all__ = [
+    "declared_layouts",
+    "layouts_by_rules",
+    "operands_of",
+    "result_terms",
+    "rules_of",
+    "told_sizes",
+    "with_local_sizes",
+]

@@ -41,16 +41,16 @@ from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
 from tpplan.compiler.rules import packed
 from tpplan.compiler.rules.classes import class_layouts, sums_rows
-from tpplan.compiler.rules.declared import declared_layouts
+from tpplan.compiler.rules.declared import layouts_by_rules, rules_of
 from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
-from tpplan.ops.declared import registering, rule_of
+from tpplan.ops.declared import registering
 
 _COPY = "aten.copy_.default"
 NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
-_ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
+ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
 _SLICE = "aten.slice.Tensor"
 _COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clone", "_to_copy"))
 _END = sys.maxsize
@@ -363,10 +363,10 @@ class Propagator:
                 return tuple(items)
             return argument
 
-        rule = rule_of(node.name)
-        if rule is not None:
+        rules = rules_of(node, values, self.size)
+        if rules is not None:
             plain = {i: in_packs(held, values[i].shape) for i, held in layouts.items()}
-            made = declared_layouts(rule, node, values, plain, self.size)
+            made = layouts_by_rules(rules, node, values, plain, self.size)
             return Refusal("communication", made, tuple(layouts.items())) if isinstance(made, str) else made
         if node.name in _FOURIER:
             return _of_fourier(node, layouts)
@@ -537,7 +537,7 @@ def _unread_gradient(node: OperationNode, values: Sequence[LocalValue]) -> list[
 def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
     """Zeros are the sum of every rank's zeros: partial products may be added to them before they are reduced."""
     output = next((o for o in node.outputs if o is not None), None)
-    if node.name not in _ZEROS or output is None:
+    if node.name not in ZEROS or output is None:
         return []
     made = values[output]
     return [Outcome((PARTIAL,))] if made.dtype.is_floating_point and len(made.shape) > 1 else []
@@ -651,4 +651,16 @@ def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> t
     return (kept or tensors, *rest)
 
 
-__all__ = ["FILLS", "NEW", "PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "flat_heads", "in_packs", "tail_of"]
+__all__ = [
+    "FILLS",
+    "NEW",
+    "PARTIAL",
+    "ZEROS",
+    "Outcome",
+    "Propagator",
+    "Refusal",
+    "copies",
+    "flat_heads",
+    "in_packs",
+    "tail_of",
+]

@@ -278,9 +278,9 @@ def _record(
     placed: dict[str, Location | None] = {}
     try:
         with (
-            noting_modules(modules, placed), without_collection(), nothing_compiled(), recorder, ConstantWatcher(recorder),
-            torch.set_grad_enabled(recorder.records), without_packing(), warnings.catch_warnings(),
-            recorder.chances.followed(recorder.compared),
+            noting_modules(modules, placed), without_collection(), nothing_compiled(), recorder,
+            ConstantWatcher(recorder), torch.set_grad_enabled(recorder.records), without_packing(),
+            warnings.catch_warnings(), recorder.chances.followed(recorder.compared),
         ):  # fmt: skip
             warnings.simplefilter("ignore")
             if state.boundary is None:

@@ -20,9 +20,11 @@ from tpplan.compat import OpOverload, is_random, schema_defaults
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Drawn, Draws
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
+from tpplan.ops.declared import rule_of
 
 DRAWN_BY_SHAPE = ("aten::rand", "aten::normal_", "aten::uniform_", "aten::exponential_", "aten::bernoulli")
 """How operators begin that take one number of the stream for each entry, whatever their operands' numbers are."""
+_OF_TORCH = frozenset(("aten", "prims", "tpplan"))
 _SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
 
@@ -37,7 +39,8 @@ def is_draw(operator: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[
         # An operator lives as long as the process, and its own hash is computed in Python.
         switches = _known[id(operator)] = _switches(operator)
     if switches is _NEVER:
-        return False
+        rule = rule_of(str(operator)) if operator.namespace not in _OF_TORCH else None
+        return rule is not None and rule.random
     for position, name, default in switches:
         held = arguments[position] if position < len(arguments) else keywords.get(name, default)
         if held is not None and not held:

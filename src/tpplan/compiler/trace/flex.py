@@ -10,7 +10,7 @@ tensors that they read are operands, and by which index each dim of these is tol
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,7 @@ def record_flex_attention(
             call["value"],
             (*listed, *read.tensors()),
             (*own, *(tuple(dims) for dims in read.dims.values())),
-            frozenset(read.counted),
+            read.counted,
             "\n".join(texts),
             "\n".join(plain),
         )
@@ -75,11 +75,9 @@ def record_flex_attention(
 
 
 def _dims_of_mask(listed: Tensor, shape: Sequence[int]) -> tuple[str, ...]:
-    """By which index the dims of what a block mask lists are told: those of size 1 are for all entries of the batch,
-    or all heads."""
-    names = [
-        name if size != 1 or size == count else "" for name, size, count in zip((BATCH, HEAD), listed.shape, shape)
-    ]
+    """By which index the dims of what a block mask lists are told: one of size 1 is for all of the batch, or heads."""
+    known = zip((BATCH, HEAD), listed.shape, shape, strict=False)
+    names = [name if size != 1 or size == count else "" for name, size, count in known]
     return (*names, *("" for _ in listed.shape[2:]))[: listed.dim()]
 
 
@@ -90,19 +88,21 @@ class _Read:
     Attributes:
         scalars: the score and the indices, by value.
         dims: of each tensor that is read, by value: which index tells each of its dims; "" for all of it.
-        counted: the indices of which a function reads the number.
+        counted: the indices of which a function reads the number, with that function.
     """
 
     recorder: Recorder
     mode: TorchFunctionMode
     scalars: dict[int, str]
     dims: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
-    counted: set[str] = field(default_factory=set[str])
+    counted: dict[str, str] = field(default_factory=dict[str, str])
+    _name_of: str = ""
     _made: dict[int, _Part | None] = field(default_factory=dict[int, "_Part | None"])
     _told: dict[_Part, str] = field(default_factory=dict["_Part", str])
 
     def follow(self, name: str, function: Callable[..., Tensor], given: Sequence[Tensor]) -> str:
         """Run a function, and say in words what it computes."""
+        self._name_of = name
         with self.recorder.aside() as aside, self.mode, torch.no_grad():
             result = flex_function(function, given)
         if aside.calls or aside.branches:
@@ -176,11 +176,15 @@ class _Read:
 
     def _read(self, values: Sequence[int]) -> None:
         """Note that the numbers of some values are read: of indices, and of what is left of tensors."""
-        self.counted |= {self.scalars.get(value, "") for value in values} & _SPLIT
+        self._note_counted(self.scalars.get(value, "") for value in values)
         for part in map(self._part, values):
             for dim in () if part is None else part[1]:
                 assert part is not None
                 self._tell(part[0], dim, "")
+
+    def _note_counted(self, indices: Iterable[str]) -> None:
+        for index in _SPLIT.intersection(indices):
+            self.counted.setdefault(index, self._name_of)
 
     def _tell(self, owner: int, dim: int, index: str) -> None:
         """Note by which index a dim is told; where another told it, or a number, all of it is read."""
@@ -188,7 +192,7 @@ class _Read:
         dims = self.dims.setdefault(owner, ["" for _ in self.recorder.values[owner].shape])
         known = self._told.setdefault((owner, (dim,)), index)
         if known != index:
-            self.counted |= {known, index} & _SPLIT
+            self._note_counted((known, index))
         dims[dim] = index if known == index else ""
 
 
