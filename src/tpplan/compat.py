@@ -210,6 +210,7 @@ __all__ = [
     "without_function_modes",
     "without_packing",
     "wrapper_like",
+    "written_tensors",
 ]
 
 COMPOSED = frozenset((STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
@@ -830,6 +831,18 @@ def schema_mutates(operator: OpOverload) -> tuple[int, ...]:
         for position, argument in enumerate(operator._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@functools.cache
+def written_tensors(operator: OpOverload) -> tuple[int, ...]:
+    """Of the tensor arguments of an operator of others that it writes to and doesn't return: which they are."""
+    if operator.namespace in ("aten", "prims", "c10d_functional", "_c10d_functional"):
+        return ()
+    names, _ = tensor_arguments(operator)
+    held = operator._schema.arguments
+    returned = {found.alias_info is not None and found.alias_info.is_write for found in operator._schema.returns}
+    written = [held[place].name for place in schema_mutates(operator)] if True not in returned else []
+    return tuple(names.index(name) for name in written if name in names)
 
 
 def qualified_name(packet: OpOverloadPacket) -> str:

@@ -122,7 +122,7 @@ FLASH: dict[str, tuple[Any, dict[str, Any], int, dict[str, int]]] = {
     "one key a rank": (lambda: Flash(8, 2), HEADS, 2, {"all-reduce": 1}),
     "keys that ranks share": (lambda: Flash(8, 2), HEADS, 4, {"all-reduce": 2}),
     "slopes": (lambda: Flash(8, 4, slopes=True), SLOPES, 2, {"all-reduce": 1}),
-    "one key": (lambda: Flash(8, 1), HEADS, 2, {"all-gather": 2, "all-reduce": 1}),
+    "one key": (lambda: Flash(8, 1), HEADS, 2, {"all-reduce": 2}),
 }
 
 

@@ -20,7 +20,7 @@ _QUERY, _KEY, _STATISTICS = "b s! (k g) d!", "b t! k d!", "b (k g) s!"
 _ROWS, _KEY_ROWS, _ROW_STATISTICS = "s! (k g) d!", "t! k d!", "(k g) s!"  # of sequences one behind the other
 _HEADS, _ENDS = "(k g)", "n!, m!"
 _TEXTS: dict[str, tuple[str, frozenset[int], str]] = {
-    # the rule; which results say nothing of the call; the argument that lets it draw random numbers
+    # The rule; which results have sizes of their own, or say nothing of the call; by which argument it draws numbers.
     "torch_attn::_varlen_attn": (
         f"{_ROWS}, {_KEY_ROWS}, {_KEY_ROWS}, {_ENDS} -> {_ROWS}, {_ROW_STATISTICS}, ()", frozenset((2,)), ""
     ),

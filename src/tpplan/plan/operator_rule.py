@@ -76,7 +76,7 @@ class OperatorRule:
         sizes: arguments that count a dim, with its name.
         random: whether it draws random numbers, each rank those of its part.
         audit: whether it may be tried.
-        own: the results that each rank has for itself, as they say nothing of the call: states of generators.
+        own: the results of which some sizes are their own, or that say nothing of the call: states of generators.
         reasons: why names are whole, where there is more to say than that the rule has them so.
         draws: the argument that lets it draw random numbers, where it isn't 0.
         derived: whether it follows from another rule, which is tried, or from what others say of their operator.

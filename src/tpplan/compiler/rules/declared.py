@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from torch.distributed.tensor.placement_types import Replicate
 
-from tpplan.compat import OperatorMeta, schema_argument_names, tensor_arguments
+from tpplan.compat import OperatorMeta, schema_argument_names, tensor_arguments, written_tensors
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Operation, Reference, Value
@@ -143,7 +143,7 @@ def _results(
     for dims, value in named:
         held = layouts[value]
         own = () if held.dim is None else dims[held.dim].names
-        whole = next((name for name in own if name in rule.whole), None)
+        whole = own[0] if own and rule.whole.issuperset(own) else None
         if whole is not None:
             raise _NoLayoutError(dict(rule.reasons).get(whole) or f"needs all of `{whole}` by its rule, which is split")
     results = [(term, o) for term, o in zip(result_terms(rule, node), node.outputs, strict=True)]
@@ -160,7 +160,7 @@ def _results(
     if lacking is not None:
         raise _NoLayoutError(f"needs all of `{lacking}` by its rule, which is split")
     for number, (term, output) in enumerate(results):
-        if number in rule.own or (rule.derived and output is not None and not _has_gradient(values[output])):
+        if output is not None and number in rule.own and len(term.dims or ()) != len(values[output].shape):
             yield REPLICATED
             continue
         if output is None or term.dims is None:  # the gradient of an argument that is whole
@@ -178,17 +178,20 @@ def _results(
         if place is None:
             yield REPLICATED
             continue
-        parts = [[_entries(dim, held, counts) for dim in dims] for held in ranks]
+        split_dims = [any(name in parted for name in dim.names) for dim in dims]
+        parts = [
+            [
+                _entries(dim, held, counts) if is_split else range(count)
+                for dim, is_split, count in zip(dims, split_dims, shape, strict=True)
+            ]
+            for held in ranks
+        ]
         sources = [layouts[value] for _, value in split]
         candidates = _candidates(place, shape, sources, values, split)
         found = next((held for held in candidates if _fits(held, shape, parts, size)), None)
         if found is None or (summed and not found.has_replicas):
             raise _NoLayoutError("makes a result of parts that no layout describes")
         yield found
-
-
-def _has_gradient(value: LocalValue) -> bool:
-    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def _argument(node: OperationNode, name: str) -> Any:
@@ -251,12 +254,13 @@ def with_local_sizes(
 
 
 def result_terms(rule: OperatorRule, node: OperationNode | Operation) -> tuple[Term, ...]:
-    """The terms of an operation's results."""
+    """The terms of an operation's results, and of the arguments that it writes to."""
     if len(rule.results) == 1 and rule.results[0].items:
         return tuple(flattened(rule.results, (len(node.outputs),)))
-    if len(rule.results) != len(node.outputs):
+    written = tuple(rule.operands[i] for i in written_tensors(node.target)) if rule.operands else ()
+    if len(rule.results) + len(written) != len(node.outputs):
         raise _NoLayoutError(f"returns {len(node.outputs)} tensors, and its rule has terms for {len(rule.results)}")
-    return rule.results
+    return (*rule.results, *written)
 
 
 def _names_on(

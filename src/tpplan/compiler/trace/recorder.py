@@ -31,10 +31,13 @@ from tpplan.compat import (
     random_state,
     run_as_written,
     runs_as_written,
+    schema_argument_names,
     schema_mutates,
     schema_returns_view,
     set_random_state,
     sizes_by_numbers,
+    tensor_arguments,
+    written_tensors,
 )
 from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.operators import lookup
@@ -399,6 +402,11 @@ class Recorder(RecordingMode):
             and any([self.values[identifier].differentiable for identifier in inputs])
         )
         overwritten: tuple[int, ...] = ()
+        if kept := written_tensors(func):  # what it writes to and doesn't return is another value from there on
+            names = tensor_arguments(func)[0]
+            given = dict(zip(schema_argument_names(func), args, strict=False)) | keywords
+            targets = [given.get(names[place]) for place in kept]
+            made = [*made, *((t, _geometry_of(t) if isinstance(t, Tensor) else None) for t in targets)]
         if written:
             target = args[written[0]] if written[0] < len(args) else next(iter(keywords.values()))
             targets = [target] if isinstance(target, Tensor) else [t for t in target if isinstance(t, Tensor)]
