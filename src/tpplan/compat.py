@@ -179,6 +179,7 @@ __all__ = [
     "set_random_state",
     "skip_frame",
     "storage_key",
+    "take_as_constant",
     "takes_apart",
     "takes_device",
     "tensor_arguments",
@@ -1717,6 +1718,11 @@ def count_as_compiled() -> None:
 def graph_break(reason: str) -> None:
     """In code that Dynamo reads: run the call that leads here as it is."""
     torch._dynamo.graph_break(msg=reason)  # pyright: ignore
+
+
+def take_as_constant(function: Callable[..., Any]) -> None:
+    """Have Dynamo call `function` as it is, and put its result into the graph; torch's decorator imports Dynamo."""
+    cast("Any", function)._dynamo_marked_constant = True
 
 
 def traced_all_reduce(tensor: Tensor, group: str) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from tpplan import kernels
 from tpplan.compiler.ir.program import KernelUse, Program, dtype_name
+from tpplan.kernels.thresholds import Kernel
 
 Stock = Callable[..., Any]
 Body = Callable[[Stock, tuple[Any, ...], dict[str, Any]], Any]
@@ -39,6 +40,12 @@ def active_uses(program: Program, device: torch.device) -> dict[str, KernelUse]:
             stacklevel=2,
         )
     return {}
+
+
+def threshold_of(use: KernelUse) -> Kernel:
+    """Which threshold holds for a use."""
+    is_variant = use.kind == "rms_norm" and (use.offset != 0.0 or use.cast == "before")
+    return "rms_norm_variant" if is_variant else cast(Kernel, use.kind)
 
 
 def body_of(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Body:
@@ -165,4 +172,4 @@ def _approximate(use: KernelUse) -> Literal["none", "tanh"]:
     return "tanh" if use.approximate == "tanh" else "none"
 
 
-__all__ = ["Body", "Fused", "active_uses", "body_of", "fused_norms", "without_bias"]
+__all__ = ["Body", "Fused", "active_uses", "body_of", "fused_norms", "threshold_of", "without_bias"]
