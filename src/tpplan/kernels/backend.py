@@ -97,7 +97,7 @@ def check_choice(backend: str) -> None:
         raise KernelArgumentError(f"there is no backend {backend!r}; choose from auto, triton, torch")
 
 
-def takes_kernel(kernel: Kernel, tensor: Tensor, backend: Choice) -> bool:
+def takes_kernel(kernel: Kernel, tensor: Tensor, backend: Choice, elements: int | None = None) -> bool:
     """As `choose`, for a tensor at hand, quickly, and so that torch.compile can follow it."""
     if backend != "auto":
         check_choice(backend)
@@ -106,7 +106,8 @@ def takes_kernel(kernel: Kernel, tensor: Tensor, backend: Choice) -> bool:
     if backend == "triton" or INTERPRETED:
         return True
     wide, gradients = tensor.dtype == torch.float32, torch.is_grad_enabled()
-    return tensor.numel() >= minimum_elements(kernel, wide, gradients, tensor.device.index)
+    count = tensor.numel() if elements is None else elements
+    return count >= minimum_elements(kernel, wide, gradients, tensor.device.index)
 
 
 def runs_kernels(tensor: Tensor) -> bool:

@@ -41,6 +41,8 @@ def what_text(use: KernelUse) -> str:
         return f"{use.kind} of {made}"
     if use.kind == "bias_gelu":
         return f"bias_gelu, with the bias of {use.parts[0].rpartition('.')[2]}"
+    if use.kind == "cross_entropy":
+        return "cross_entropy"
     details = [f"eps {use.eps:g}"] if use.kind.endswith("norm") else [use.approximate or "none"]
     details += [f"weight + {use.offset:g}"] if use.offset else []
     return f"{use.kind} ({', '.join(details)})"

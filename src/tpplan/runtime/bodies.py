@@ -28,7 +28,7 @@ from tpplan.runtime.dispatch import DispatchBody
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
 from tpplan.runtime.inside import Inside
-from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
+from tpplan.runtime.kernels import Body, active_uses, body_of, choice_of, fused_norms, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.parameters import (
@@ -101,6 +101,8 @@ def prepare(
     steps = _Steps(axis, context, twice)
     found: list[Prepared] = []
     class_bodies = OpenClassBodies()
+    losses = {use.module: use for use in program.kernels if use.kind == "cross_entropy"}
+    taken, uses = uses, {name: use for name, use in uses.items() if name not in losses}
     specs = _with_kernels(program, uses, modules)
     readers_of = Counter(
         (id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads}
@@ -116,7 +118,7 @@ def prepare(
         body = without_bias(spec.transposed, module) if left else None
         kept = tuple(_kept(spec, modules, placements, steps))
         runtime = ModuleRuntime(
-            label=_label(spec, placements, use),
+            label=_label(spec, placements, taken.get(spec.name)),
             axis=axis,
             entries=tuple(s for r in spec.entries for s in _entries(module, r, steps(r, place=_place(spec, r, True)))),
             exits=tuple(s for r in spec.exits for s in _exits(r, steps(r, fresh, _place(spec, r, False)))),
@@ -126,7 +128,7 @@ def prepare(
             parts=tuple((*_owner(modules, n), _apart(r) if kept else r) for n, r in reads if n in buffers),
             kept=kept,
             borrowed=tuple(held for held in owners if readers_of[id(held[0]), held[1]] > 1),
-            classes=ClassBody(class_bodies, spec.class_calls, axis, quoted(spec.name))
+            classes=ClassBody(class_bodies, spec.class_calls, axis, quoted(spec.name), choice_of(losses.get(spec.name)))
             if spec.class_calls or spec.counted_apart
             else None,
             random=random.get(spec.name),

@@ -50,6 +50,7 @@ from tpplan.compiler.ir.class_reductions import (
 )
 from tpplan.compiler.ir.look_ups import LOOK_UP, LOOK_UP_FUNCTIONS, LOOK_UP_NAMES, LOOK_UPS
 from tpplan.compiler.ir.program import ClassCalls, SplitClasses
+from tpplan.kernels.backend import Choice
 from tpplan.plan import TpplanError
 from tpplan.runtime import class_reductions, classes, look_ups
 from tpplan.runtime.classes import ClassPart, Loss
@@ -95,12 +96,13 @@ class OpenClassBodies:
 class ClassBody:
     """A context for a body that makes such calls, or that another calls which does."""
 
-    def __init__(self, bodies: OpenClassBodies, calls: ClassCalls, axis: Communicator, where: str) -> None:
-        """Be the body of the module `where`, with these calls."""
+    def __init__(
+        self, bodies: OpenClassBodies, calls: ClassCalls, axis: Communicator, where: str, backend: Choice = "auto"
+    ) -> None:
+        """Be the body of the module `where`, with these calls; `backend` is what losses take."""
         self._bodies = bodies
         self._calls = calls
-        self._axis = axis
-        self._where = where
+        self._of = axis, where, backend
 
     @property
     def makes_calls(self) -> bool:
@@ -109,7 +111,7 @@ class ClassBody:
 
     def __enter__(self) -> None:
         """Count from here."""
-        self._bodies.enter(_Counter(self._calls, self._axis, self._where) if self._calls else None)
+        self._bodies.enter(_Counter(self._calls, *self._of) if self._calls else None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -135,11 +137,12 @@ def unseen() -> Generator[None]:
 class _Counter(TorchFunctionMode):
     """Counts a body's calls, and runs those on split classes."""
 
-    def __init__(self, calls: ClassCalls, axis: Communicator, where: str) -> None:
+    def __init__(self, calls: ClassCalls, axis: Communicator, where: str, backend: Choice) -> None:
         super().__init__()
         self._calls = calls
         self._axis = axis
         self._where = where
+        self._backend: Choice = backend
         self._number = 0
         self._asleep = False
         named = {call.function for call in calls if call is not None}
@@ -187,7 +190,7 @@ class _Counter(TorchFunctionMode):
         self._number += 1
         if planned is None:
             return None
-        part = ClassPart(self._axis, planned.classes)
+        part = ClassPart(self._axis, planned.classes, backend=self._backend)
         if planned.function != name or part.count != size:
             expected = f"calls `{planned.function}` on a rank's {part.count} of {planned.classes}"
             raise ClassCallError(self._where, f"calls `{name}` on {size} classes", expected)

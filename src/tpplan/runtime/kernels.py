@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from tpplan import kernels
 from tpplan.compiler.ir.program import KernelUse, Program, dtype_name
+from tpplan.kernels.backend import Choice
 from tpplan.kernels.thresholds import Kernel
 
 Stock = Callable[..., Any]
 Body = Callable[[Stock, tuple[Any, ...], dict[str, Any]], Any]
-Choice = Literal["auto", "triton", "torch"]
 
 
 def active_uses(program: Program, device: torch.device) -> dict[str, KernelUse]:
@@ -70,7 +70,7 @@ def body_of(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module])
 def _layer_norm(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
     def compute(x: Tensor) -> Tensor:
         weight, bias = _held(module, use.weight), _held(module, use.bias)
-        return kernels.layer_norm(x, x.shape[-use.dims :], weight, bias, use.eps, backend=_choice(use))
+        return kernels.layer_norm(x, x.shape[-use.dims :], weight, bias, use.eps, backend=choice_of(use))
 
     return compute
 
@@ -80,18 +80,18 @@ def _rms_norm(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module
 
     def compute(x: Tensor) -> Tensor:
         weight, shape = _held(module, use.weight), x.shape[-use.dims :]
-        return kernels.rms_norm(x, shape, weight, use.eps, offset=use.offset, cast=cast, backend=_choice(use))
+        return kernels.rms_norm(x, shape, weight, use.eps, offset=use.offset, cast=cast, backend=choice_of(use))
 
     return compute
 
 
 def _gelu(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    return lambda x: kernels.gelu(x, _approximate(use), backend=_choice(use))
+    return lambda x: kernels.gelu(x, _approximate(use), backend=choice_of(use))
 
 
 def _bias_gelu(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
     linear = modules[use.parts[0]]
-    return lambda x: kernels.bias_gelu(x, linear.bias, _approximate(use), backend=_choice(use))  # pyright: ignore
+    return lambda x: kernels.bias_gelu(x, linear.bias, _approximate(use), backend=choice_of(use))  # pyright: ignore
 
 
 def _gated(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
@@ -100,8 +100,8 @@ def _gated(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) 
 
     def gate(one: Tensor, other: Tensor) -> Tensor:
         if use.kind == "swiglu":
-            return kernels.swiglu(one, other, backend=_choice(use))
-        return kernels.geglu(one, other, _approximate(use), backend=_choice(use))
+            return kernels.swiglu(one, other, backend=choice_of(use))
+        return kernels.geglu(one, other, _approximate(use), backend=choice_of(use))
 
     def compute(x: Tensor) -> Tensor:
         if use.halves is None:
@@ -164,12 +164,13 @@ def _held(module: nn.Module, name: str | None) -> Tensor | None:
     return None if name is None else getattr(module, name)
 
 
-def _choice(use: KernelUse) -> Choice:
-    return "triton" if use.choice == "triton" else "auto"
+def choice_of(use: KernelUse | None) -> Choice:
+    """What the plan says of a use; "auto" without one."""
+    return "auto" if use is None else cast(Choice, use.choice)
 
 
 def _approximate(use: KernelUse) -> Literal["none", "tanh"]:
     return "tanh" if use.approximate == "tanh" else "none"
 
 
-__all__ = ["Body", "Fused", "active_uses", "body_of", "fused_norms", "threshold_of", "without_bias"]
+__all__ = ["Body", "Fused", "active_uses", "body_of", "choice_of", "fused_norms", "threshold_of", "without_bias"]

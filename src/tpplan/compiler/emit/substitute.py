@@ -21,6 +21,7 @@ from torch import nn
 
 from tpplan.compat import has_hooks
 from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.emit.class_calls import losses
 from tpplan.compiler.emit.unused_kernels import SAID
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED
@@ -69,7 +70,22 @@ def substitute(
             uses[use.module] = replace(known, refused="its calls compute different things")
         elif calls[use.module] > 1 and use.parts and not use.refused:
             uses[use.module] = replace(known, refused="it is called several times")
+    for use in _losses(given):
+        known = uses.setdefault(use.module, use)
+        if known.refused and not use.refused:
+            uses[use.module] = use
     return tuple(uses.values())
+
+
+def _losses(given: _Given) -> Iterator[KernelUse]:
+    """Cross entropies over split classes, by the module whose body computes them."""
+    for module, node, split in losses(given.flow.trace, given.assignment):
+        choice = given.plan.kernel_choice(KernelKind.CROSS_ENTROPY, module)
+        refused = "" if split else "its classes aren't split (`output: shard` for the rule of the head splits them)"
+        refused = refused if node.arguments[2] is None else "its classes have weights"
+        dtype = dtype_name(given.flow.trace.values[node.inputs[0]].dtype)
+        refused = SAID if choice is KernelChoice.TORCH else refused
+        yield KernelUse(module, str(KernelKind.CROSS_ENTROPY), str(choice), dtype, refused)
 
 
 def _uses(instance: Instance, given: _Given) -> Iterator[KernelUse]:

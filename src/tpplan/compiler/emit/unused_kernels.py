@@ -23,7 +23,6 @@ SAID = "the plan says `torch`"
 """Why a candidate isn't replaced whose rule says so."""
 _BY_HAND = {
     KernelKind.RESIDUAL_NORM: "`tpplan.kernels.residual_rms_norm` and `residual_layer_norm` are",
-    KernelKind.CROSS_ENTROPY: "`tpplan.kernels.cross_entropy` is",
 }
 
 
