@@ -34,7 +34,8 @@ def unused(choices: str) -> list[Diagnostic]:
 @pytest.mark.parametrize(
     ("choice", "why"),
     [
-        ("residual_norm: triton", "no body of a model is replaced by it"),
+        ("residual_norm: triton", "isn't a sum in the body of the module that calls it"),
+        ("residual_norm: torch", "only where the plan says `triton`"),
         ("cross_entropy: torch", NOWHERE),
         ("rms_norm: triton", NOWHERE),
         ("rms_norm: torch", NOWHERE),

@@ -43,6 +43,8 @@ def what_text(use: KernelUse) -> str:
         return f"bias_gelu, with the bias of {use.parts[0].rpartition('.')[2]}"
     if use.kind == "cross_entropy":
         return "cross_entropy"
+    if use.kind == "residual_norm":
+        return f"residual_norm (eps {use.eps:g}), with the sum in {use.parts[0] or 'the model'}"
     details = [f"eps {use.eps:g}"] if use.kind.endswith("norm") else [use.approximate or "none"]
     details += [f"weight + {use.offset:g}"] if use.offset else []
     return f"{use.kind} ({', '.join(details)})"

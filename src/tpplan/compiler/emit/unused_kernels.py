@@ -3,7 +3,7 @@
 in:  the plan's choices, and every candidate with what became of it
 out: TP150 for a choice that changes nothing
 
-    residual_norm: triton   ->   no body is one: it is for calling by hand
+    residual_norm: triton   ->   no norm reads a sum that the body around it makes
     layer_norm: triton      ->   no module that it holds for computes a LayerNorm; or: no GPU, so torch's operations run
 
 `auto` asks for nothing, and is never reported.
@@ -21,9 +21,7 @@ from tpplan.plan import Diagnostic, KernelChoice, KernelKind, KernelRule, Plan
 
 SAID = "the plan says `torch`"
 """Why a candidate isn't replaced whose rule says so."""
-_BY_HAND = {
-    KernelKind.RESIDUAL_NORM: "`tpplan.kernels.residual_rms_norm` and `residual_layer_norm` are",
-}
+_FUSED = (KernelKind.BIAS_GELU, KernelKind.RESIDUAL_NORM)
 
 
 def unused_kernels(plan: Plan, uses: Sequence[KernelUse], device: torch.device | None) -> Iterator[Diagnostic]:
@@ -44,11 +42,11 @@ def unused_kernels(plan: Plan, uses: Sequence[KernelUse], device: torch.device |
 
 def _reason(plan: Plan, rule: KernelRule, uses: Sequence[KernelUse], device: torch.device) -> str:
     """Why a rule changes nothing; empty if it does."""
-    if rule.kind in _BY_HAND:
-        return f"no body of a model is replaced by it, {_BY_HAND[rule.kind]} for calling by hand"
     ruled = [use for use in uses if plan.kernel_rule(rule.kind, use.module) is rule]
     held = [use for use in ruled if use.kind == rule.kind]
-    unfused = [use.note for use in ruled if rule.kind is KernelKind.BIAS_GELU and use.note]
+    unfused = [use.note for use in ruled if rule.kind in _FUSED and use.note]
+    if rule.choice is KernelChoice.TORCH and rule.kind is KernelKind.RESIDUAL_NORM:
+        return "a norm and the sum before it are put together only where the plan says `triton`"
     if rule.choice is KernelChoice.TORCH:
         heeded = any(use.refused == SAID for use in held) or any(note.endswith(SAID) for note in unfused)
         return "" if heeded else _nowhere(rule, [use.refused for use in held] + unfused)

@@ -1,0 +1,136 @@
+"""Residual norms: a sum in a body and the norm that reads it, by one kernel.
+
+in:  a `KernelUse` of kind `residual_norm`
+out: what the sum is replaced by in the body that makes it, and the norm's own body
+
+    s = x + residual            computes norm(s) as well, and keeps it
+    y = norm(s)                 takes what was kept, if s is that very tensor and nothing has written to it
+
+So a body is computed right whatever becomes of the sum: a norm that gets anything else runs its own forward. A compiled
+body is left as it is: its compiler puts the two together itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tpplan import kernels
+from tpplan.compat import is_traced, own_parameters, without_tensor_classes
+from tpplan.compiler.ir.program import KernelUse, dtype_name
+from tpplan.runtime.averaging import DataParallelError
+from tpplan.runtime.kernels import Stock
+
+Reader = Callable[[Tensor], Tensor]
+
+ADDITIONS: frozenset[Any] = frozenset((torch.add, Tensor.add))
+"""The functions by which torch calls a sum of two tensors."""
+
+
+class _Kept(NamedTuple):
+    """A sum, its version with the settings that it was computed under, and the norm of it."""
+
+    sum: Tensor
+    made_under: tuple[int | None, tuple[bool, bool]]
+    norm: Tensor
+
+
+class ResidualNorm:
+    """One norm of a sum.
+
+    Attributes:
+        use: what the program says of it.
+    """
+
+    def __init__(self, use: KernelUse, module: nn.Module, readers: Mapping[str, Reader]) -> None:
+        """Compute `module` by `use`; `readers` give the model's parameters by qualified name."""
+        self.use = use
+        self._module = module
+        self._readers = readers
+        self._open = False
+        self._kept: _Kept | None = None
+        self._warned = False
+
+    def begin(self) -> None:
+        """The body that makes the sum begins."""
+        self._open, self._kept = True, None
+
+    def end(self) -> None:
+        """The body that makes the sum ends."""
+        self._open, self._kept = False, None
+
+    def serves(self, a: Tensor, b: Tensor) -> bool:
+        """Whether the proof speaks of a sum of these."""
+        return dtype_name(torch.promote_types(a.dtype, b.dtype)) == self.use.dtype
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """The sum, with the norm computed and kept."""
+        try:
+            weight, bias = (self._parameter(name) for name in (self.use.weight, self.use.bias))
+        except DataParallelError:  # a unit of its own, which isn't put together yet
+            return a + b
+        with without_tensor_classes():
+            norm, total = self._compute(a, b, weight, bias)
+        self._kept = _Kept(total, (_version(total), _settings(total)), norm)
+        return total
+
+    def body(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The norm's body."""
+        if is_traced() or not self._open:
+            return stock(*args, **kwargs)
+        (x, *more), kept, self._kept = (*args, *kwargs.values()), self._kept, None
+        if kept is not None and not more and x is kept.sum and (_version(x), _settings(x)) == kept.made_under:
+            return kept.norm
+        self._tell(x)
+        return stock(*args, **kwargs)
+
+    def _compute(self, a: Tensor, b: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        use, shape = self.use, a.shape[-self.use.dims :]
+        if use.centred:
+            return kernels.residual_layer_norm(a, b, shape, weight, bias, use.eps, backend="triton")
+        cast: Literal["before", "after"] = "before" if use.cast == "before" else "after"
+        return kernels.residual_rms_norm(a, b, shape, weight, use.eps, offset=use.offset, cast=cast, backend="triton")
+
+    def _parameter(self, name: str | None) -> Tensor | None:
+        held = None if name is None else own_parameters(self._module)[name]
+        return None if held is None else self._readers[f"{self.use.module}.{name}"](held)
+
+    def _tell(self, x: Any) -> None:
+        """Say once that it wasn't fused, though it was proved of a call like this."""
+        proved = isinstance(x, Tensor) and dtype_name(x.dtype) == self.use.dtype
+        if proved and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"`{self.use.module}` isn't computed together with the sum before it, as `residual_norm: triton` asks: "
+                "it didn't get the sum as its caller made it (a hook or other code stands between)",
+                stacklevel=2,
+            )
+
+
+def residual_norms(
+    uses: Mapping[str, KernelUse],
+    modules: Mapping[str, nn.Module],
+    readers: Mapping[str, Reader],
+) -> dict[str, list[ResidualNorm]]:
+    """By the module whose body makes their sums, the norms of `uses` that are fused with these."""
+    found: dict[str, list[ResidualNorm]] = {}
+    for name, use in uses.items():
+        if use.kind == "residual_norm":
+            found.setdefault(use.parts[0], []).append(ResidualNorm(use, modules[name], readers))
+    return found
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _settings(tensor: Tensor) -> tuple[bool, bool]:
+    device = tensor.device.type
+    return torch.is_grad_enabled(), device != "meta" and torch.is_autocast_enabled(device)
+
+
+__all__ = ["ADDITIONS", "ResidualNorm", "residual_norms"]
