@@ -11,7 +11,7 @@ from tests.compiler.toys import HIDDEN, MLP, X
 from tpplan import kernels
 from tpplan.plan import Diagnostic
 
-NOWHERE = "computes what the kernel does"
+NOWHERE = "no body in the model, of those that this holds for, computes "
 
 
 class Model(nn.Module):

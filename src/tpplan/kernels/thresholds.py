@@ -6,7 +6,7 @@ out: a number of elements of the first argument, from which on `auto` takes the 
 A small tensor is done before the host has launched the next operator, so that a call costs what its launch costs, and
 aten's is shorter. From which size on a kernel gains depends on the device, its host, torch and triton: `tpplan bench
 kernels --tune` measures it, and `measured.py` keeps it. Until then the sizes are guesses, from a launch of about 10 µs
-and 3 TB/s.
+and 3 TB/s (`kinds.py`): what torch does by several operators saves launches at any size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 from typing import Literal, cast, get_args
 
 from tpplan.compat import take_as_constant
+from tpplan.kernels.kinds import KINDS
 from tpplan.kernels.measured import Measured, measured_on
 
 Kernel = Literal[
@@ -35,8 +36,7 @@ KERNELS = cast(tuple[Kernel, ...], get_args(Kernel))
 CASES = ("16-bit forward", "16-bit step", "32-bit forward", "32-bit step")
 """What is measured of each kernel: by the width of the dtype, a forward without gradients and one with its backward."""
 
-# What torch does by several operators saves launches at any size.
-_GUESSES: dict[Kernel, int] = {**dict.fromkeys(KERNELS, 0), "layer_norm": 1 << 20, "gelu": 1 << 20}
+_GUESSES = {name: elements for kind in KINDS.values() for name, elements in kind.guesses.items()}
 _NEVER = 1 << 62
 
 

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tpplan import kernels
 from tpplan.compat import is_traced, own_parameters, without_tensor_classes
 from tpplan.compiler.ir.program import KernelUse, dtype_name
+from tpplan.kernels.kinds import KINDS
+from tpplan.plan import KernelKind
 from tpplan.runtime.averaging import DataParallelError
 from tpplan.runtime.kernels import Stock
 
 Reader = Callable[[Tensor], Tensor]
+
+_launch: Any = KINDS[KernelKind.RESIDUAL_NORM].launch
 
 ADDITIONS: frozenset[Any] = frozenset((torch.add, Tensor.add))
 """The functions by which torch calls a sum of two tensors."""
@@ -74,7 +77,7 @@ class ResidualNorm:
         except DataParallelError:  # a unit of its own, which isn't put together yet
             return a + b
         with without_tensor_classes():
-            norm, total = self._compute(a, b, weight, bias)
+            norm, total = _launch(self.use, a, b, weight, bias)
         self._kept = _Kept(total, (_version(total), _settings(total)), norm)
         return total
 
@@ -87,13 +90,6 @@ class ResidualNorm:
             return kept.norm
         self._tell(x)
         return stock(*args, **kwargs)
-
-    def _compute(self, a: Tensor, b: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        use, shape = self.use, a.shape[-self.use.dims :]
-        if use.centred:
-            return kernels.residual_layer_norm(a, b, shape, weight, bias, use.eps, backend="triton")
-        cast: Literal["before", "after"] = "before" if use.cast == "before" else "after"
-        return kernels.residual_rms_norm(a, b, shape, weight, use.eps, offset=use.offset, cast=cast, backend="triton")
 
     def _parameter(self, name: str | None) -> Tensor | None:
         held = None if name is None else own_parameters(self._module)[name]

@@ -17,11 +17,11 @@ import torch
 
 from tpplan import kernels
 from tpplan.compiler.ir.program import KernelUse
-from tpplan.plan import Diagnostic, KernelChoice, KernelKind, KernelRule, Plan
+from tpplan.kernels.kinds import KINDS
+from tpplan.plan import Diagnostic, KernelChoice, KernelRule, Plan
 
 SAID = "the plan says `torch`"
 """Why a candidate isn't replaced whose rule says so."""
-_FUSED = (KernelKind.BIAS_GELU, KernelKind.RESIDUAL_NORM)
 
 
 def unused_kernels(plan: Plan, uses: Sequence[KernelUse], device: torch.device | None) -> Iterator[Diagnostic]:
@@ -44,9 +44,9 @@ def _reason(plan: Plan, rule: KernelRule, uses: Sequence[KernelUse], device: tor
     """Why a rule changes nothing; empty if it does."""
     ruled = [use for use in uses if plan.kernel_rule(rule.kind, use.module) is rule]
     held = [use for use in ruled if use.kind == rule.kind]
-    unfused = [use.note for use in ruled if rule.kind in _FUSED and use.note]
-    if rule.choice is KernelChoice.TORCH and rule.kind is KernelKind.RESIDUAL_NORM:
-        return "a norm and the sum before it are put together only where the plan says `triton`"
+    unfused = [use.note for use in ruled if KINDS[rule.kind].joins and use.note]
+    if rule.choice is KernelChoice.TORCH and KINDS[rule.kind].asked:
+        return "the kernel is taken only where the plan says `triton`"
     if rule.choice is KernelChoice.TORCH:
         heeded = any(use.refused == SAID for use in held) or any(note.endswith(SAID) for note in unfused)
         return "" if heeded else _nowhere(rule, [use.refused for use in held] + unfused)
@@ -58,7 +58,8 @@ def _reason(plan: Plan, rule: KernelRule, uses: Sequence[KernelUse], device: tor
 
 def _nowhere(rule: KernelRule, reasons: Sequence[str]) -> str:
     where = "the model" if rule.pattern is None else f"what `{rule.pattern}` matches"
-    return next(iter(reasons), f"no body in {where}, of those that this holds for, computes what the kernel does")
+    what = KINDS[rule.kind].replaces
+    return next(iter(reasons), f"no body in {where}, of those that this holds for, computes {what}")
 
 
 __all__ = ["SAID", "unused_kernels"]
