@@ -100,29 +100,33 @@ class _Rank:
         self.rank = rank
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_the_numbers_and_gradients_of_a_rank_are_those_of_torch_s_operators(smoothing: float) -> None:
-    """Also of logits that are far apart, and of a rank whose logits are all -inf: it has no say in the maximum."""
+def told_by_ranks(kernel: bool, smoothing: float, device: str) -> list[Tensor]:
+    """What two ranks tell of rows, the rows' sums, and each rank's gradients.
+
+    Of logits that are far apart, and of a rank whose logits are all -inf: it has no say in the maximum.
+    """
     torch.manual_seed(1)
     whole = torch.randn(5, 12)
     whole[0] *= 80
     whole[1] -= 300
     whole[2, :6] = -300 if smoothing else -torch.inf
     whole[3, 6:] = -1e4
-    labels = torch.tensor([3, 7, 11, 2, -100])
+    labels = torch.tensor([3, 7, 11, 2, -100], device=device)
     kept = labels != -100
-    every: dict[bool, list[Tensor]] = {}
-    for kernel in (True, False):
-        rows = [Rows(ClassPart(_Rank(r), 12), labels, kept, None, smoothing, kernel) for r in (0, 1)]  # pyright: ignore
-        parts, some = whole.chunk(2, 1), slice(0, 5)
-        numbers = [row.numbers(5, torch.float32, whole.device) for row in rows]
-        for row, number, part in zip(rows, numbers, parts, strict=True):
-            row.note(number, some, part)
-        told = torch.stack(numbers)
-        sums = Sums(*joined(told[:, 0], told[:, 1]))
-        shares = [row.shares(torch.arange(1.0, 6), torch.zeros(5)) for row in rows]
-        made = zip(rows, parts, shares, strict=True)
-        gradients = [row.gradient(part, sums, share, some)[kept] for row, part, share in made]
-        every[kernel] = [told[:, :, kept], sums.logsum[kept], *gradients]
-    for ours, stock in zip(every[True], every[False], strict=True):
+    rows = [Rows(ClassPart(_Rank(r), 12), labels, kept, None, smoothing, kernel) for r in (0, 1)]  # pyright: ignore
+    parts, some = [part.contiguous().to(device) for part in whole.chunk(2, 1)], slice(0, 5)
+    numbers = [row.numbers(5, torch.float32, labels.device) for row in rows]
+    for row, number, part in zip(rows, numbers, parts, strict=True):
+        row.note(number, some, part)
+    told = torch.stack(numbers)
+    sums = Sums(*joined(told[:, 0], told[:, 1]))
+    given = torch.arange(1.0, 6, device=device), torch.zeros(5, device=device)
+    made = zip(rows, parts, (row.shares(*given) for row in rows), strict=True)
+    gradients = [row.gradient(part, sums, share, some)[kept] for row, part, share in made]
+    return [told[:, :, kept], sums.logsum[kept], *gradients]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_numbers_and_gradients_of_a_rank_are_those_of_torch_s_operators(smoothing: float) -> None:
+    for ours, stock in zip(*(told_by_ranks(kernel, smoothing, "cpu") for kernel in (True, False)), strict=True):
         torch.testing.assert_close(ours, stock)

@@ -211,7 +211,7 @@ def test_a_norm_that_gets_another_tensor_computes_its_own_and_says_so_once(launc
     norm.begin()
     total = norm.add(a, b)
     torch.testing.assert_close(norm.body(pytest.fail, (total,), {}), module(a + b))
-    changes: list[Callable[[Tensor], Tensor]] = [lambda x: x * 2, lambda x: x.add_(1), lambda x: x.view_as(x)]
+    changes: list[Callable[[Tensor], Tensor]] = [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.view_as(x)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for change in changes:
