@@ -170,6 +170,7 @@ __all__ = [
     "run_as_written",
     "runs_as_written",
     "runs_backward",
+    "saving_hook",
     "schema_argument_names",
     "schema_defaults",
     "schema_keywords",
@@ -943,6 +944,12 @@ def packs_saved_tensors(also_of_torch: bool = False) -> object:
     pack = None if hooks is None else hooks[0]
     foreign = "torch.utils.checkpoint." if also_of_torch else "torch."
     return None if f"{getattr(pack, '__module__', None)}.".startswith(foreign) else pack
+
+
+def saving_hook() -> object:
+    """The innermost hook on what autograd saves for the backward, a checkpoint's or any other; None without one."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def is_checkpointed() -> bool:

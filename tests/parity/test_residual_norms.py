@@ -193,6 +193,36 @@ def test_blocks_that_are_computed_again_in_the_backward(reentrant: bool, launche
     assert launched["residual_rms_norm"] == 4
 
 
+class Parts(Block):
+    """Checkpoints a part of its body: what begins with the norm, or what ends with the sum."""
+
+    def __init__(self, head: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.head, self.reentrant = head, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.begin, x, use_reentrant=self.reentrant) if self.head else self.begin(x)
+        tail = self.end(x) if self.head else checkpoint(self.end, x, use_reentrant=self.reentrant)
+        return x + tail
+
+    def begin(self, x: Tensor) -> Tensor:
+        return x + self.mix(self.first(x))
+
+    def end(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.second(x)).relu())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("head", [True, False])
+def test_a_checkpoint_between_the_sum_and_the_norm(head: bool, reentrant: bool, launched: Counter[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock, sharded = both(in_blocks(Parts(head, reentrant)))
+        with fake_process_group(1):
+            compared(stock, sharded)
+            compared(stock, sharded)
+
+
 def test_a_hook_that_changes_what_the_norm_gets_is_proved_anew(launched: Counter[str]) -> None:
     stock, sharded = both(Stack())
     for model in (stock, sharded):
@@ -217,9 +247,9 @@ def test_a_norm_that_gets_another_tensor_computes_its_own_and_says_so_once(launc
         for change in changes:
             x = change(norm.add(a, b).detach())
             torch.testing.assert_close(norm.body(module, (x,), {}), module(x))
+        assert norm.serves(a, b)
         with torch.no_grad():
-            total = norm.add(a, b)
-        assert norm.body(module, (total,), {}).requires_grad  # under other settings than the sum
+            assert not norm.serves(a, b)  # inside of what records no gradients, as a checkpoint
         norm.end()
         assert norm.body(lambda x: "the module's own", (total,), {}) == "the module's own"
         torch.testing.assert_close(norm.body(module, (a,), {}), module(a))  # called alone

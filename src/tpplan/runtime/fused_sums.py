@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import is_traced, own_parameters, without_tensor_classes
+from tpplan.compat import is_traced, own_parameters, saving_hook, without_tensor_classes
 from tpplan.compiler.ir.program import KernelUse, dtype_name
 from tpplan.kernels.kinds import KINDS
 from tpplan.plan import KernelKind
@@ -35,10 +35,10 @@ ADDITIONS: frozenset[Any] = frozenset((torch.add, Tensor.add))
 
 
 class _Kept(NamedTuple):
-    """A sum, its version with the settings that it was computed under, and the norm of it."""
+    """A sum, its version, whether its operations were cast, and the norm of it."""
 
     sum: Tensor
-    made_under: tuple[int | None, tuple[bool, bool]]
+    state: tuple[int | None, bool]
     norm: Tensor
 
 
@@ -54,21 +54,21 @@ class ResidualNorm:
         self.use = use
         self._module = module
         self._readers = readers
-        self._open = False
+        self._begun: tuple[bool, object] | None = None
         self._kept: _Kept | None = None
         self._warned = False
 
     def begin(self) -> None:
         """The body that makes the sum begins."""
-        self._open, self._kept = True, None
+        self._begun, self._kept = _saving(), None
 
     def end(self) -> None:
         """The body that makes the sum ends."""
-        self._open, self._kept = False, None
+        self._begun, self._kept = None, None
 
     def serves(self, a: Tensor, b: Tensor) -> bool:
-        """Whether the proof speaks of a sum of these."""
-        return dtype_name(torch.promote_types(a.dtype, b.dtype)) == self.use.dtype
+        """Whether the proof speaks of a sum of these, which isn't inside of a checkpoint of a part of the body."""
+        return self._begun == _saving() and dtype_name(torch.promote_types(a.dtype, b.dtype)) == self.use.dtype
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum, with the norm computed and kept."""
@@ -78,15 +78,15 @@ class ResidualNorm:
             return a + b
         with without_tensor_classes():
             norm, total = _launch(self.use, a, b, weight, bias)
-        self._kept = _Kept(total, (_version(total), _settings(total)), norm)
+        self._kept = _Kept(total, _state(total), norm)
         return total
 
     def body(self, stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The norm's body."""
-        if is_traced() or not self._open:
+        if is_traced() or self._begun is None:
             return stock(*args, **kwargs)
         (x, *more), kept, self._kept = (*args, *kwargs.values()), self._kept, None
-        if kept is not None and not more and x is kept.sum and (_version(x), _settings(x)) == kept.made_under:
+        if kept is not None and not more and x is kept.sum and _state(x) == kept.state and self._begun == _saving():
             return kept.norm
         self._tell(x)
         return stock(*args, **kwargs)
@@ -97,12 +97,12 @@ class ResidualNorm:
 
     def _tell(self, x: Any) -> None:
         """Say once that it wasn't fused, though it was proved of a call like this."""
-        proved = isinstance(x, Tensor) and dtype_name(x.dtype) == self.use.dtype
+        proved = isinstance(x, Tensor) and not x.is_meta and dtype_name(x.dtype) == self.use.dtype
         if proved and not self._warned:
             self._warned = True
             warnings.warn(
                 f"`{self.use.module}` isn't computed together with the sum before it, as `residual_norm: triton` asks: "
-                "it didn't get the sum as its caller made it (a hook or other code stands between)",
+                "it didn't get the sum as its caller made it (a hook, a checkpoint or other code stands between)",
                 stacklevel=2,
             )
 
@@ -120,13 +120,15 @@ def residual_norms(
     return found
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _saving() -> tuple[bool, object]:
+    """Whether gradients are recorded, and by what hook; both change inside of an activation checkpoint."""
+    return torch.is_grad_enabled(), saving_hook()
 
 
-def _settings(tensor: Tensor) -> tuple[bool, bool]:
+def _state(tensor: Tensor) -> tuple[int | None, bool]:
     device = tensor.device.type
-    return torch.is_grad_enabled(), device != "meta" and torch.is_autocast_enabled(device)
+    version = None if tensor.is_inference() else tensor._version
+    return version, device != "meta" and torch.is_autocast_enabled(device)
 
 
 __all__ = ["ADDITIONS", "ResidualNorm", "residual_norms"]
