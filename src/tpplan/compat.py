@@ -184,6 +184,7 @@ __all__ = [
     "run_flex_attention",
     "runs_as_written",
     "runs_backward",
+    "saving_hook",
     "schema_argument_names",
     "schema_defaults",
     "schema_keywords",
@@ -193,6 +194,7 @@ __all__ = [
     "set_random_state",
     "skip_frame",
     "storage_key",
+    "take_as_constant",
     "takes_apart",
     "takes_device",
     "tensor_arguments",
@@ -1010,6 +1012,12 @@ def packs_saved_tensors(also_of_torch: bool = False) -> object:
     pack = None if hooks is None else hooks[0]
     foreign = "torch.utils.checkpoint." if also_of_torch else "torch."
     return None if f"{getattr(pack, '__module__', None)}.".startswith(foreign) else pack
+
+
+def saving_hook() -> object:
+    """The innermost hook on what autograd saves for the backward, a checkpoint's or any other; None without one."""
+    hooks: Any = cast("Any", torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def is_checkpointed() -> bool:
@@ -1860,6 +1868,11 @@ def nothing_compiled() -> Generator[None]:
 def graph_break(reason: str) -> None:
     """In code that Dynamo reads: run the call that leads here as it is."""
     torch._dynamo.graph_break(msg=reason)  # pyright: ignore
+
+
+def take_as_constant(function: Callable[..., Any]) -> None:
+    """Have Dynamo call `function` as it is, and put its result into the graph; torch's decorator imports Dynamo."""
+    cast("Any", function)._dynamo_marked_constant = True
 
 
 def traced_all_reduce(tensor: Tensor, group: str) -> Tensor:

@@ -13,13 +13,13 @@ from tpplan.bench import kernels
 from tpplan.bench.kernels_plot import render_svg
 from tpplan.bench.kernels_subjects import COMPILED, EAGER, OURS, SUBJECTS, tensors_of
 from tpplan.bench.kernels_table import text_of
-from tpplan.kernels.thresholds import MINIMUM_ELEMENTS
+from tpplan.kernels.thresholds import KERNELS
 
 dry = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
 
 def test_every_kernel_is_a_subject_and_computes_what_it_is_held_against() -> None:
-    assert set(SUBJECTS) == set(MINIMUM_ELEMENTS)
+    assert set(SUBJECTS) == set(KERNELS)
     for name, subject in SUBJECTS.items():
         inputs = tensors_of(subject, 5, 32, torch.float32, "cpu")
         torch.testing.assert_close(subject.ours(*inputs), subject.eager(*inputs), msg=name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpplan import kernels
-from tpplan.kernels import arguments, backend, thresholds
+from tpplan.kernels import arguments, backend
 from tpplan.plan import TpplanError
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -39,10 +39,11 @@ def triton_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("triton_there")
-def test_on_a_gpu_the_size_decides_for_auto_alone() -> None:
-    small = thresholds.MINIMUM_ELEMENTS["layer_norm"] - 1
+def test_on_a_gpu_the_size_decides_for_auto_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "minimum_elements", lambda *asked: 1000)
+    small = 999
     assert kernels.choose("layer_norm", "cuda", elements=small).name == "torch"
-    assert str(small) in kernels.choose("layer_norm", "cuda", elements=small).reason
+    assert "of 999 elements; it pays from 1,000" in kernels.choose("layer_norm", "cuda", elements=small).reason
     assert kernels.choose("layer_norm", "cuda", elements=small + 1).name == "triton"
     assert kernels.choose("layer_norm", "cuda", elements=small, backend="triton").name == "triton"
     assert kernels.choose("layer_norm", "cuda", elements=small + 1, backend="torch").reason == "asked for"
@@ -57,11 +58,6 @@ def test_the_interpreter_takes_cpu_tensors_of_any_size(monkeypatch: pytest.Monke
     monkeypatch.setattr(backend, "TRITON_INSTALLED", True)
     monkeypatch.setattr(backend, "INTERPRETED", True)
     assert kernels.choose("layer_norm", "cpu", elements=1).name == "triton"
-
-
-def test_every_threshold_is_said_to_be_unmeasured() -> None:
-    assert not thresholds.MEASURED
-    assert "NOT YET MEASURED" in str(thresholds.__doc__)
 
 
 def test_importing_and_calling_need_no_triton() -> None:

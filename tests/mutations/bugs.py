@@ -297,4 +297,13 @@ BUGS = (
     Bug("input gradients aren't compared", "parity/compare.py",
         "errors = [relative_error(whole, torch.zeros_like(whole) if part is None else part, scale) for part in parts]",
         "errors = [0.0 for part in parts]", ("parity/test_planted_bugs.py",)),
+    # Kernels.
+    Bug("a norm takes what was computed of another tensor", "runtime/fused_sums.py",
+        "x is kept.sum and ", "", ("parity/test_residual_norms.py",)),
+    Bug("a norm takes what was computed before the sum was written to", "runtime/fused_sums.py",
+        "_state(x) == kept.state and ", "", ("parity/test_residual_norms.py",)),
+    Bug("a rank whose logits are all excluded counts in the maximum", "runtime/class_rows.py",
+        "torch.where(logsum == -torch.inf, -torch.inf, highest)", "highest", ("parity/test_kernel_losses.py",)),
+    Bug("thresholds of another device are taken", "kernels/measured.py",
+        "if held.get(key) != here:", "if False:", ("kernels/test_thresholds.py",)),
 )  # fmt: skip

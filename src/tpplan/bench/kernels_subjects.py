@@ -48,6 +48,11 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
 
+def _rms_norm_variant(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 def _residual_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual
     return _layer_norm(total, weight, bias), total
@@ -86,6 +91,14 @@ SUBJECTS: dict[Kernel, Subject] = {
     ),
     "rms_norm": Subject(
         _normalized(kernels.rms_norm, 1, 1e-6), _rms_norm, ("liger_rms_norm", (1e-6, 0.0, "gemma", False)), 2, 3, 1, 1
+    ),
+    "rms_norm_variant": Subject(
+        _normalized(partial(kernels.rms_norm, cast="before"), 1, 1e-6),
+        _rms_norm_variant,
+        ("liger_rms_norm", (1e-6, 0.0, "llama", False)),
+        2,
+        3,
+        vectors=1,
     ),
     "residual_layer_norm": Subject(
         _normalized(kernels.residual_layer_norm, 2), _residual_layer_norm, None, 4, 4, matrices=2, vectors=2

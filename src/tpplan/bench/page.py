@@ -14,7 +14,8 @@ _HEAD = """\
 
 Written by `tpplan bench --docs docs`; the raw figures are in [benchmarks/](benchmarks/). None of them needs a GPU: they
 measure what tpplan itself adds, on torch's fake process group, whose collectives return at once; those of checkpoints,
-of the loss, of training steps and of serving are of gloo processes.
+of the loss, of training steps and of serving are of gloo processes. Triton kernels are measured on a GPU, apart, and so
+is from which size on each pays: see [kernels.md](kernels.md).
 """
 _ABOUT = {
     "collectives": """\

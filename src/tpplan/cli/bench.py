@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from tpplan.cli.arguments import Subparsers
 
 _NAMES = ("collectives", "overhead", "loop", "compile", "checkpoint", "loss", "training", "serving", "requests")
+_KERNELS = "kernels"
 _PIPED_WIDTH = 160
 _EXAMPLES = """\
   tpplan bench                              all of them; takes minutes
   tpplan bench overhead --json figures.json
   tpplan bench compile --docs docs          write docs/benchmarks.md and docs/benchmarks/
+  tpplan bench kernels --tune               on a GPU: from which size on each Triton kernel pays
 """
 
 
@@ -33,7 +35,8 @@ def register(subparsers: Subparsers) -> None:
         "parallelize_module (overhead), and what a training loop does with gradients (loop), time the compiler on a "
         "model of 405B parameters (compile), load and save a checkpoint of 2 GiB (checkpoint), measure a loss over a "
         "split vocabulary (loss), and time training steps (training), generation (serving) and first requests "
-        "(requests) on two processes. Needs no GPU.",
+        "(requests) on two processes. None of them needs a GPU. `kernels --tune` does: it measures from which "
+        "number of elements on each Triton kernel is faster than torch's own operator, and keeps it for `auto`.",
         examples=_EXAMPLES,
     )
     parser.add_argument(
@@ -42,17 +45,20 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the raw figures there")
     parser.add_argument("--docs", metavar="FOLDER", type=Path, help="write benchmarks.md and benchmarks/ there")
     parser.add_argument("--quick", action="store_true", help="only try whether it runs; the figures mean nothing")
+    parser.add_argument("--tune", action="store_true", help="with `kernels`: measure and keep their thresholds")
     parser.set_defaults(run=run)
 
 
 def _name(text: str) -> str:
-    if text not in _NAMES:
+    if text not in (*_NAMES, _KERNELS):
         raise argparse.ArgumentTypeError(f"no benchmark is called {text!r}; choose from {', '.join(_NAMES)}")
     return text
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmarks one after the other, and show and write their figures."""
+    if arguments.tune or _KERNELS in arguments.benchmarks:
+        return _tune(arguments)
     from rich.console import Console
 
     from tpplan.bench.page import write_page
@@ -73,4 +79,23 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     if arguments.docs is not None:
         print(f"wrote {write_page(arguments.docs, results)}", file=sys.stderr)
+    return CLEAN
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    """Measure the thresholds of kernels on this machine, print them, and keep them."""
+    if not arguments.tune:
+        raise UsageError("for `kernels` add --tune; their speed is measured by `python -m tpplan.bench.kernels`")
+    if arguments.benchmarks != [_KERNELS] or arguments.json or arguments.docs or arguments.quick:
+        raise UsageError("--tune goes with `kernels` alone: `tpplan bench kernels --tune`")
+    from tpplan.bench.kernels_tune import text_of_thresholds, tune
+    from tpplan.bench.run import BenchmarkError
+
+    try:
+        found, notes = tune(lambda text: print(text, file=sys.stderr, flush=True))
+    except BenchmarkError as error:
+        raise UsageError(str(error)) from None
+    print(text_of_thresholds(found))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     return CLEAN

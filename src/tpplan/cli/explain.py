@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tpplan.cli.arguments import PLAN_HELP, add_command, add_model_arguments, add_text_format_argument, terminal_width
 from tpplan.cli.compile_model import compile_for, model_and_inputs
 from tpplan.cli.exit_codes import CLEAN, UsageError
+from tpplan.cli.explain_kernels import tell_of_kernels, where_it_pays
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,27 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(program)
     else:
         _print_text(program, wanted)
-        _tell_of_kernels(program)
+        tell_of_kernels(program)
     return CLEAN
-
-
-def _tell_of_kernels(program: Program) -> None:
-    """What the choice of kernels comes to on this machine."""
-    if not any(not use.refused for use in program.kernels):
-        return
-    from tpplan.kernels import available
-
-    device = "cuda" if torch_has_gpu() else "cpu"
-    here = available(device)
-    if here.name == "torch":
-        print(f"Here every module keeps its own operations: {here.reason}.", file=sys.stderr)
-
-
-def torch_has_gpu() -> bool:
-    """Whether torch finds a GPU."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _pattern(text: str) -> Pattern:
@@ -157,7 +139,7 @@ def _print_text(program: Program, wanted: Pattern | None) -> None:
 
     color, width = wants_color(sys.stdout), terminal_width()
     if wanted is None:
-        text = render_program(program, width=width, color=color)
+        text = render_program(program, width=width, color=color, where_it_pays=where_it_pays)
     else:
         text = render_why(program, wanted, width=width, color=color)
     print(encodable(text, sys.stdout.encoding))

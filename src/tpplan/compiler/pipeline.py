@@ -310,7 +310,9 @@ def _program(problem: Problem, placed: Placed, notes: Sequence[Diagnostic], aske
     kernels = (
         ()
         if flow.trace.takes_gradients
-        else substitute(modules, request.plan, flow, binding, placed.assignment, placed.instance)
+        else substitute(
+            modules, request.plan, flow, binding, placed.assignment, placed.instance, frozenset(learned.recorded)
+        )
     )
     findings += [] if request.partly else unused_kernels(request.plan, kernels, request.device)
     findings += [] if request.partly else unused_rules(request.plan, flow.trace)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpplan.kernels.errors import KernelArgumentError
-from tpplan.kernels.thresholds import MINIMUM_ELEMENTS, Kernel
+from tpplan.kernels.thresholds import KERNELS, Kernel, elements_text, minimum_elements, origin
 
 Choice = Literal["auto", "triton", "torch"]
 
@@ -57,20 +57,22 @@ def choose(
     dtype: torch.dtype = torch.float32,
     elements: int | None = None,
     backend: Choice = "auto",
+    gradients: bool | None = None,
 ) -> Backend:
     """The implementation that a call of `kernel` takes, and why.
 
     Args:
-        kernel: the function's name.
+        kernel: the function's name; "rms_norm_variant" for `rms_norm` with an offset or cast="before".
         device, dtype: of the first tensor.
         elements: how many it has; None leaves the size out of it.
         backend: what the caller asked for. "triton" falls back on torch where there is no kernel for the tensors.
+        gradients: whether a backward follows; None for what torch does now.
 
     Raises:
         KernelArgumentError: no such kernel, or no such backend.
     """
-    if kernel not in MINIMUM_ELEMENTS:
-        raise KernelArgumentError(f"there is no kernel {kernel!r}; choose from {', '.join(MINIMUM_ELEMENTS)}")
+    if kernel not in KERNELS:
+        raise KernelArgumentError(f"there is no kernel {kernel!r}; choose from {', '.join(KERNELS)}")
     check_choice(backend)
     if backend == "torch":
         return Backend("torch", "asked for")
@@ -79,8 +81,13 @@ def choose(
         return there
     if dtype not in DTYPES:
         return Backend("torch", f"the kernels don't take {dtype}")
-    if backend == "auto" and not INTERPRETED and elements is not None and elements < MINIMUM_ELEMENTS[kernel]:
-        return Backend("torch", f"{elements} elements are fewer than the {MINIMUM_ELEMENTS[kernel]} that pay")
+    if backend == "auto" and not INTERPRETED and elements is not None:
+        index = torch.device(device).index
+        wanted = torch.is_grad_enabled() if gradients is None else gradients
+        least = minimum_elements(kernel, dtype == torch.float32, wanted, index)
+        if elements < least:
+            pays = f"it pays {elements_text(least)} ({origin(kernel, index)})"
+            return Backend("torch", f"of {elements:,} elements; {pays}")
     return there
 
 
@@ -90,13 +97,17 @@ def check_choice(backend: str) -> None:
         raise KernelArgumentError(f"there is no backend {backend!r}; choose from auto, triton, torch")
 
 
-def takes_kernel(kernel: Kernel, tensor: Tensor, backend: Choice) -> bool:
+def takes_kernel(kernel: Kernel, tensor: Tensor, backend: Choice, elements: int | None = None) -> bool:
     """As `choose`, for a tensor at hand, quickly, and so that torch.compile can follow it."""
     if backend != "auto":
         check_choice(backend)
     if backend == "torch" or not runs_kernels(tensor) or tensor.dtype not in DTYPES:
         return False
-    return backend == "triton" or INTERPRETED or tensor.numel() >= MINIMUM_ELEMENTS[kernel]
+    if backend == "triton" or INTERPRETED:
+        return True
+    wide, gradients = tensor.dtype == torch.float32, torch.is_grad_enabled()
+    count = tensor.numel() if elements is None else elements
+    return count >= minimum_elements(kernel, wide, gradients, tensor.device.index)
 
 
 def runs_kernels(tensor: Tensor) -> bool:

@@ -91,8 +91,9 @@ def rms_norm(
     """
     dims = check_normalized("rms_norm", input, normalized_shape, weight)
     check_rms("rms_norm", input, weight, cast)
-    if not takes_kernel("rms_norm", input, backend):
-        if offset == 0.0 and cast == "after":
+    plain = offset == 0.0 and cast == "after"
+    if not takes_kernel("rms_norm" if plain else "rms_norm_variant", input, backend):
+        if plain:
             return functional.rms_norm(input, list(normalized_shape), weight, eps)
         return rms_norm_reference(input, normalized_shape, weight, eps, offset=offset, cast=cast)
     dtype = rms_dtype(input, input.dtype, weight, offset, cast)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from tpplan.report.program_tables import cost_table, memory_table, module_table
 from tpplan.report.quantities import count_text, path_text, shape_text
 
 if TYPE_CHECKING:
-    from tpplan.compiler.ir.program import Program
+    from tpplan.compiler.ir.program import KernelUse, Program
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _LEGEND = """\
@@ -33,9 +33,19 @@ from the same plan with all sequences whole."""
 _INTERLEAVED = " S(d, interleave=b): split along the sequence, which is flattened into dim d with a batch of b."
 
 
-def render_program(program: Program, *, width: int = 100, color: bool = False) -> str:
-    """The program as text of `width` columns: its cost, its communication, its modules, and findings."""
-    parts = [_headline(program), *_tables(program, width), *_notes(program)]
+def render_program(
+    program: Program,
+    *,
+    width: int = 100,
+    color: bool = False,
+    where_it_pays: Callable[[KernelUse], str] = lambda use: "where it pays",
+) -> str:
+    """The program as text of `width` columns: its cost, its communication, its modules, and findings.
+
+    `where_it_pays` says from which size on a kernel is taken on this machine.
+    """
+    kernels = kernel_table(program, where_it_pays)
+    parts = [_headline(program), *_tables(program, width), *([] if kernels is None else [kernels]), *_notes(program)]
     text = to_text(parts, width, color)
     findings = render_findings(program.diagnostics, color=color)
     return f"{text}\n\n{findings}" if findings else text
@@ -67,9 +77,6 @@ def _tables(program: Program, width: int) -> Iterator[RenderableType]:
     yield memory_table(program)
     yield communication_table(program, collapse(units(program)), width)
     yield module_table(collapse(without_boundaries(units(program))), program.size, width)
-    kernels = kernel_table(program)
-    if kernels is not None:
-        yield kernels
 
 
 def legend(program: Program) -> Text:

@@ -7,7 +7,7 @@ out: a rich table, equal layers in one row
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from tpplan.compiler.ir.program import KernelUse, Program
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$|^\d+$")
-_CHOICES = {"auto": "on a GPU, where it pays", "triton": "always, as the plan says"}
 
 
-def kernel_table(program: Program) -> Table | None:
+def kernel_table(program: Program, where_it_pays: Callable[[KernelUse], str]) -> Table | None:
     """Every candidate with its kernel, or with why it keeps its own operations; None if there is none."""
     if not program.kernels:
         return None
@@ -31,7 +30,7 @@ def kernel_table(program: Program) -> Table | None:
         column.no_wrap = False
     for use, count in _grouped(program.kernels):
         name = use.module or program.model
-        table.add_row(name if count == 1 else f"{name} × {count}", what_text(use), when_text(use))
+        table.add_row(name if count == 1 else f"{name} × {count}", what_text(use), when_text(use, where_it_pays))
     return table
 
 
@@ -42,14 +41,19 @@ def what_text(use: KernelUse) -> str:
         return f"{use.kind} of {made}"
     if use.kind == "bias_gelu":
         return f"bias_gelu, with the bias of {use.parts[0].rpartition('.')[2]}"
+    if use.kind == "cross_entropy":
+        return "cross_entropy"
+    if use.kind == "residual_norm":
+        return f"residual_norm (eps {use.eps:g}), with the sum in {use.parts[0] or 'the model'}"
     details = [f"eps {use.eps:g}"] if use.kind.endswith("norm") else [use.approximate or "none"]
     details += [f"weight + {use.offset:g}"] if use.offset else []
     return f"{use.kind} ({', '.join(details)})"
 
 
-def when_text(use: KernelUse) -> str:
+def when_text(use: KernelUse, where_it_pays: Callable[[KernelUse], str]) -> str:
     """When the kernel is taken, or why it isn't; and what else was considered."""
-    when = f"never: {use.refused}" if use.refused else _CHOICES[use.choice]
+    taken = "always, as the plan says" if use.choice == "triton" else f"on a GPU, {where_it_pays(use)}"
+    when = f"never: {use.refused}" if use.refused else taken
     return f"{when}; {use.note}" if use.note else when
 
 

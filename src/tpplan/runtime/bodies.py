@@ -27,8 +27,9 @@ from tpplan.runtime.communicator import Communicator, placed
 from tpplan.runtime.dispatch import DispatchBody
 from tpplan.runtime.draws import CallersStream, MixedStreams, OneStream, OpenBodies, Randomness
 from tpplan.runtime.experts import ElsewhereBody, StackBody, own_body
+from tpplan.runtime.fused_sums import residual_norms
 from tpplan.runtime.inside import Inside
-from tpplan.runtime.kernels import Body, active_uses, body_of, fused_norms, without_bias
+from tpplan.runtime.kernels import Body, active_uses, body_of, choice_of, fused_norms, without_bias
 from tpplan.runtime.lockstep import LockstepCommunicator
 from tpplan.runtime.module_runtime import EntryStep, ExitStep, ModuleRuntime
 from tpplan.runtime.parameters import (
@@ -101,6 +102,11 @@ def prepare(
     steps = _Steps(axis, context, twice)
     found: list[Prepared] = []
     class_bodies = OpenClassBodies()
+    losses = {use.module: use for use in program.kernels if use.kind == "cross_entropy"}
+    taken, uses = uses, {name: use for name, use in uses.items() if name not in losses}
+    norms = residual_norms(uses, modules, readers)
+    fused_bodies = {norm.use.module: norm.body for held in norms.values() for norm in held}
+    apart = {part for name in fused_bodies for part in uses[name].parts[1:]}
     specs = _with_kernels(program, uses, modules)
     readers_of = Counter(
         (id(owner), leaf) for spec in specs for owner, leaf in {_owner(modules, n) for n in spec.reads}
@@ -116,7 +122,7 @@ def prepare(
         body = without_bias(spec.transposed, module) if left else None
         kept = tuple(_kept(spec, modules, placements, steps))
         runtime = ModuleRuntime(
-            label=_label(spec, placements, use),
+            label=_label(spec, placements, taken.get(spec.name)),
             axis=axis,
             entries=tuple(s for r in spec.entries for s in _entries(module, r, steps(r, place=_place(spec, r, True)))),
             exits=tuple(s for r in spec.exits for s in _exits(r, steps(r, fresh, _place(spec, r, False)))),
@@ -126,8 +132,15 @@ def prepare(
             parts=tuple((*_owner(modules, n), _apart(r) if kept else r) for n, r in reads if n in buffers),
             kept=kept,
             borrowed=tuple(held for held in owners if readers_of[id(held[0]), held[1]] > 1),
-            classes=ClassBody(class_bodies, spec.class_calls, axis, quoted(spec.name))
-            if spec.class_calls or spec.counted_apart
+            classes=ClassBody(
+                class_bodies,
+                spec.class_calls,
+                axis,
+                quoted(spec.name),
+                choice_of(losses.get(spec.name)),
+                norms.get(spec.name, ()),
+            )
+            if spec.class_calls or spec.counted_apart or spec.name in norms or spec.name in apart
             else None,
             random=random.get(spec.name),
             handed_out=handed_out,
@@ -137,6 +150,7 @@ def prepare(
             walked=spec.walked,
             shared=any(r.aliases for r in (*spec.entries, *spec.exits)),
             body=_replaced(spec, modules, stock, placements, handed_out, context, steps, readers, use)
+            or fused_bodies.get(spec.name)
             or (body if use is None else body_of(use, module, modules)),
             replays=spec.recorded is not None,
             dispatches=spec.experts is not None and spec.experts.dispatches,
@@ -244,9 +258,11 @@ def _with_kernels(program: Program, uses: dict[str, KernelUse], modules: dict[st
     """The modules to swap: those of the program, and those whose body alone is replaced."""
     known = {spec.name: spec for spec in program.modules}
     found = list(program.modules)
-    for name, use in uses.items():
+    parts = [part for use in uses.values() if use.kind == "residual_norm" for part in use.parts]
+    for name in dict.fromkeys((*uses, *parts)):
         if name not in known:
             found.append(ModuleProgram(name, type(modules[name]).__name__, None, "inferred", calls=1))
+    for name, use in uses.items():
         if use.kind == "bias_gelu":
             place = next(i for i, spec in enumerate(found) if spec.name == name)
             found[place] = replace(found[place], reads=(*found[place].reads, f"{use.parts[0]}.bias"))

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.ir.layout import Pack
+from tpplan.kernels.backend import Choice
+from tpplan.kernels.cross_entropy_ops import BACKWARD, PARTS
 from tpplan.runtime.communicator import Communicator
 
 CHUNK = 1 << 22
 """How many logits of a rank are worked on at once."""
+_IGNORED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,13 @@ class ClassPart:
         axis: the ranks.
         classes: how many there are on all ranks; they are shared out as `torch.chunk` does.
         chunk: how many rows are worked on at once; None for as many as have `CHUNK` logits.
+        backend: which implementation losses take, as of `tpplan.kernels`.
     """
 
     axis: Communicator
     classes: int
     chunk: int | None = None
+    backend: Choice = "auto"
 
     @property
     def first(self) -> int:
@@ -125,6 +130,7 @@ class Rows:
         kept: which of them count.
         weight: of each class, all of them; None for ones.
         smoothing: the share of a label that is spread over all classes.
+        kernel: whether the kernel of `tpplan.kernels` computes them, which doesn't know weights.
     """
 
     part: ClassPart
@@ -132,6 +138,7 @@ class Rows:
     kept: Tensor | None = None
     weight: Tensor | None = None
     smoothing: float = 0.0
+    kernel: bool = False
 
     @property
     def _total(self) -> Tensor | int:
@@ -149,6 +156,8 @@ class Rows:
 
     def note(self, numbers: Tensor, rows: slice, logits: Tensor) -> None:
         """Fill in these for some rows."""
+        if self.kernel:
+            return self._note_by_kernel(numbers, rows, logits)
         wide = logits.to(numbers.dtype)
         numbers[0, rows], numbers[1, rows] = maxima(wide)
         if self.labels is not None and self.kept is not None:
@@ -156,6 +165,23 @@ class Rows:
             if self.smoothing:
                 weights = self._own
                 numbers[3, rows] = (wide if weights is None else wide * weights).sum(1)
+
+    def _note_by_kernel(self, numbers: Tensor, rows: slice, logits: Tensor) -> None:
+        part, smooth = self.part, self.smoothing > 0
+        highest, logsum, picked, total = PARTS(logits, self._known(rows), part.first, part.classes, _IGNORED, smooth)
+        numbers[0, rows] = torch.where(logsum == -torch.inf, -torch.inf, highest)
+        numbers[1, rows], numbers[2, rows] = logsum.exp(), picked
+        if smooth:
+            numbers[3, rows] = total
+
+    def _known(self, rows: slice) -> Tensor:
+        """The labels of some rows, one number for all that don't count."""
+        assert self.labels is not None and self.kept is not None
+        return torch.where(self.kept[rows], self.labels[rows].long(), _IGNORED)
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Rows, some at a time; the kernel needs no memory for them, and takes all."""
+        return iter((slice(0, rows),)) if self.kernel else self.part.chunks(rows)
 
     def losses(self, numbers: Tensor) -> tuple[Tensor, Sums]:
         """The rows' losses, 0 for those that don't count, and their sums, from what all ranks tell; a collective."""
@@ -191,6 +217,11 @@ class Rows:
 
     def gradient(self, logits: Tensor, sums: Sums, shares: Shares, rows: slice) -> Tensor:
         """The gradient of a chunk of logits."""
+        if self.kernel and shares.label is not None:
+            spread = torch.zeros_like(shares.softmax) if shares.all is None else -shares.all
+            given = (shares.softmax[rows], shares.label[rows], spread[rows], logits, self._known(rows))
+            part, smooth = self.part, self.smoothing > 0
+            return BACKWARD(*given, sums.highest[rows], sums.above[rows], part.first, _IGNORED, smooth)
         wide = logits.to(sums.above.dtype) - sums.highest[rows, None]
         if not self.part.count:
             return wide

@@ -6,12 +6,13 @@ out: a context for the body
     with ClassBody(bodies, (SplitClasses("cross_entropy", 32000),), axis, "the model"):
         cross_entropy(logits, labels)          runs over the ranks' parts of the 32000 classes
 
-Only calls of the body itself count: a function mode sees them, which modules that the body calls switch off.
+Only calls of the body itself count: a function mode sees them, which modules that the body calls switch off. It sees
+sums as well that a kernel computes together with the norm after them (`fused_sums.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import TracebackType
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 
 from tpplan.compat import OpOverload, innermost_function_mode, without_function_modes, without_tensor_classes
@@ -50,10 +51,12 @@ from tpplan.compiler.ir.class_reductions import (
 )
 from tpplan.compiler.ir.look_ups import LOOK_UP, LOOK_UP_FUNCTIONS, LOOK_UP_NAMES, LOOK_UPS
 from tpplan.compiler.ir.program import ClassCalls, SplitClasses
+from tpplan.kernels.backend import Choice
 from tpplan.plan import TpplanError
 from tpplan.runtime import class_reductions, classes, look_ups
 from tpplan.runtime.classes import ClassPart, Loss
 from tpplan.runtime.communicator import Communicator
+from tpplan.runtime.fused_sums import ADDITIONS, ResidualNorm
 
 
 class ClassCallError(TpplanError):
@@ -95,12 +98,29 @@ class OpenClassBodies:
 class ClassBody:
     """A context for a body that makes such calls, or that another calls which does."""
 
-    def __init__(self, bodies: OpenClassBodies, calls: ClassCalls, axis: Communicator, where: str) -> None:
-        """Be the body of the module `where`, with these calls."""
+    def __init__(
+        self,
+        bodies: OpenClassBodies,
+        calls: ClassCalls,
+        axis: Communicator,
+        where: str,
+        backend: Choice = "auto",
+        norms: Sequence[ResidualNorm] = (),
+    ) -> None:
+        """Be the body of the module `where`, with these calls.
+
+        Args:
+            bodies: those that are open.
+            calls: of functions over split classes.
+            axis: the ranks.
+            where: the module, in words.
+            backend: what losses take.
+            norms: those that are computed together with a sum of the body.
+        """
         self._bodies = bodies
         self._calls = calls
-        self._axis = axis
-        self._where = where
+        self._of = axis, where, backend
+        self._norms = norms
 
     @property
     def makes_calls(self) -> bool:
@@ -109,13 +129,18 @@ class ClassBody:
 
     def __enter__(self) -> None:
         """Count from here."""
-        self._bodies.enter(_Counter(self._calls, self._axis, self._where) if self._calls else None)
+        for norm in self._norms:
+            norm.begin()
+        seen = self._calls or self._norms
+        self._bodies.enter(_Counter(self._calls, *self._of, self._norms) if seen else None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Go on with the body that called this one."""
         self._bodies.leave()
+        for norm in self._norms:
+            norm.end()
 
 
 @contextmanager
@@ -135,18 +160,24 @@ def unseen() -> Generator[None]:
 class _Counter(TorchFunctionMode):
     """Counts a body's calls, and runs those on split classes."""
 
-    def __init__(self, calls: ClassCalls, axis: Communicator, where: str) -> None:
+    def __init__(
+        self, calls: ClassCalls, axis: Communicator, where: str, backend: Choice, norms: Sequence[ResidualNorm]
+    ) -> None:
         super().__init__()
         self._calls = calls
         self._axis = axis
         self._where = where
+        self._backend: Choice = backend
         self._number = 0
+        self._norms = {norm.use.sum: norm for norm in norms}
+        self._sums = 0
         self._asleep = False
         named = {call.function for call in calls if call is not None}
         self._reducing, self._looking = (not named.isdisjoint(kind) for kind in (REDUCTION_NAMES, LOOK_UP_NAMES))
         self._functions = LOSS_FUNCTIONS
         self._functions |= REDUCTION_FUNCTIONS if self._reducing else frozenset()
         self._functions |= LOOK_UP_FUNCTIONS if self._looking else frozenset()
+        self._functions = self._functions if calls else frozenset[Any]()
 
     def pause(self) -> None:
         """See no calls; one that isn't the innermost mode lets them pass."""
@@ -166,6 +197,11 @@ class _Counter(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         keywords: dict[str, Any] = kwargs or {}
+        if self._norms and func in ADDITIONS and not self._asleep:
+            with without_function_modes():
+                norm = None if keywords else self._norm_after(args)
+                marked = None if norm is None else _marked(args[0], lambda: norm.add(*args))
+            return func(*args, **keywords) if marked is None else func(marked, args[1])
         if self._asleep or func not in self._functions:
             return func(*args, **keywords)
         name = next((n for n, held in keywords.items() if isinstance(held, Tensor)), "")
@@ -173,10 +209,19 @@ class _Counter(TorchFunctionMode):
             call = class_call(func, args, keywords, self._reducing, self._looking)
             planned = None if call is None else self._next(call)
             operand: Any = args[0] if args else keywords.get(name)
-            marked = None if call is None or planned is None else _marked(operand, call, *planned)
+            marked = None if call is None or planned is None else _marked(operand, _splitting(call, *planned))
         if marked is None:
             return func(*args, **keywords)
         return func(marked, *args[1:], **keywords) if args else func(**{**keywords, name: marked})
+
+    def _norm_after(self, args: tuple[Any, ...]) -> ResidualNorm | None:
+        """The norm that is computed together with the next sum of the body, if that is one of two such tensors."""
+        plain = len(args) == 2 and all(type(held) in (Tensor, Parameter) for held in args)
+        if not plain or args[0].shape != args[1].shape:
+            return None
+        norm = self._norms.get(self._sums)
+        self._sums += 1
+        return norm if norm is not None and norm.serves(*args) else None
 
     def _next(self, call: ClassCall) -> tuple[ClassPart, SplitClasses] | None:
         """For the next call, the classes of this rank, and what the program says of it."""
@@ -187,7 +232,7 @@ class _Counter(TorchFunctionMode):
         self._number += 1
         if planned is None:
             return None
-        part = ClassPart(self._axis, planned.classes)
+        part = ClassPart(self._axis, planned.classes, backend=self._backend)
         if planned.function != name or part.count != size:
             expected = f"calls `{planned.function}` on a rank's {part.count} of {planned.classes}"
             raise ClassCallError(self._where, f"calls `{name}` on {size} classes", expected)
@@ -203,17 +248,21 @@ class _Marked(Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in CLASS_FUNCTIONS:
+        if func not in CLASS_FUNCTIONS | ADDITIONS:
             return super().__torch_function__(func, types, args, kwargs or {})  # pyright: ignore
         keywords: dict[str, Any] = kwargs or {}
         operands = (*args, *keywords.values())
         return next(operand.run() for operand in operands if isinstance(operand, _Marked))
 
 
-def _marked(operand: Tensor, call: ClassCall, part: ClassPart, planned: SplitClasses) -> _Marked:
+def _marked(operand: Tensor, run: Callable[[], Any]) -> _Marked:
     marked = operand.detach().as_subclass(_Marked)
-    marked.run = lambda: run_split(call, part, planned.partial_gradient, planned.stays_partial)
+    marked.run = run
     return marked
+
+
+def _splitting(call: ClassCall, part: ClassPart, planned: SplitClasses) -> Callable[[], Any]:
+    return lambda: run_split(call, part, planned.partial_gradient, planned.stays_partial)
 
 
 def run_split(call: ClassCall, part: ClassPart, partial: bool = False, unsummed: bool = False) -> Any:

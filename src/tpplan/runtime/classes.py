@@ -8,8 +8,9 @@ out: what the stock function makes of the logits of all ranks, with this rank's 
 Each rank sends its largest logit m_r, its sum, and the logit of the target if it has it: three numbers a row, gathered
 at once, so that all ranks compute the same loss to the last bit. The backward sends nothing: softmax is exp(z - lse).
 Sources: Shoeybi et al., "Megatron-LM", 2019, for the split vocabulary; Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018, for putting sums together; Szegedy et al., 2016, for the smoothing. Rows are worked on
-in chunks, so that beside the logits and their gradient there is never more than one chunk in float32.
+calculation for softmax", 2018, for putting sums together; Szegedy et al., 2016, for the smoothing. On a GPU a rank's
+part of a cross entropy is the kernel of `tpplan.kernels`. Elsewhere rows are worked on in chunks, so that beside the
+logits and their gradient there is never more than one chunk in float32.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tpplan.kernels.backend import takes_kernel
 from tpplan.runtime.class_rows import (
     ClassPart,
     Rows,
@@ -93,7 +95,9 @@ def _rows(input: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, part
     labels = target.reshape(-1)
     kept = _checked(labels, loss.ignore_index, part)
     weighed = None if weight is None else weight.detach().to(wide_dtype(input.dtype))
-    return Rows(part, labels, kept, weighed, loss.label_smoothing)
+    elements = len(labels) * part.count
+    kernel = weight is None and elements > 0 and takes_kernel("cross_entropy", input, part.backend, elements)
+    return Rows(part, labels, kept, weighed, loss.label_smoothing, kernel)
 
 
 def _finished(rows: Tensor, logsum: Tensor, known: Rows, loss: Loss, shape: torch.Size) -> Tensor:
@@ -167,7 +171,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:  # pyright: ignore
         own = rows.numbers(len(logits), wide_dtype(logits.dtype), logits.device)
-        for some in rows.part.chunks(len(logits)):
+        for some in rows.chunks(len(logits)):
             rows.note(own, some, logits[some])
         loss, ctx.sums = rows.losses(own)
         ctx.save_for_backward(logits)
@@ -178,8 +182,10 @@ class _Rows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (logits,) = ctx.saved_tensors
-        made = torch.empty_like(logits)
         shares = ctx.rows.shares(*gradients)
+        if ctx.rows.kernel:
+            return ctx.rows.gradient(logits, ctx.sums, shares, slice(0, len(logits))), None
+        made = torch.empty_like(logits)
         for some in ctx.rows.part.chunks(len(logits)):
             made[some] = ctx.rows.gradient(logits[some], ctx.sums, shares, some)
         return made, None

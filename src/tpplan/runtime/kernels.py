@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,12 @@ from torch.nn import functional
 
 from tpplan import kernels
 from tpplan.compiler.ir.program import KernelUse, Program, dtype_name
+from tpplan.kernels.backend import Choice
+from tpplan.kernels.kinds import KINDS
+from tpplan.plan import KernelKind
 
 Stock = Callable[..., Any]
 Body = Callable[[Stock, tuple[Any, ...], dict[str, Any]], Any]
-Choice = Literal["auto", "triton", "torch"]
 
 
 def active_uses(program: Program, device: torch.device) -> dict[str, KernelUse]:
@@ -49,7 +51,8 @@ def body_of(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module])
         module: the module whose body it is; its parameters are local while the body runs.
         modules: the model's modules by qualified name.
     """
-    compute = _MAKERS[use.kind](use, module, modules)
+    gated = use.kind in (KernelKind.SWIGLU, KernelKind.GEGLU)
+    compute = _gated(use, modules) if gated else _single(use, module, modules)
 
     def body(stock: Stock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())
@@ -60,63 +63,33 @@ def body_of(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module])
     return body
 
 
-def _layer_norm(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    def compute(x: Tensor) -> Tensor:
-        weight, bias = _held(module, use.weight), _held(module, use.bias)
-        return kernels.layer_norm(x, x.shape[-use.dims :], weight, bias, use.eps, backend=_choice(use))
-
-    return compute
-
-
-def _rms_norm(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    cast: Literal["before", "after"] = "before" if use.cast == "before" else "after"
-
-    def compute(x: Tensor) -> Tensor:
-        weight, shape = _held(module, use.weight), x.shape[-use.dims :]
-        return kernels.rms_norm(x, shape, weight, use.eps, offset=use.offset, cast=cast, backend=_choice(use))
-
-    return compute
+def _single(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    """A kernel of one tensor and a module's parameters."""
+    launch = KINDS[KernelKind(use.kind)].launch
+    assert launch is not None
+    owner, *names = (modules[use.parts[0]], "bias") if use.parts else (module, use.weight, use.bias)
+    if use.kind == KernelKind.GELU:
+        return lambda x: launch(use, x)
+    return lambda x: launch(use, x, *(None if name is None else getattr(owner, name) for name in names))
 
 
-def _gelu(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    return lambda x: kernels.gelu(x, _approximate(use), backend=_choice(use))
-
-
-def _bias_gelu(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    linear = modules[use.parts[0]]
-    return lambda x: kernels.bias_gelu(x, linear.bias, _approximate(use), backend=_choice(use))  # pyright: ignore
-
-
-def _gated(use: KernelUse, module: nn.Module, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+def _gated(use: KernelUse, modules: Mapping[str, nn.Module]) -> Callable[[Tensor], Tensor]:
+    launch = KINDS[KernelKind(use.kind)].launch
+    assert launch is not None
     prefix = f"{use.module}." if use.module else ""
     first, *others = (modules[f"{prefix}{part}"] for part in use.parts)
 
-    def gate(one: Tensor, other: Tensor) -> Tensor:
-        if use.kind == "swiglu":
-            return kernels.swiglu(one, other, backend=_choice(use))
-        return kernels.geglu(one, other, _approximate(use), backend=_choice(use))
-
     def compute(x: Tensor) -> Tensor:
         if use.halves is None:
-            product, after = gate(first(x), others[0](x)), others[1:]
+            product, after = launch(use, first(x), others[0](x)), others[1:]
         else:
             halves = first(x).chunk(2, -1)
-            product, after = gate(halves[use.halves], halves[1 - use.halves]), others
+            product, after = launch(use, halves[use.halves], halves[1 - use.halves]), others
         for module in after:
             product = module(product)
         return product
 
     return compute
-
-
-_MAKERS: dict[str, Callable[[KernelUse, nn.Module, Mapping[str, nn.Module]], Callable[[Tensor], Tensor]]] = {
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "gelu": _gelu,
-    "bias_gelu": _bias_gelu,
-    "swiglu": _gated,
-    "geglu": _gated,
-}
 
 
 class Fused(NamedTuple):
@@ -153,16 +126,9 @@ def without_bias(transposed: bool, module: nn.Module) -> Body:
     return body
 
 
-def _held(module: nn.Module, name: str | None) -> Tensor | None:
-    return None if name is None else getattr(module, name)
+def choice_of(use: KernelUse | None) -> Choice:
+    """What the plan says of a use; "auto" without one."""
+    return "auto" if use is None else cast(Choice, use.choice)
 
 
-def _choice(use: KernelUse) -> Choice:
-    return "triton" if use.choice == "triton" else "auto"
-
-
-def _approximate(use: KernelUse) -> Literal["none", "tanh"]:
-    return "tanh" if use.approximate == "tanh" else "none"
-
-
-__all__ = ["Body", "Fused", "active_uses", "body_of", "fused_norms", "without_bias"]
+__all__ = ["Body", "Fused", "active_uses", "body_of", "choice_of", "fused_norms", "without_bias"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.kernels.numerics.harness import DEVICE, DTYPES, GATES, draw, relative_error
+from tests.parity.test_kernel_losses import told_by_ranks
 from tpplan import kernels
 from tpplan.kernels.cross_entropy_ops import PARTS
 
@@ -139,3 +140,9 @@ def test_two_runs_are_equal_in_every_bit() -> None:
     gradients = [torch.autograd.grad(loss, logits)[0] for loss in losses]
     assert torch.equal(*losses)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_rows_of_a_split_loss_are_those_of_torch_s_operators(smoothing: float) -> None:
+    for ours, stock in zip(*(told_by_ranks(kernel, smoothing, DEVICE) for kernel in (True, False)), strict=True):
+        torch.testing.assert_close(ours, stock)

@@ -14,7 +14,7 @@ from tests.kernels.numerics.harness import DEVICE
 from tests.models.tiny import first_output, tiny_model
 from tpplan import kernels
 from tpplan.compat import fake_process_group, local_of, without_function_modes
-from tpplan.kernels import thresholds
+from tpplan.kernels import backend
 from tpplan.kernels.backend import INTERPRETED
 
 # Both sides compute in float32. The kernels round other intermediate results than torch does, so that the difference
@@ -25,11 +25,13 @@ MODELS = {
     "gpt_neox": {"layer_norm", "bias_gelu"},
 }
 
+RESIDUAL = "\nkernels: {residual_norm: triton}\n"
+
 
 def counted(monkeypatch: pytest.MonkeyPatch, on_shapes: bool = True) -> Counter[str]:
     """How often each kernel function is called; `on_shapes`: without numbers as well, as a program is tried."""
     calls: Counter[str] = Counter()
-    for name in ("layer_norm", "rms_norm", "gelu", "bias_gelu", "swiglu", "geglu"):
+    for name in ("layer_norm", "rms_norm", "residual_rms_norm", "gelu", "bias_gelu", "swiglu", "geglu"):
         stock = getattr(kernels, name)
 
         def call(*arguments: Any, name: str = name, stock: Any = stock, **keywords: Any) -> Any:
@@ -56,20 +58,35 @@ def test_a_model_with_kernels_computes_what_the_stock_model_computes(
     assert set(calls) == MODELS[name] and all(count % tp == 0 for count in calls.values())
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="a verification runs on the CPU")
+def test_a_sum_and_the_norm_of_it_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch, on_shapes=False)
+    model, keywords = tiny_model("llama")
+    plan = tpplan.load_plan(f"version: 1\nextends: llama-sequence{RESIDUAL}")
+    report = tpplan.verify(model.float(), plan, 2, keywords, dtype=torch.float32)
+    assert report.ok, report
+    assert set(calls) == MODELS["llama"] | {"residual_rms_norm"}
+
+
 @pytest.mark.skipif(INTERPRETED, reason="a model that isn't simulated runs on a GPU")
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt_neox"])
-def test_on_a_gpu_it_computes_what_the_stock_model_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "asked"), [("llama", ""), ("bert", ""), ("gpt_neox", ""), ("llama", RESIDUAL)], ids=str
+)
+def test_on_a_gpu_it_computes_what_the_stock_model_computes(
+    name: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, keywords = tiny_model(name)
     exact = copy.deepcopy(model).to(DEVICE)
     keywords = {key: held.to(DEVICE) if isinstance(held, torch.Tensor) else held for key, held in keywords.items()}
-    monkeypatch.setitem(thresholds.MINIMUM_ELEMENTS, "layer_norm", 0)
+    monkeypatch.setattr(backend, "minimum_elements", lambda *asked: 0)
     with fake_process_group(1):
-        sharded = tpplan.parallelize(model.float(), tpplan.load_plan(name), inputs=keywords)
+        plan = tpplan.load_plan(f"version: 1\nextends: {name}{asked}")
+        sharded = tpplan.parallelize(model.float(), plan, inputs=keywords)
         calls = counted(monkeypatch, on_shapes=False)
         ours, wanted = first_output(sharded(**keywords)), first_output(exact(**keywords))
         ours.square().sum().backward()
     wanted.square().sum().backward()
-    assert set(calls) == MODELS[name]
+    assert set(calls) == MODELS[name] | ({"residual_rms_norm"} if asked else set())
     limit = 1000 * torch.finfo(torch.float32).eps  # of the largest: sums of some hundred terms, layer after layer
     assert float((ours - wanted).abs().max()) < limit * float(wanted.abs().max())
     gradients = {key: held.grad for key, held in exact.named_parameters()}

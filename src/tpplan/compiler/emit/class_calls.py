@@ -35,6 +35,14 @@ def class_calls(trace: Trace, assignment: Assignment) -> dict[tuple[str, int], C
     return found
 
 
+def losses(trace: Trace, assignment: Assignment) -> Iterator[tuple[str, Operation, bool]]:
+    """Every call of a cross entropy: the module whose body makes it, the call, whether its classes are split."""
+    for frame in trace.recorded.walk():
+        for node in _class_operations(frame):
+            if node.target is CROSS_ENTROPY:
+                yield frame.module, node, _of(node, trace, assignment) is not None
+
+
 def counted_among(trace: Trace, module: str) -> frozenset[str]:
     """The modules that a module's body calls: what they call themselves isn't counted with its own calls."""
     frames = (frame for frame in trace.recorded.walk() if frame.module == module)
@@ -99,4 +107,4 @@ def _layout(node: Operation, assignment: Assignment) -> Layout:
     return assignment.layouts.get(node.inputs[0], REPLICATED)
 
 
-__all__ = ["class_calls", "counted_among", "statistics"]
+__all__ = ["class_calls", "counted_among", "losses", "statistics"]

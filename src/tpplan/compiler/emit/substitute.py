@@ -21,6 +21,8 @@ from torch import nn
 
 from tpplan.compat import has_hooks
 from tpplan.compiler.bind.bind import Binding
+from tpplan.compiler.emit.class_calls import counted_among, losses
+from tpplan.compiler.emit.sums import sum_before
 from tpplan.compiler.emit.unused_kernels import SAID
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import REPLICATED
@@ -43,9 +45,11 @@ class _Given:
     binding: Binding
     assignment: Assignment
     calls: Counter[str]
-    resharded: frozenset[str]
+    entered: frozenset[str]
     left: frozenset[str]
+    recorded: frozenset[str]
     recognised: dict[int, Norm | Activation | None] = field(default_factory=dict[int, "Norm | Activation | None"])
+    summed: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
 
     def body_of(self, region: Region) -> Norm | Activation | None:
         """What a region computes; equal layers share it."""
@@ -55,13 +59,19 @@ class _Given:
 
 
 def substitute(
-    modules: dict[str, nn.Module], plan: Plan, flow: DataFlow, binding: Binding, assignment: Assignment, root: Instance
+    modules: dict[str, nn.Module],
+    plan: Plan,
+    flow: DataFlow,
+    binding: Binding,
+    assignment: Assignment,
+    root: Instance,
+    recorded: frozenset[str] = frozenset(),
 ) -> tuple[KernelUse, ...]:
-    """Every candidate of the model, in order of execution."""
+    """Every candidate of the model, in order of execution; `recorded` are the modules whose bodies run from records."""
     calls = Counter(frame.module for frame in flow.trace.root.walk())
-    resharded = frozenset(held.frame.module for held in assignment.frames if held.exits or held.entries)
+    entered = frozenset(held.frame.module for held in assignment.frames if held.entries)
     left = frozenset(held.frame.module for held in assignment.frames if held.exits)
-    given = _Given(modules, flow, plan, binding, assignment, calls, resharded, left)
+    given = _Given(modules, flow, plan, binding, assignment, calls, entered, left, recorded)
     uses: dict[str, KernelUse] = {}
     for use in _uses(root, given):
         known = uses.setdefault(use.module, use)
@@ -69,7 +79,22 @@ def substitute(
             uses[use.module] = replace(known, refused="its calls compute different things")
         elif calls[use.module] > 1 and use.parts and not use.refused:
             uses[use.module] = replace(known, refused="it is called several times")
+    for use in _losses(given):
+        known = uses.setdefault(use.module, use)
+        if known.refused and not use.refused:
+            uses[use.module] = use
     return tuple(uses.values())
+
+
+def _losses(given: _Given) -> Iterator[KernelUse]:
+    """Cross entropies over split classes, by the module whose body computes them."""
+    for module, node, split in losses(given.flow.trace, given.assignment):
+        choice = given.plan.kernel_choice(KernelKind.CROSS_ENTROPY, module)
+        refused = "" if split else "its classes aren't split (`output: shard` for the rule of the head splits them)"
+        refused = refused if node.arguments[2] is None else "its classes have weights"
+        dtype = dtype_name(given.flow.trace.values[node.inputs[0]].dtype)
+        refused = SAID if choice is KernelChoice.TORCH else refused
+        yield KernelUse(module, str(KernelKind.CROSS_ENTROPY), str(choice), dtype, refused)
 
 
 def _uses(instance: Instance, given: _Given) -> Iterator[KernelUse]:
@@ -93,7 +118,29 @@ def _uses(instance: Instance, given: _Given) -> Iterator[KernelUse]:
         yield from (use for child in instance.children if (use := fused.get(child.frame.module)) is not None)
         inner = [c for c in instance.children if c.frame.module not in fused]
     for child in inner:
-        yield from _uses(child, given)
+        norm = given.body_of(child.region)
+        for use in _uses(child, given):
+            yield _after_sum(use, norm, instance, child, given) if isinstance(norm, Norm) else use
+
+
+def _after_sum(use: KernelUse, norm: Norm, instance: Instance, child: Instance, given: _Given) -> KernelUse:
+    """A norm's use, together with the sum before it where the plan asks for that and it is one."""
+    if given.plan.kernel_choice(KernelKind.RESIDUAL_NORM, use.module) is not KernelChoice.TRITON:
+        return use
+    found: int | str = use.refused
+    if not found and use.module in given.entered:
+        found = "its input is resharded"
+    if not found and given.calls[use.module] > 1:
+        found = "it is called several times"
+    if not found:
+        found = sum_before(instance, child, given.flow.trace, given.recorded)
+    if isinstance(found, int) and given.summed.setdefault((instance.frame.module, found), use.module) != use.module:
+        found = f"`{given.summed[instance.frame.module, found]}` reads the same sum"
+    if isinstance(found, str):
+        return replace(use, note=f"not fused with the sum before it: {found}")
+    parts = (instance.frame.module, *sorted(counted_among(given.flow.trace, instance.frame.module)))
+    kind, choice = str(KernelKind.RESIDUAL_NORM), str(KernelChoice.TRITON)
+    return replace(use, kind=kind, choice=choice, parts=parts, centred=norm.centred, sum=found)
 
 
 def _use(
@@ -189,7 +236,7 @@ def _without_bias(linear: Instance, activation: Instance, given: _Given) -> str 
         return "one of the two modules is called several times"
     if has_hooks(given.modules[name]):
         return "it has hooks, which would see no bias"
-    if name in given.left or activation.frame.module in given.resharded:
+    if name in given.left or activation.frame.module in given.entered | given.left:
         return "the result is resharded on its way"
     if given.plan.kernel_choice(KernelKind.BIAS_GELU, activation.frame.module) is KernelChoice.TORCH:
         return SAID

@@ -3,7 +3,7 @@
 in:  the plan's choices, and every candidate with what became of it
 out: TP150 for a choice that changes nothing
 
-    residual_norm: triton   ->   no body is one: it is for calling by hand
+    residual_norm: triton   ->   no norm reads a sum that the body around it makes
     layer_norm: triton      ->   no module that it holds for computes a LayerNorm; or: no GPU, so torch's operations run
 
 `auto` asks for nothing, and is never reported.
@@ -17,14 +17,11 @@ import torch
 
 from tpplan import kernels
 from tpplan.compiler.ir.program import KernelUse
-from tpplan.plan import Diagnostic, KernelChoice, KernelKind, KernelRule, Plan
+from tpplan.kernels.kinds import KINDS
+from tpplan.plan import Diagnostic, KernelChoice, KernelRule, Plan
 
 SAID = "the plan says `torch`"
 """Why a candidate isn't replaced whose rule says so."""
-_BY_HAND = {
-    KernelKind.RESIDUAL_NORM: "`tpplan.kernels.residual_rms_norm` and `residual_layer_norm` are",
-    KernelKind.CROSS_ENTROPY: "`tpplan.kernels.cross_entropy` is",
-}
 
 
 def unused_kernels(plan: Plan, uses: Sequence[KernelUse], device: torch.device | None) -> Iterator[Diagnostic]:
@@ -45,11 +42,11 @@ def unused_kernels(plan: Plan, uses: Sequence[KernelUse], device: torch.device |
 
 def _reason(plan: Plan, rule: KernelRule, uses: Sequence[KernelUse], device: torch.device) -> str:
     """Why a rule changes nothing; empty if it does."""
-    if rule.kind in _BY_HAND:
-        return f"no body of a model is replaced by it, {_BY_HAND[rule.kind]} for calling by hand"
     ruled = [use for use in uses if plan.kernel_rule(rule.kind, use.module) is rule]
     held = [use for use in ruled if use.kind == rule.kind]
-    unfused = [use.note for use in ruled if rule.kind is KernelKind.BIAS_GELU and use.note]
+    unfused = [use.note for use in ruled if KINDS[rule.kind].joins and use.note]
+    if rule.choice is KernelChoice.TORCH and KINDS[rule.kind].asked:
+        return "the kernel is taken only where the plan says `triton`"
     if rule.choice is KernelChoice.TORCH:
         heeded = any(use.refused == SAID for use in held) or any(note.endswith(SAID) for note in unfused)
         return "" if heeded else _nowhere(rule, [use.refused for use in held] + unfused)
@@ -61,7 +58,8 @@ def _reason(plan: Plan, rule: KernelRule, uses: Sequence[KernelUse], device: tor
 
 def _nowhere(rule: KernelRule, reasons: Sequence[str]) -> str:
     where = "the model" if rule.pattern is None else f"what `{rule.pattern}` matches"
-    return next(iter(reasons), f"no body in {where}, of those that this holds for, computes what the kernel does")
+    what = KINDS[rule.kind].replaces
+    return next(iter(reasons), f"no body in {where}, of those that this holds for, computes {what}")
 
 
 __all__ = ["SAID", "unused_kernels"]

@@ -397,8 +397,11 @@ class KernelUse:
         dtype: the input's in the proof; other calls take the model's own forward.
         refused: why it isn't replaced; "" if it is.
         parts: of `swiglu` and `geglu` the modules inside that are called, relative to `module`; of `bias_gelu` the
-            qualified name of the linear layer that leaves its bias to the kernel.
+            qualified name of the linear layer that leaves its bias to the kernel; of `residual_norm` that of the module
+            whose body makes the sum, and those of all that this body calls.
         eps, offset, cast, dims, weight, bias: of norms; the parameters by their names in the module.
+        centred: of `residual_norm`, whether it is a LayerNorm.
+        sum: of `residual_norm`, which of the body's sums of two tensors of one shape it reads.
         approximate: of GeLU, as torch names it.
         halves: of `swiglu` and `geglu`, where one module makes both factors, which half is the gate.
         note: what else could have been fused, and why it wasn't.
@@ -419,6 +422,8 @@ class KernelUse:
     approximate: str | None = None
     halves: int | None = None
     note: str = ""
+    centred: bool = False
+    sum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

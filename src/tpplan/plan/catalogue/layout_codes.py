@@ -250,9 +250,10 @@ modules:
         explanation="""
 `triton` and `torch` say what is to become of bodies that a kernel could take the place of. There is none that this
 choice is for: nothing in its modules computes what the kernel does, or only bodies that it doesn't fit, for the reason
-that the message gives. `residual_norm` and `cross_entropy` take no body's place, and are for calling by hand. Without a
-GPU, and outside of Triton's interpreter, the model's own operations run whatever the plan says. `tpplan explain` lists
-every candidate. `auto` asks for nothing, and is never reported.
+that the message gives. `cross_entropy` is for losses of split classes. `residual_norm` is for norms of a sum that the
+body around them makes, and is never taken without being asked for. Without a GPU, and outside of Triton's interpreter,
+the model's own operations run whatever the plan says. `tpplan explain` lists every candidate. `auto` asks for nothing,
+and is never reported.
 """,
         bad="""
 version: 1
