@@ -65,6 +65,7 @@ __all__ = [
     "PARAMETRIZATIONS",
     "READ_VERSION",
     "SYMBOLIC",
+    "TORCH_NAMESPACES",
     "DeviceContext",
     "FunctionNode",
     "ModuleHooks",
@@ -709,6 +710,8 @@ def register_sharding(operator: OpOverload, rule: Callable[..., Any]) -> None:
 
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
+TORCH_NAMESPACES = ("aten", "prims")
+"""Those of torch's own operators."""
 
 
 def _view_placement(operator: OpOverload, arguments: Sequence[Any], size: int) -> Placement | None:
@@ -1849,7 +1852,7 @@ def runs_as_written(func: OpOverload, inside: bool = False) -> bool:
         return True
     others = ("Meta", "Autograd", "AutogradCPU", "AutogradCUDA")
     return (
-        func.namespace not in ("aten", "prims")
+        func.namespace not in TORCH_NAMESPACES
         and has(name, "CompositeExplicitAutograd")
         and not any(has(name, key) for key in others)
     )

@@ -20,17 +20,12 @@ from dataclasses import dataclass, field
 
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, scalars
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, sharded
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import LocalValue, OperationNode, picks_of
 from tpplan.compiler.ir.trace import BackwardGraph, ForeignBackward, Operation, Value
-from tpplan.compiler.rules.packed import EXPAND, SELECT, SPLITS
-from tpplan.compiler.rules.propagate import FILLS, Propagator, Refusal
+from tpplan.compiler.rules.propagate import Propagator, Refusal
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.symbolic import fix
-
-_SAME = frozenset(f"aten.{name}.default" for name in ("clone", "detach", "alias", "lift_fresh"))
-_SLICES = frozenset(("aten.slice.Tensor", SELECT))
-_LIKE = frozenset(f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty"))
+from tpplan.ops.registry import is_entrywise
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +60,13 @@ def backward_fault(
     if differs is not None:
         return differs
     if given.symbolic:  # the rules were asked for the example's sizes
-        fix([(*node.arguments, *node.keywords.values()) for node in graph.body if not _is_entrywise(node)])
+        fix([(*node.arguments, *node.keywords.values()) for node in graph.body if not is_entrywise(node.name)])
         return None
     layouts = dict(zip(graph.arriving, (_gradient_of(given, value) for value in whole.outputs), strict=True))
     layouts |= dict(zip(graph.saved, (_forward_of(given, value) for value in whole.saved), strict=True))
     promised = zip(graph.results, whole.inputs, strict=True)
     demands = [(r, held) for r, v in promised if r is not None and v is not None for held in _demanded(given, v)]
     return _Typing(given, propagator, graph, run, demands).fault(layouts)
-
-
-def _is_entrywise(node: Operation) -> bool:
-    operator = lookup(node.name)
-    return operator is not None and operator.kind == "entrywise"
 
 
 def _forward_of(given: CheckInput, value: int) -> Layout:
@@ -106,7 +96,7 @@ def _is_whole(given: CheckInput, value: int) -> bool:
 def _compared(whole: BackwardGraph, local: BackwardGraph) -> BackwardFault | None:
     """The first operation that differs between the two records, in kind or in its numbers."""
     for mine, its in zip(whole.body, local.body, strict=False):
-        same = mine.target is its.target or (mine.name in SPLITS and its.name in SPLITS)
+        same = mine.target is its.target or (mine.is_a("split") and its.is_a("split"))
         if not same or mine.inputs != its.inputs or mine.outputs != its.outputs:
             return BackwardFault(f"it runs {its.name} instead of {mine.name} on a rank's part", mine)
         if _numbers(mine) != _numbers(its) or not _same_constants(whole, local, mine):
@@ -118,11 +108,11 @@ def _compared(whole: BackwardGraph, local: BackwardGraph) -> BackwardFault | Non
 
 def _numbers(node: Operation) -> object:
     """The arguments that aren't tensors nor sizes: those show in the results' shapes."""
-    if node.name in REARRANGING:
+    if node.is_a(*REARRANGING):
         return None
-    if node.name in _SLICES:
+    if node.is_a("slice", "select"):
         return (*node.arguments[1:3], *node.arguments[4:])
-    if node.name in SPLITS:
+    if node.is_a("split"):
         return node.arguments[2:]
     return [(type(held), held) for held in scalars(node)]
 
@@ -189,7 +179,7 @@ class _Typing:
 
     def _ways(self, node: Operation, layouts: dict[int, Layout]) -> list[tuple[Layout, ...]] | str:
         operands = {value: layouts.get(value, REPLICATED) for value in (*node.inputs, *node.overwritten)}
-        if node.name in _SAME:
+        if node.is_a("copy", "detach", "alias"):
             return [(operands[node.inputs[0]],)]
         made = OperationNode(
             node.target, node.arguments, tuple(node.keywords.items()), node.inputs, node.outputs, node.overwritten, None
@@ -199,7 +189,7 @@ class _Typing:
             return answer.reason
         ways = [outcome.outputs for outcome in answer]
         replicated = all(held.is_replicated for held in operands.values())
-        if node.name in FILLS or node.name in _LIKE or (node.name == EXPAND and replicated):
+        if node.is_a("fill", "new", "like") or (node.is_a("expand") and replicated):
             ways += [(held,) for output in node.outputs if output is not None for held in self._splits(output, layouts)]
         return ways
 
