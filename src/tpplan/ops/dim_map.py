@@ -144,6 +144,11 @@ def _beside(target: OpOverload, arguments: Sequence[Any], before: Shape, after: 
     return tuple(None if d in along else d for d in range(len(before))) if len(before) == len(after) else None
 
 
+def _paired(target: OpOverload, arguments: Sequence[Any], before: Shape, after: Shape) -> DimMap | None:
+    """The pairs stand in a last dim, of the operand or of the result."""
+    return tuple(range(len(before)))[: len(after)] + (None,) * (len(after) - len(before))
+
+
 def _picked(target: OpOverload, arguments: Sequence[Any], before: Shape, after: Shape) -> DimMap | None:
     """The numbers may stand in any number of dims, which are those of the picked one then."""
     picked = picked_dim(arguments, len(before))
@@ -183,6 +188,7 @@ _MAPS: Mapping[str, Callable[[OpOverload, Sequence[Any], Shape, Shape], DimMap |
     **dict.fromkeys(("select", "unbind"), _selected),
     **dict.fromkeys(("expand", "slice", "repeat"), _of_equal_sizes),
     "pad": _padded,
+    "pairs": _paired,
     **dict.fromkeys(("fourier", "join", "split"), _beside),
     "pick": _picked,
     "pool": _of_images,

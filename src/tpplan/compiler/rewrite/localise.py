@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.compat import schema_mutates, takes_device
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
-from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.layout import REPLICATED, Layout, in_packs
 from tpplan.compiler.ir.script import ReplayError, Run
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.compiler.rewrite.attention import Attention, attentions, references
@@ -27,7 +27,6 @@ from tpplan.compiler.rewrite.settle import Settled
 from tpplan.compiler.rules.convolution import GROUPS, local_groups
 from tpplan.compiler.rules.group_norm import CHANNELS, local_sizes
 from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
-from tpplan.compiler.rules.propagate import in_packs
 from tpplan.ops.dim_map import dim_of, dims_of, size_argument
 from tpplan.ops.issued import SLICE_COPY, VIEWS_OF_PARTS
 

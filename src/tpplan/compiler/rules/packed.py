@@ -26,7 +26,6 @@ from tpplan.compiler.rules.batch_norm import batch_normed
 from tpplan.compiler.rules.convolution import convolved
 from tpplan.compiler.rules.folding import folded, sampled
 from tpplan.compiler.rules.group_norm import group_normed
-from tpplan.compiler.rules.pooling import pooled
 from tpplan.compiler.rules.views import viewed
 from tpplan.ops.dim_map import dim_of, picked_dim
 
@@ -67,7 +66,7 @@ def results(
     number, held = split[0]
     assert held.dim is not None
     if node.is_a("pool"):
-        return pooled(node, values[number], held)
+        return "needs values that other ranks hold"
     if node.is_a("fold", "sampling"):
         made_of = sampled(node, layouts) if node.is_a("sampling") else folded(node, values, held, size, batch)
         return made_of if isinstance(made_of, str) else (made_of,)
@@ -88,9 +87,7 @@ def results(
             stretches if isinstance(stretches, str) else _taken(held, along, stretches, size, not node.is_a("select"))
         )
     if node.is_a("pairs"):
-        # DTensor's rule is that of a view, and refuses a dim of fewer entries than ranks.
-        last = held.dim + (1 if held.within else 0)
-        return (held,) if last < len(values[_output(node)].shape) else "pairs entries of the dim that is sharded"
+        return "pairs entries of the dim that is sharded"
     if node.is_a("gate") and dim_of(node.target, node.arguments, len(shape)) == held.dim:
         half = shape[held.dim] // 2
         halves = _taken(held, held.dim, ((0, half), (half, half)), size, True)
@@ -200,8 +197,6 @@ def _repeated(node: OperationNode, shape: tuple[int, ...], held: Layout, size: i
     assert held.dim is not None
     times: Sequence[int] = node.arguments[1]
     dim = held.dim + len(times) - len(shape)
-    if times[dim] == 1 and (not held.within or times[dim + 1] == 1):
-        return (replace(held, dim=dim),)
     if not held.is_plain or held.interleave != 1 or not held.is_even(shape[held.dim], size):
         return "repeats a dim that is packed or unevenly split"
     if times[dim] == batch and dim == 0:

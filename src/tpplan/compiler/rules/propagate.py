@@ -31,6 +31,7 @@ from tpplan.compiler.ir.layout import (
     Features,
     Layout,
     Pack,
+    in_packs,
     layout_of,
     sharded,
 )
@@ -43,11 +44,12 @@ from tpplan.compiler.rules.classes import class_layouts, sums_rows
 from tpplan.compiler.rules.declared import declared_layouts
 from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
+from tpplan.compiler.rules.kept import kept_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
 from tpplan.ops.declared import registering, rule_of
 from tpplan.ops.dim_map import with_dims_from_the_front
-from tpplan.ops.issued import ALIAS, CLONE, MM, RULED_AS
+from tpplan.ops.issued import MM, RULED_AS
 from tpplan.ops.registry import Operator, lookup
 
 _END = sys.maxsize
@@ -353,10 +355,11 @@ class Propagator:
             plain = {i: in_packs(held, values[i].shape) for i, held in layouts.items()}
             made = declared_layouts(rule, node, values, plain, self.size)
             return Refusal("communication", made, tuple(layouts.items())) if isinstance(made, str) else made
+        kept = kept_layouts(node, values, layouts)
+        if kept is not None:
+            return kept
         if node.is_a("fourier"):
-            return _of_fourier(node, layouts)
-        if node.is_a("transposition"):
-            layouts = {i: in_packs(held, values[i].shape) for i, held in layouts.items()}
+            return Refusal("communication", "transforms along a split dim", tuple(layouts.items()))
         if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
             return self._packed(node, values, layouts)
         arguments = _drop_empty_operands(node, values)
@@ -442,8 +445,6 @@ class Propagator:
             if grouped is None:
                 return "communication:needs rows that other ranks hold, to know which group they are of"
             target, arguments, keywords = MM, grouped, ()
-        if target is CLONE:  # of which not all versions of DTensor know that the copy of a partial value is one
-            target, keywords = ALIAS, ()
         if node.is_a("bag"):
             return _of_bags(arguments)
         target = RULED_AS.get(target, target)
@@ -463,14 +464,6 @@ class Propagator:
         if len(placements) != len(node.outputs):
             return "no-rule:DTensor's rule doesn't tell the placement of every result"
         return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
-
-
-def _of_fourier(node: OperationNode, layouts: dict[int, Layout]) -> tuple[Layout, ...] | Refusal:
-    """A Fourier transform keeps what is split along another dim, and is linear."""
-    ((_, held),) = layouts.items()
-    if held.dim in node.arguments[1] or held.within:
-        return Refusal("communication", "transforms along a split dim", tuple(layouts.items()))
-    return (held,)
 
 
 def flat_heads(pack: Pack, batch: int) -> Layout:
@@ -564,13 +557,6 @@ def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] 
     return rows, OperatorMeta(matrices.shape[1:], matrices.stride[1:], matrices.dtype, split)
 
 
-def in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
-    """A strided shard as packs."""
-    if held.dim is None or held.interleave == 1:
-        return held
-    return split_in_packs(held.dim, [Pack(shape[held.dim] // held.interleave)] * held.interleave)
-
-
 def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
     """Whether a view joined a sharded sequence, dim 1, with a batch of size 1 before it."""
     return len(operands) == 1 and operands[0][1].dim == 1 and output.dim == 0
@@ -632,4 +618,4 @@ def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> t
     return (kept or tensors, *rest)
 
 
-__all__ = ["PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "flat_heads", "in_packs", "tail_of"]
+__all__ = ["PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "flat_heads", "tail_of"]
