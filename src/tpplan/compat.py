@@ -174,6 +174,7 @@ __all__ = [
     "schema_argument_names",
     "schema_defaults",
     "schema_keywords",
+    "schema_lists",
     "schema_mutates",
     "schema_returns_view",
     "set_compiler",
@@ -1210,6 +1211,11 @@ def sizes_by_numbers(operator: OpOverload) -> bool:
 def schema_defaults(operator: OpOverload) -> tuple[tuple[str, Any], ...]:
     """The names of its arguments, with their defaults; None for those without one."""
     return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
+
+
+def schema_lists(operator: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that are lists, such as sizes."""
+    return tuple(a.name for a in operator._schema.arguments if str(a.type).startswith("List["))
 
 
 def schema_keywords(operator: OpOverload) -> frozenset[str]:

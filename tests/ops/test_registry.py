@@ -106,7 +106,7 @@ def test_the_order_of_a_transposition(operator: Any, arguments: tuple[Any, ...],
 
 
 def test_which_argument_is_a_size_is_read_off_the_schema() -> None:
-    operators = (aten.view.default, aten.zeros.default, aten.split_with_sizes.default, aten.mm.default)
+    operators = (aten.view.default, aten.zeros.default, aten.split_with_sizes.default, aten.unfold.default)
     assert [size_argument(held) for held in operators] == [1, 0, 1, None]
     # Strides go with the sizes of the first, and the second changes a tensor that is there.
     assert [is_sized(held) for held in (aten.as_strided.default, aten.resize_.default, aten.full.default)] == [

@@ -39,7 +39,7 @@ QUICK = (
     "roll",
     "scatter", "scatter_add", "select", "softmax", "sort", "split", "squeeze", "stack", "std", "sum", "topk",
     "transpose",
-    "tril", "unbind", "unsqueeze", "var", "view", "where",
+    "tril", "unbind", "unfold", "unsqueeze", "var", "view", "where",
 )  # fmt: skip
 # Arguments of integers that aren't dims, by name.
 _NUMBERS = frozenset(

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tpplan.compat import OpOverload, schema_defaults, schema_keywords, schema_mutates
+from tpplan.compat import OpOverload, schema_defaults, schema_keywords, schema_lists, schema_mutates
 from tpplan.ops.registry import has_role, image_dims
 
 DIMS = frozenset(("dim", "dims", "dim0", "dim1", "dim2", "dimension"))
@@ -51,8 +51,8 @@ def dims_of(target: OpOverload, arguments: Sequence[Any], rank: int) -> list[int
 @functools.cache
 def size_argument(target: OpOverload) -> int | None:
     """The place of the argument that is a shape or a row of sizes; None if there is none."""
-    names = [name for name, _ in schema_defaults(target)]
-    return next((names.index(name) for name in _SIZES if name in names), None)
+    names, lists = [name for name, _ in schema_defaults(target)], schema_lists(target)
+    return next((names.index(name) for name in _SIZES if name in lists), None)
 
 
 @functools.cache
@@ -141,7 +141,9 @@ def _padded(target: OpOverload, arguments: Sequence[Any], before: Shape, after: 
 def _beside(target: OpOverload, arguments: Sequence[Any], before: Shape, after: Shape) -> DimMap | None:
     """What reads or joins along some dims leaves the others."""
     along = dims_of(target, arguments, len(before))
-    return tuple(None if d in along else d for d in range(len(before))) if len(before) == len(after) else None
+    if len(after) < len(before) or (len(after) > len(before) and has_role(_name(target), "join")):
+        return None  # a vector of nothing may be joined to anything
+    return tuple(None if d in along else d for d in range(len(before))) + (None,) * (len(after) - len(before))
 
 
 def _paired(target: OpOverload, arguments: Sequence[Any], before: Shape, after: Shape) -> DimMap | None:
@@ -189,7 +191,7 @@ _MAPS: Mapping[str, Callable[[OpOverload, Sequence[Any], Shape, Shape], DimMap |
     **dict.fromkeys(("expand", "slice", "repeat"), _of_equal_sizes),
     "pad": _padded,
     "pairs": _paired,
-    **dict.fromkeys(("fourier", "join", "split"), _beside),
+    **dict.fromkeys(("along", "join", "split"), _beside),
     "pick": _picked,
     "pool": _of_images,
     "fold": _folded,

@@ -132,7 +132,7 @@ _ROWS: tuple[tuple[Operator, str], ...] = (
      "view.default _unsafe_view.default reshape.default _reshape_alias.default expand.default transpose.int "
      "permute.default squeeze.default squeeze.dim squeeze.dims t.default view_as_complex.default "
      "view_as_real.default select.int slice.Tensor split.Tensor split_with_sizes.default unbind.int "
-     "unsafe_split.Tensor diagonal.default"),
+     "unsafe_split.Tensor diagonal.default unfold.default"),
     (Operator("view", "first", new_dim=True), "unsqueeze.default"),
     (Operator("arrangement", "first"), "flip.default roll.default repeat.default constant_pad_nd.default"),
     (Operator("arrangement"), "pixel_shuffle.default pixel_unshuffle.default im2col.default col2im.default"),
@@ -243,6 +243,8 @@ _ROLES: Mapping[str, str] = {
     "softmax": "_softmax.default",
     "safe softmax": "_safe_softmax.default",
     "gate": "glu.default",
+    # Reads the dims that its arguments name, and keeps the others; what it adds comes last.
+    "along": "_fft_c2c.default _fft_r2c.default _fft_c2r.default unfold.default",
     "fourier": "_fft_c2c.default _fft_r2c.default _fft_c2r.default",
     "triangle": "tril.default",
     "sampling": "grid_sampler_2d.default grid_sampler_3d.default",

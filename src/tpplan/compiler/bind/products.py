@@ -30,7 +30,7 @@ from tpplan.ops.dim_map import dim_map, dim_of, picked_dim
 from tpplan.ops.registry import first_factor, is_entrywise
 
 _MOVES = (
-    "alias", "copy", "detach", "cast", "transposition", "unsqueeze", "squeeze", "select", "fourier", "slice", "pad",
+    "alias", "copy", "detach", "cast", "transposition", "unsqueeze", "squeeze", "select", "along", "slice", "pad",
     "pick", "repeat", "expand",
 )  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)

@@ -214,7 +214,7 @@ class _Walk:
                 if made not in self._own:
                     continue
                 side.parameters += self._beside(node, side.width, making=False)
-                if node.name in _SAME and self._width(made) == side.width:
+                if node.is_a(*_SAME) and self._width(made) == side.width:
                     waiting.append(made)
         return side
 

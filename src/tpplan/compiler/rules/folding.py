@@ -28,10 +28,8 @@ def folded(node: OperationNode, values: Sequence[LocalValue], held: Layout, size
     before, after = values[node.inputs[0]].shape, values[next(o for o in node.outputs if o is not None)].shape
     channels = len(before) - 1 - image_dims(node.name)
     assert held.dim is not None
-    if held.dim > channels or (held.within and held.dim >= channels - 1):
+    if held.dim != channels or held.within:
         return _FOREIGN
-    if held.dim < channels:
-        return held
     many, few = before[channels], after[channels]
     source, target = ((many,), (few, many // few)) if many >= few else ((many, few // many), (few,))
     front = before[:channels]

@@ -23,7 +23,7 @@ from tpplan.ops.dim_map import dim_map
 # Those of the operators with a dim map whose results have the same entries, or make each of entries of other dims.
 _KEEPING = (
     "alias", "copy", "detach", "transposition", "unsqueeze", "squeeze", "select", "unbind", "repeat", "pairs", "pool",
-    "fourier",
+    "fold", "along",
 )  # fmt: skip
 
 
@@ -35,8 +35,8 @@ def kept_layouts(
     if made is None or len(layouts) != 1 or not node.is_a(*_KEEPING):
         return None
     ((number, held),) = layouts.items()
-    if held.dim is None:
-        return tuple(held for _ in node.outputs) if node.is_a("alias", "copy", "detach", "fourier") else None
+    if held.dim is None:  # a sum that is still to be made, which may pass through what is linear alone
+        return tuple(held for _ in node.outputs)
     mapped = dim_map(node.target, node.arguments, values[number].shape, values[made].shape)
     split = (held.dim, held.next_dim) if held.within else (held.dim,)
     if mapped is None or held.inner_dim is not None or not {*split} <= {*mapped}:
