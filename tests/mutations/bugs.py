@@ -133,6 +133,13 @@ BUGS = (
         "alike = images == grid and", "alike = images.dim == grid.dim and", ("rules/test_audit.py",)),
     Bug("a dim named from behind picks elsewhere", "ops/dim_map.py",
         "return arguments[1] % rank", "return arguments[1]", ("parity/test_taken_apart.py",)),
+    Bug("an operator keeps the dim that it reads", "ops/dim_map.py",
+        "tuple(None if d in along else d for d", "tuple(d for d", ("ops/test_registry.py", "rules/test_audit.py")),
+    Bug("what one part's holders share out is left behind", "compiler/rules/kept.py",
+        "(held.dim, held.next_dim) if held.within else (held.dim,)", "(held.dim,)",
+        ("compiler/test_packed.py", "rules/test_geometry.py")),
+    Bug("a pad that shifts a dim keeps it", "ops/dim_map.py",
+        "tuple(None if dim in padded else dim for", "tuple(dim for", ("ops/test_registry.py",)),
     Bug("a whole value is sliced for other heads", "compiler/rewrite/localise.py",
         "*packs[0].part(size, rank))", "*packs[0].part(size, size - 1 - rank))", ("parity/test_slices.py",)),
     # Experts that some of the ranks share.

@@ -22,13 +22,18 @@ aten = torch.ops.aten
 
 
 def _asked_for() -> Iterator[tuple[str, str]]:
-    """The texts that passes hold, with their files: those with which `is_a` and `has_role` are called first."""
+    """The roles that passes ask for, with the file: in the call, or in a constant of the file that is passed."""
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("is_a", "has_role")):
-                given = node.args[1:] if ast.unparse(node.func).endswith("has_role") else node.args
-                yield from ((str(a.value), path.name) for a in given if isinstance(a, ast.Constant))
+            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if not isinstance(node, ast.Call) or called not in ("is_a", "has_role"):
+                continue
+            given = node.args[1:] if called == "has_role" else node.args
+            held = [constants.get(ast.unparse(a.value)) if isinstance(a, ast.Starred) else a for a in given]
+            texts = (n for a in held if a is not None for n in ast.walk(a) if isinstance(n, ast.Constant))
+            yield from ((n.value, path.name) for n in texts if isinstance(n.value, str))
 
 
 def test_passes_ask_for_roles_that_there_are() -> None:

@@ -96,8 +96,7 @@ def dim_map(target: OpOverload, arguments: Sequence[Any], before: Shape, after: 
     Returns:
         None for an operator that keeps none, or of which it isn't known.
     """
-    name = _name(target)
-    found = next((find for role, find in _MAPS.items() if has_role(name, role)), None)
+    found = _map_of(target)
     return None if found is None else found(target, arguments, before, after)
 
 
@@ -182,7 +181,8 @@ def _convolved(target: OpOverload, arguments: Sequence[Any], before: Shape, afte
     return (0, 1 if each else None, *(None,) * (len(after) - 2))
 
 
-_MAPS: Mapping[str, Callable[[OpOverload, Sequence[Any], Shape, Shape], DimMap | None]] = {
+_Map = Callable[[OpOverload, Sequence[Any], Shape, Shape], "DimMap | None"]
+_MAPS: Mapping[str, _Map] = {
     **dict.fromkeys(("alias", "copy", "detach", "cast", "batch norm"), _same),
     **dict.fromkeys(("transposition", "transposition in place"), _ordered),
     "unsqueeze": _unsqueezed,
@@ -198,6 +198,11 @@ _MAPS: Mapping[str, Callable[[OpOverload, Sequence[Any], Shape, Shape], DimMap |
     "sampling": _sampled,
     "convolution": _convolved,
 }
+
+
+@functools.cache
+def _map_of(target: OpOverload) -> _Map | None:
+    return next((found for role, found in _MAPS.items() if has_role(_name(target), role)), None)
 
 
 @functools.cache
