@@ -61,7 +61,7 @@ def _lines(call: Call, propagators: dict[int, Propagator]) -> Iterator[str]:
         if isinstance(outcome, Refusal):
             yield f"{shown}: refused, {outcome.kind}"
         else:
-            made = (f"{_joined(o.outputs)} {_local(subject, (*layouts, *o.outputs))}" for o in outcome)
+            made = (f"{_joined(o.outputs)} {local_arguments(subject, (*layouts, *o.outputs))}" for o in outcome)
             yield f"{shown}: {' or '.join(made)}"
 
 
@@ -69,7 +69,7 @@ def _joined(layouts: Sequence[Layout]) -> str:
     return f"({', '.join(map(str, layouts))})"
 
 
-def _local(subject: Subject, layouts: Sequence[Layout]) -> Any:
+def local_arguments(subject: Subject, layouts: Sequence[Layout]) -> Any:
     """What a rank's own call is passed beside tensors."""
     node, values = subject.node
     whole = Operation(node.target, node.arguments, dict(node.keywords), node.inputs, node.outputs, (), None)
