@@ -23,12 +23,8 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.ir.region import Instance, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, Value
 from tpplan.compiler.place.assign import Assignment
-from tpplan.compiler.rules.convolution import GROUPS, local_groups
-from tpplan.compiler.rules.declared import with_local_sizes
-from tpplan.compiler.rules.group_norm import CHANNELS, local_sizes
-from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
+from tpplan.compiler.rules.own_arguments import with_own_arguments
 from tpplan.compiler.trace.recorder import Recorder
-from tpplan.ops.declared import rule_of
 from tpplan.ops.dim_map import is_sized, picked_dim
 
 REARRANGING = (
@@ -283,10 +279,7 @@ def _compare_operation(
     for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
         if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant with other values")
-    rule = rule_of(ours.name)
-    if rule is not None and rule.sizes:
-        layouts = given.assignment.layouts
-        ours = with_local_sizes(rule, ours, given.trace.values, layouts, given.size, given.rank)
+    ours = with_own_arguments(ours, given.trace.values, given.assignment.layouts, given.size, given.rank)
     if not _same_scalars(given, ours, theirs):
         if _generators(ours) and _generators(theirs):
             reason = f"{ours.name} draws from a generator of the model's own, of which nothing shows that it is alike"
@@ -374,14 +367,6 @@ def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool
         return _local_start(given, ours) == theirs.arguments[1:3] and ours.arguments[4:] == theirs.arguments[4:]
     if ours.is_a("split"):
         return ours.arguments[2:] == theirs.arguments[2:]  # the results' shapes show the sizes
-    if ours.is_a("convolution"):
-        mine, its = ours.arguments, theirs.arguments
-        return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
-    if ours.is_a("group norm"):
-        layout = given.assignment.layouts.get(ours.inputs[0], REPLICATED)
-        own = local_sizes(ours.arguments, layout, given.size, given.rank)
-        mine, its = ours.arguments, theirs.arguments
-        return (mine[3], *own, mine[5], mine[7]) == (its[3], its[CHANNELS], its[GROUPS_OF_NORM], its[5], its[7])
     mine, its = scalars(ours), scalars(theirs)
     return len(mine) == len(its) and all(a is b or _equal(a, b) for a, b in zip(mine, its, strict=True))
 
@@ -415,12 +400,6 @@ def _start_on_rank(given: CheckInput, operation: Operation, dim: int, start: int
     shape = given.trace.values[operation.inputs[0]].shape
     layout, along = given.assignment.layouts[operation.inputs[0]], dim % len(shape)
     return layout.local_start(along, start, shape[along], given.size, given.rank)
-
-
-def _local_groups(given: CheckInput, operation: Operation) -> int:
-    x = operation.inputs[0]
-    layout, channels = given.assignment.layouts.get(x, REPLICATED), given.trace.values[x].shape[1]
-    return local_groups(operation.arguments[GROUPS], layout, channels, given.size, given.rank)
 
 
 def _generators(operation: Operation) -> bool:

@@ -24,9 +24,7 @@ from tpplan.compiler.ir.script import ReplayError, Run
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.compiler.rewrite.attention import Attention, attentions, references
 from tpplan.compiler.rewrite.settle import Settled
-from tpplan.compiler.rules.convolution import GROUPS, local_groups
-from tpplan.compiler.rules.group_norm import CHANNELS, local_sizes
-from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
+from tpplan.compiler.rules.own_arguments import with_own_arguments
 from tpplan.ops.dim_map import dim_of, dims_of, size_argument
 from tpplan.ops.issued import SLICE_COPY, VIEWS_OF_PARTS
 
@@ -118,6 +116,7 @@ def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size
     def local(value: int) -> tuple[int, ...]:
         return layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, size, rank)
 
+    node = with_own_arguments(node, trace.values, layouts, size, rank)
     arguments, place = list(node.arguments), size_argument(node.target)
     shapes = tuple(None if o is None else local(o) for o in node.outputs)
     made = next((o for o in node.outputs if o is not None), None)
@@ -138,13 +137,6 @@ def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size
             arguments[2:4] = [start] if node.is_a("select") else [start, start + local(made)[along]]
     elif node.is_a("pick") and layouts.get(node.inputs[0], REPLICATED).packs:
         raise ReplayError("the body picks elements of a packed dim by index")
-    elif node.is_a("convolution"):
-        x = node.inputs[0]
-        channels = trace.values[x].shape[1]
-        arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
-    elif node.is_a("group norm"):
-        own = local_sizes(arguments, layouts.get(node.inputs[0], REPLICATED), size, rank)
-        arguments[CHANNELS], arguments[GROUPS_OF_NORM] = own
     if node.target in CLASS_OPERATIONS:
         return Run(stock_function(node.target), tuple(arguments), node.keywords, node.outputs, shapes, False)
     on_device = not node.inputs and takes_device(node.target)
