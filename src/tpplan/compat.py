@@ -70,6 +70,7 @@ __all__ = [
     "PARAMETRIZATIONS",
     "READ_VERSION",
     "SYMBOLIC",
+    "TORCH_NAMESPACES",
     "DeviceContext",
     "FunctionNode",
     "ModuleHooks",
@@ -188,6 +189,7 @@ __all__ = [
     "schema_argument_names",
     "schema_defaults",
     "schema_keywords",
+    "schema_lists",
     "schema_mutates",
     "schema_returns_view",
     "set_compiler",
@@ -767,6 +769,8 @@ def acceptable_shardings(
 
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
+TORCH_NAMESPACES = ("aten", "prims")
+"""Those of torch's own operators."""
 
 
 def _view_placement(operator: OpOverload, arguments: Sequence[Any], size: int) -> Placement | None:
@@ -1283,6 +1287,11 @@ def sizes_by_numbers(operator: OpOverload) -> bool:
 def schema_defaults(operator: OpOverload) -> tuple[tuple[str, Any], ...]:
     """The names of its arguments, with their defaults; None for those without one."""
     return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
+
+
+def schema_lists(operator: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that are lists, such as sizes."""
+    return tuple(a.name for a in operator._schema.arguments if str(a.type).startswith("List["))
 
 
 def schema_keywords(operator: OpOverload) -> frozenset[str]:
@@ -2005,7 +2014,7 @@ def runs_as_written(func: OpOverload, inside: bool = False) -> bool:
         return True
     others = ("Meta", "Autograd", "AutogradCPU", "AutogradCUDA")
     return (
-        func.namespace not in ("aten", "prims")
+        func.namespace not in TORCH_NAMESPACES
         and has(name, "CompositeExplicitAutograd")
         and not any(has(name, key) for key in others)
     )

@@ -17,7 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tpplan.compiler.ir.operators import TABLE, lookup
+from tpplan.ops.registry import TABLE, lookup
 
 # Left out: transforms, of which torch's own crash on some samples, and what no operator of the table is used for.
 _OUTSIDE = ("fft.", "sparse.", "torch.ops.", "polygamma.", "mvlgamma.", "special.", "histogram", "jiterator")

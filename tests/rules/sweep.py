@@ -21,8 +21,8 @@ from torch import Tensor
 from tests.rules.calls import FOURIER, OPERATORS, Call, calls_of
 from tests.rules.numbers import Fails, Subject, Wrong
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, Pack, packed, sharded
-from tpplan.compiler.ir.operators import TABLE
 from tpplan.compiler.rules.propagate import Propagator, Refusal
+from tpplan.ops.registry import TABLE
 
 ENTRYWISE = tuple(name for name, operator in TABLE.items() if operator.kind == "entrywise")
 

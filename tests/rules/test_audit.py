@@ -16,11 +16,11 @@ from tests.marking import slow_but
 from tests.rules.calls import FOURIER, OPERATORS, SHAPED, Call, resolve
 from tests.rules.numbers import Subject, Wrong
 from tests.rules.sweep import ENTRYWISE, sweep
-from tpplan.compiler.ir import operators
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
-from tpplan.compiler.ir.operators import TABLE, lookup
 from tpplan.compiler.rules import propagate
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
+from tpplan.ops import dim_map
+from tpplan.ops.registry import TABLE, lookup
 
 aten = torch.ops.aten
 X = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -39,7 +39,7 @@ QUICK = (
     "roll",
     "scatter", "scatter_add", "select", "softmax", "sort", "split", "squeeze", "stack", "std", "sum", "topk",
     "transpose",
-    "tril", "unbind", "unsqueeze", "var", "view", "where",
+    "tril", "unbind", "unfold", "unsqueeze", "var", "view", "where",
 )  # fmt: skip
 # Arguments of integers that aren't dims, by name.
 _NUMBERS = frozenset(
@@ -143,7 +143,7 @@ def test_every_integer_of_an_audited_operator_is_a_dim_or_known_not_to_be() -> N
     for name in TABLE:
         for argument in resolve(name)._schema.arguments:
             if "int" in str(argument.type).lower() and "point" not in str(argument.type).lower():
-                assert argument.name in operators.DIMS | _NUMBERS, f"{name}: {argument.name}"
+                assert argument.name in dim_map.DIMS | _NUMBERS, f"{name}: {argument.name}"
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------

@@ -25,24 +25,20 @@ from torch import Tensor, nn
 
 from tpplan.compat import SYMBOLIC, SizeSymbols, as_python, balanced, expression_of, given_expression, hint_of
 from tpplan.compiler.check import local_run
-from tpplan.compiler.check.compare import SIZED, CheckInput, Mismatch
+from tpplan.compiler.check.compare import CheckInput, Mismatch
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.objects import note_alike
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.program import LocalAttribute
 from tpplan.compiler.ir.pytree import children, with_tensors
 from tpplan.compiler.ir.trace import Frame, Operation, Path, Trace, Value
-from tpplan.compiler.rules.packed import SPLITS
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.symbolic import Results, SymbolicRecorder, fix, symbols
+from tpplan.ops.dim_map import is_sized
+from tpplan.ops.registry import lookup
 
 LEAST_LENGTH = 6
 """A whole number that an object keeps beside tensors is a length from here on; a smaller one may name a dim."""
-_SLICES = frozenset(("aten.slice.Tensor", "aten.slice_copy.Tensor"))
-_RESHAPES = frozenset(
-    f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default")
-)
 _FREE = frozenset(("entrywise", "new", "random"))
 
 
@@ -382,12 +378,12 @@ def _hold_layouts(whole: Trace, layouts: Mapping[int, Layout], sizes: SizeSymbol
                 continue  # every rank does what the unsharded model does
             sizes.where = "" if node.location is None else node.location.short
             operator = lookup(node.name)
-            if node.name in _RESHAPES:
+            if node.is_a("reshape", "strided reshape"):
                 _hold_view(whole, layouts, node)
             elif (operator is not None and operator.kind in _FREE) or (
-                node.name in SPLITS
-                or node.name.startswith(SIZED)
-                or (node.name in _SLICES and _slices_beside(whole, layouts, node))
+                node.is_a("split")
+                or is_sized(node.target)
+                or (node.is_a("slice", "slice copy") and _slices_beside(whole, layouts, node))
             ):
                 continue
             else:

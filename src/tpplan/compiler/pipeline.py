@@ -52,7 +52,7 @@ from tpplan.compiler.problem import Learned, Placed, Problem, stays_split
 from tpplan.compiler.refine import UnreadError
 from tpplan.compiler.request import Request
 from tpplan.compiler.rewrite.lemmas import justify
-from tpplan.compiler.rules.propagate import FILLS, Propagator
+from tpplan.compiler.rules.propagate import Propagator
 from tpplan.compiler.search import UnplacedError, search
 from tpplan.compiler.trace.capture import BodyError, Capture, without_collection
 from tpplan.compiler.trace.preconditions import unfit_findings, unseen_findings
@@ -375,7 +375,7 @@ def _filled(trace: Trace, features: Features) -> Features:
         size
         for frame in trace.root.walk()
         for node in frame.body
-        if isinstance(node, Operation) and node.name in FILLS
+        if isinstance(node, Operation) and node.is_a("fill", "new")
         for output in node.outputs
         if output is not None
         for size in trace.values[output].shape

@@ -18,35 +18,27 @@ from tpplan.compiler.bind.in_bodies import computed_by_layers, members_of
 from tpplan.compiler.bind.linear import Addend, LinearForm, Product, linear_form
 from tpplan.compiler.bind.lookers import BareTable, bare_tables
 from tpplan.compiler.bind.packing import pack, taken_apart
-from tpplan.compiler.bind.products import ENTRYWISE_OF_TWO, derived, find_buffer_use, find_use
+from tpplan.compiler.bind.products import derived, find_buffer_use, find_use
 from tpplan.compiler.bind.readers import Readers, Taken
 from tpplan.compiler.bind.regions import build_regions
 from tpplan.compiler.bind.wrappers import unwrap
 from tpplan.compiler.explain.captures import of_capture
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Layout, Pack
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Trace
 from tpplan.compiler.rewrite.recognise import Norm, recognise, recognise_gated
-from tpplan.compiler.rules.batch_norm import BATCH_NORM
-from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, weight_layout
-from tpplan.compiler.rules.group_norm import GROUP_NORM
-from tpplan.compiler.rules.packed import SPLITS, VIEWS
-from tpplan.compiler.rules.propagate import NEW, Outcome, Refusal
+from tpplan.compiler.rules.convolution import GROUPS, weight_layout
+from tpplan.compiler.rules.propagate import Outcome, Refusal
 from tpplan.compiler.rules.propagate import Propagator as Rules
 from tpplan.compiler.trace.branches import CaptureSettings
 from tpplan.compiler.trace.captures import Captures
 from tpplan.compiler.trace.preconditions import unfit_findings
 from tpplan.compiler.trace.unread import with_unread
+from tpplan.ops.registry import is_entrywise
 from tpplan.plan import CompileError, Diagnostic, Plan, Rule, Severity, Style
 from tpplan.plan.pattern import Pattern
 from tpplan.plan.rules import Pack as NamedPack
-
-VIEW_OPERATORS = VIEWS
-SPLIT_OPERATORS = SPLITS
-ELEMENTWISE_OPERATORS = ENTRYWISE_OF_TWO
-CREATION_OPERATORS = NEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,37 +210,25 @@ def is_norm(region: Region) -> bool:
     return isinstance(recognised, Norm)
 
 
-def is_convolution(node: OperationNode) -> bool:
-    """Whether an operation is a convolution."""
-    return node.name == CONVOLUTION
-
-
 def is_grouped_convolution(node: OperationNode) -> bool:
     """Whether an operation is a convolution of each channel, or of groups of them."""
-    return node.name == CONVOLUTION and node.arguments[GROUPS] > 1
+    return node.is_a("convolution") and node.arguments[GROUPS] > 1
 
 
 def keeps_channels(node: OperationNode) -> bool:
     """Whether an operation makes each channel of that of its operands: one entry by entry, or a norm of channels."""
-    operator = lookup(node.name)
-    return node.name in (GROUP_NORM, BATCH_NORM) or (operator is not None and operator.kind == "entrywise")
+    return node.is_a("group norm", "batch norm") or is_entrywise(node.name)
 
 
 def channel_norm_weight(node: OperationNode, channels: Layout) -> Layout | None:
     """The layout of what norms each channel or group of them, for channels that lie so; None for other operations."""
-    return replace(channels, dim=0) if node.name in (GROUP_NORM, BATCH_NORM) and channels.dim == 1 else None
+    return replace(channels, dim=0) if node.is_a("group norm", "batch norm") and channels.dim == 1 else None
 
 
 def convolution_weight(node: OperationNode, region: Region, channels: Layout, size: int) -> Layout | None:
     """The layout of a convolution's weight that goes with that of its channels; None if there is none."""
     layout = weight_layout(node.arguments, region.values, channels, size)
     return layout if isinstance(layout, Layout) else None
-
-
-def is_entrywise(name: str) -> bool:
-    """Whether an operator works on each entry of its operands by itself."""
-    operator = lookup(name)
-    return operator is not None and operator.kind == "entrywise"
 
 
 def _without_conflicts(binding: Binding, findings: Sequence[Diagnostic]) -> Binding:
@@ -261,8 +241,8 @@ def _problems(findings: Sequence[Diagnostic]) -> dict[str, str]:
 
 
 __all__ = [
-    "CREATION_OPERATORS", "ELEMENTWISE_OPERATORS", "SPLIT_OPERATORS", "VIEW_OPERATORS", "Addend", "BareTable",
+    "Addend", "BareTable",
     "ColumnSplits", "ComputedWeight", "LinearForm", "Outcome", "Product", "Refusal", "Rules", "Study", "Taken",
-    "channel_norm_weight", "convolution_weight", "is_convolution", "is_entrywise", "is_grouped_convolution", "is_norm",
+    "channel_norm_weight", "convolution_weight", "is_grouped_convolution", "is_norm",
     "keeps_channels", "layer_of", "linear_form", "stored_names",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Operators of the user's: rules that say how they work on parts of their arguments, and the trial of each rule."""
+"""Operators: the registry of those that the compiler knows, and the rules of the user's, with the trial of each."""
 
 from tpplan.ops.declared import OperatorRuleError
 from tpplan.ops.functions import operator, register_operator

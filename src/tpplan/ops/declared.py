@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from tpplan.compat import (
+    TORCH_NAMESPACES,
     OpOverload,
     OpOverloadPacket,
     qualified_name,
@@ -166,7 +167,7 @@ def declare(name: str, rule: OperatorRule) -> None:
 
 def registering(operator: OpOverload) -> str:
     """The call that gives an operator a rule, with its arguments in place; "" for one of torch's own."""
-    if operator.namespace in ("aten", "prims", "tpplan"):
+    if operator.namespace in (*TORCH_NAMESPACES, "tpplan"):
         return ""
     tensors, results = tensor_arguments(operator)
     terms = ", ".join(f"<{name}>" for name in tensors)

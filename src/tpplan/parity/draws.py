@@ -22,7 +22,8 @@ from torch import Tensor
 from tpplan.compat import GENERATOR, OpOverload, TorchDispatchMode, random_state, set_random_state
 from tpplan.compiler.ir.layout import Layout, Pack, packed, sharded
 from tpplan.compiler.ir.program import Program
-from tpplan.compiler.trace.draws import DRAWN_BY_SHAPE, is_draw
+from tpplan.compiler.trace.draws import is_draw
+from tpplan.ops.registry import DRAWN_BY_SHAPE
 from tpplan.runtime.pieces import part
 from tpplan.runtime.segments import taken
 

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, TorchDispatchMode
+from tpplan.ops.registry import has_role
 from tpplan.parity.call import Call
 from tpplan.parity.draws import Draws, OwnDraws
 from tpplan.parity.errors import UnshardedError, VerifyError, describe
 from tpplan.parity.materialise import copy_structure
 from tpplan.parity.observe import Observation, observe
-
-_PRODUCTS = frozenset(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.mv", "aten.addmv", "aten.dot"))
-_SUMS = frozenset(("aten.sum", "aten.mean", "aten.logsumexp"))
 
 
 class ArithmeticMeter(TorchDispatchMode):
@@ -44,11 +42,11 @@ class ArithmeticMeter(TorchDispatchMode):
         for tensor in results:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
-        operator = str(func).rpartition(".")[0]
-        if operator in _PRODUCTS:
+        operator = str(func)
+        if has_role(operator, "product", "vector product"):
             last = [held for held in args if isinstance(held, Tensor)][-2]
             self.terms = max(self.terms, last.shape[-1])
-        elif operator in _SUMS:
+        elif has_role(operator, "sum", "mean", "sum of exponentials"):
             first = results[0]
             if isinstance(args[0], Tensor) and isinstance(first, Tensor) and first.numel():
                 self.terms = max(self.terms, args[0].numel() // first.numel())

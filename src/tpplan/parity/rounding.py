@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, TorchDispatchMode
+from tpplan.ops.registry import FUSED_ATTENTION, base_name, has_role
 from tpplan.parity.call import Call
 from tpplan.parity.draws import OwnDraws
 from tpplan.parity.materialise import copy_structure
@@ -28,11 +29,6 @@ from tpplan.parity.observe import observe
 from tpplan.parity.reference import Reference
 
 _RUNS = 3
-_SUMMING = (
-    "mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "mv", "addmv", "dot", "sum", "mean", "logsumexp", "convolution",
-    "convolution_backward", "_softmax", "_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward",
-)  # fmt: skip
-_ATTENTION = "aten::_scaled_dot_product"
 
 
 class OtherRounding(TorchDispatchMode):
@@ -48,8 +44,8 @@ class OtherRounding(TorchDispatchMode):
     ) -> Any:
         """Run the operation, and change its result."""
         result: Any = func(*args, **(kwargs or {}))
-        name = func.name().partition(".")[0]
-        if name.removeprefix("aten::") in _SUMMING or name.startswith(_ATTENTION):
+        name = str(func)
+        if has_role(name, "accumulation") or base_name(name).startswith(FUSED_ATTENTION):
             results: Sequence[Any] = result if type(result) in (tuple, list) else (result,)
             for tensor in results:
                 self._disturb(tensor)

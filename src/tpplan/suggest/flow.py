@@ -20,28 +20,22 @@ from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, UNKNOWN, L
 from tpplan.compiler.ir.region import Instance, OperationNode
 from tpplan.compiler.ir.trace import Frame, quoted
 from tpplan.compiler.queries import (
-    CREATION_OPERATORS,
-    ELEMENTWISE_OPERATORS,
-    VIEW_OPERATORS,
     Outcome,
     Product,
     Refusal,
     Rules,
     channel_norm_weight,
     convolution_weight,
-    is_convolution,
     is_grouped_convolution,
     is_norm,
     keeps_channels,
 )
+from tpplan.ops.dim_map import dim_of
 from tpplan.suggest.subject import Column, Subject
 
 Names = frozenset[str]
 _NONE: Names = frozenset()
-_JOIN = "aten.cat.default"
-_CARRIED = VIEW_OPERATORS | {"aten._to_copy.default", "aten.clone.default", "aten.alias.default"}
-_RESHAPES = VIEW_OPERATORS | {"aten.unsqueeze.default", "aten.squeeze.dim"}
-_MOVES = _RESHAPES | {"aten.permute.default", "aten.transpose.int"}  # as those with which an einsum ends
+_RESHAPES = ("reshape", "unsqueeze", "squeeze")
 
 
 @dataclass(slots=True)
@@ -334,15 +328,15 @@ class _Walk:
         outer = instance.values
         inputs = [outer[i] for i in dict.fromkeys((*node.inputs, *node.overwritten))]
         outputs = [outer[o] for o in node.outputs if o is not None]
-        if node.name in CREATION_OPERATORS:
+        if node.is_a("new"):
             return
-        if node.name == _JOIN and all(self._is_vector(outer[i]) for i in node.inputs):
+        if node.is_a("join") and all(self._is_vector(outer[i]) for i in node.inputs):
             self.joined[outputs[0]] = tuple(outer[i] for i in node.inputs)
         if any(i in self.dynamic for i in inputs):
             self.dynamic.update(outputs)
         if len(outputs) == 1 and self._product(inputs, outputs[0]):
             return
-        if node.name in _MOVES and inputs[0] in self.makers:
+        if node.is_a(*_RESHAPES, "transposition") and inputs[0] in self.makers:
             self.makers |= dict.fromkeys(outputs, self.makers[inputs[0]])
         sources = frozenset[str]().union(*(self.sources.get(i, _NONE) for i in inputs))
         if any(i in self.poisoned for i in inputs):
@@ -376,17 +370,17 @@ class _Walk:
                 for value in (outer[output], *(outer[i] for i in node.overwritten)):
                     self.layouts[value] = held
                     self.sources[value] = sources
-                    if node.name in ELEMENTWISE_OPERATORS and not self.normed.isdisjoint(inputs):
+                    if node.is_a("arithmetic of two") and not self.normed.isdisjoint(inputs):
                         self.normed.add(value)  # as where what it is conditioned on shifts and scales
             elif output is not None and held == REPLICATED_PARTIAL:
                 self.shared[outer[output]] = sources
 
     def _kept_apart(self, instance: Instance, node: OperationNode, answer: Outcome | Refusal) -> Outcome | Refusal:
         """Note what is concatenated along the split dim, or keep it apart."""
-        if node.name != _JOIN or isinstance(answer, Refusal):
+        if not node.is_a("join") or isinstance(answer, Refusal):
             return answer
-        along: int = node.arguments[1] if len(node.arguments) > 1 else 0
-        if along % len(instance.region.values[node.inputs[0]].shape) != answer.outputs[0].dim:
+        rank = len(instance.region.values[node.inputs[0]].shape)
+        if dim_of(node.target, node.arguments, rank) != answer.outputs[0].dim:
             return answer
         self.found.joins = True
         return Refusal("communication", "concatenates values along the sharded dim", ()) if self.apart else answer
@@ -439,7 +433,7 @@ class _Walk:
         instead = self._with_channels(instance, node)
         for i in (*node.inputs, *node.overwritten):
             outer = instance.values[i]
-            if outer in self.layouts or is_convolution(node):
+            if outer in self.layouts or node.is_a("convolution"):
                 continue
             for j, held in split:
                 assert held.dim is not None
@@ -463,7 +457,7 @@ class _Walk:
     def _of_reduced(self, node: OperationNode, inputs: list[int], outputs: list[int]) -> None:
         """Note what rows make through what is done with it entry by entry. A stream that is added isn't theirs."""
         rows = [self.reduced[i] for i in inputs if i in self.reduced]
-        entrywise = node.name in ELEMENTWISE_OPERATORS or node.name in _CARRIED
+        entrywise = node.is_a("arithmetic of two", "reshape", "cast", "copy", "alias")
         if rows and len(outputs) == 1 and entrywise and not any(map(self._has_features, set(inputs) - {*self.reduced})):
             self.reduced[outputs[0]] = _NONE.union(*rows)
 
@@ -506,7 +500,7 @@ class _Walk:
     def _with_channels(self, instance: Instance, node: OperationNode) -> dict[int, Layout]:
         """The layouts of the weight and the bias of a convolution or of a norm of channels, if split like these."""
         held = self.layouts.get(instance.values[node.inputs[0]]) if node.inputs else None
-        if not is_convolution(node):
+        if not node.is_a("convolution"):
             beside = None if held is None else channel_norm_weight(node, held)
             return {} if beside is None else dict.fromkeys(node.inputs[1:], beside)
         weights = [i for i in node.inputs[1:] if instance.values[i] in self.subject.beside]
@@ -531,7 +525,7 @@ class _Walk:
         """Whether the operation combines split features with a whole value that depends on data."""
         whole = [i for i in node.inputs if instance.values[i] not in self.layouts]
         values = instance.region.values
-        return node.name in ELEMENTWISE_OPERATORS and any(
+        return node.is_a("arithmetic of two") and any(
             instance.values[i] in self.dynamic and values[i].differentiable for i in whole
         )
 
@@ -544,7 +538,7 @@ class _Walk:
         )  # of a batch that is flattened with heads, the packs come so often
         rows = [h.packs[: len(h.packs) // times] for h in held.values() if len(h.packs) > times]
         ratios = {tuple(pack.size / sum(p.size for p in row) for pack in row) for row in rows}
-        if len(ratios) != 1 or node.name in _RESHAPES:
+        if len(ratios) != 1 or node.is_a(*_RESHAPES):
             return {}
         found: dict[str, tuple[int, ...]] = {}
         for name in {n for i in split if not held[i].packs for n in self.sources[instance.values[i]]}:

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tpplan.compiler.ir.trace import Frame, Operation
+from tpplan.ops.dim_map import dims_of
 from tpplan.plan import Style
 from tpplan.suggest.patterns import shape_of
 from tpplan.suggest.roles import Group, Setting
 from tpplan.suggest.subject import Subject
-
-_NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
-_MEANS = ("aten.mean.dim", "aten.sum.dim_IntList", "aten.linalg_vector_norm.default")
 
 
 def find_norms(subject: Subject, settled: Collection[str]) -> tuple[Group, ...]:
@@ -62,10 +60,6 @@ def _reduces(node: Operation, last: int, subject: Subject) -> bool:
     shape = subject.trace.values[node.inputs[0]].shape if node.inputs else ()
     if len(shape) != last + 1:
         return False
-    if node.name in _NORMS:
+    if node.is_a("norm"):
         return tuple(node.arguments[1]) == shape[-1:]
-    if node.name in _MEANS:
-        position = 2 if node.name == _MEANS[2] else 1
-        dims = node.arguments[position] if len(node.arguments) > position else ()
-        return tuple(d % len(shape) for d in dims or ()) == (last,)
-    return False
+    return node.is_a("moment") and dims_of(node.target, node.arguments, len(shape)) == [last]

@@ -21,9 +21,6 @@ from tpplan.compiler.ir.layout import Pack as Stretch
 from tpplan.compiler.ir.region import Instance
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.compiler.queries import (
-    CREATION_OPERATORS,
-    SPLIT_OPERATORS,
-    VIEW_OPERATORS,
     Addend,
     BareTable,
     ComputedWeight,
@@ -31,13 +28,11 @@ from tpplan.compiler.queries import (
     Product,
     Study,
     Taken,
-    is_entrywise,
     layer_of,
     linear_form,
 )
+from tpplan.ops.registry import is_entrywise
 from tpplan.plan.rules import Pack
-
-_JOIN = "aten.cat.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +189,12 @@ def _carry_on(trace: Trace, beside: dict[int, dict[str, int]]) -> None:
     dynamic.update(c.target for frame in trace.root.walk() for c in (*frame.entries, *frame.exits))
     for frame in trace.root.walk():
         for node in frame.body:
-            if not isinstance(node, Operation) or node.name in CREATION_OPERATORS:
+            if not isinstance(node, Operation) or node.is_a("new"):
                 continue
             made = [o for o in node.outputs if o is not None]
-            if node.name == _JOIN and all(len(trace.values[value].shape) == 1 for value in node.inputs):
+            if node.is_a("join") and all(len(trace.values[value].shape) == 1 for value in node.inputs):
                 joined[made[0]] = [*node.inputs]
-            elif node.name in SPLIT_OPERATORS and node.inputs[0] in joined:
+            elif node.is_a("split") and node.inputs[0] in joined:
                 before = joined[node.inputs[0]]
                 if [trace.values[o].shape for o in made] == [trace.values[value].shape for value in before]:
                     for value, part in zip(before, made, strict=True):
@@ -271,7 +266,7 @@ def _columns(
         several = held is not None and len(held.stretches) > 1
         if held is None and name in parts:
             parted[name] = pack_names(parts[name])
-        elif held is None or not several or held.operation.name in VIEW_OPERATORS:
+        elif held is None or not several or held.operation.is_a("reshape"):
             plain[name] = None  # a view of heads may hold q, k and v of each head together
         if held is not None and several:
             parted[name] = pack_names(held.stretches)

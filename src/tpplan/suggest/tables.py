@@ -25,12 +25,8 @@ from tpplan.suggest.subject import Subject
 
 _ROWS_PER_RANK = 8  # smaller tables (segments, languages) aren't worth an all-reduce
 _COMPUTED_PER_RANK = 64  # nor are those of positions or distances, which may be tables by head
-_MOVES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default", "_unsafe_view.default", "alias.default", "slice.Tensor", "clone.default", "_to_copy.default",
-        "expand.default", "unsqueeze.default", "squeeze.default", "select.int", "detach.default", "transpose.int",
-    )
+_MOVES = (
+    "reshape", "alias", "slice", "copy", "cast", "expand", "unsqueeze", "squeeze", "select", "detach", "transposition",
 )  # fmt: skip
 
 
@@ -137,7 +133,7 @@ def _moved_inputs(trace: Trace) -> set[int]:
         for node in frame.body:
             if isinstance(node, Frame):
                 visit(node)
-            elif node.name in _MOVES and node.inputs[0] in moved:
+            elif node.is_a(*_MOVES) and node.inputs[0] in moved:
                 moved.update(o for o in node.outputs if o is not None)
         moved.update(c.target for c in frame.exits if c.source in moved)
 

@@ -21,12 +21,10 @@ from torch import nn
 
 from tpplan.compat import PARAMETRIZATIONS, named_modules, parametrized_tensors
 from tpplan.compiler.bind.linear import Addend, Product
-from tpplan.compiler.bind.products import FACTORS, Dims, find_use, moved
+from tpplan.compiler.bind.products import Dims, find_use, moved
 from tpplan.compiler.bind.readers import Readers
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Frame, Operation
-from tpplan.compiler.rules.batch_norm import BATCH_NORM
-from tpplan.compiler.rules.convolution import CONVOLUTION
+from tpplan.ops.registry import first_factor, lookup
 from tpplan.plan import Style
 
 _DEEPEST = 32
@@ -128,7 +126,7 @@ def _before(readers: Readers, operation: Operation, made: int, dims: Dims) -> It
     """Where the dims of an operation's operands go, if those of its result go there; None where one ends."""
     values = readers.trace.values
     after, known = values[made].shape, lookup(operation.name)
-    first = FACTORS.get(operation.name)
+    first = first_factor(operation.name)
     for place, value in enumerate(operation.inputs):
         before = values[value].shape
         if first is not None and place >= first:
@@ -136,9 +134,9 @@ def _before(readers: Readers, operation: Operation, made: int, dims: Dims) -> It
             into = (*range(last), None) if place == first else (*range(last - 1), None, last)
         elif known is not None and (known.kind in ("entrywise", "random") or first is not None):
             into = _broadcast(before, after)
-        elif operation.name == CONVOLUTION:
+        elif operation.is_a("convolution"):
             into = _convolved(place, before, after)
-        elif operation.name == BATCH_NORM:
+        elif operation.is_a("batch norm"):
             into = tuple(range(len(before))) if place == 0 else (1,)
         else:
             into = _inverse(moved(readers, operation, value, tuple(range(len(before)))), len(before))

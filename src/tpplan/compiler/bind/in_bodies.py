@@ -21,10 +21,9 @@ from torch import nn
 from tpplan.compat import named_modules
 from tpplan.compiler.bind.computed import Computed, computed_tensors, parts_of
 from tpplan.compiler.bind.linear import Addend, Product, linear_form
-from tpplan.compiler.bind.products import FACTORS, find_use, moved
+from tpplan.compiler.bind.products import find_use, moved
 from tpplan.compiler.bind.readers import Readers
 from tpplan.compiler.ir.trace import Frame, Operation, Value
-from tpplan.compiler.rules.convolution import CONVOLUTION
 from tpplan.plan import Style
 
 _DEEPEST = 12
@@ -118,13 +117,13 @@ def _sizes(
     for use in uses:
         if isinstance(use, Product):
             yield use.outputs, use.inputs
-        elif use is not None and not use.is_added and operation.name == CONVOLUTION:
+        elif use is not None and not use.is_added and operation.is_a("convolution"):
             yield use.outputs, values[operation.inputs[0]].shape[1]
 
 
 def _products(frame: Frame) -> Iterator[Operation]:
     for node in frame.body:
-        if isinstance(node, Operation) and (node.name in FACTORS or node.name == CONVOLUTION):
+        if isinstance(node, Operation) and node.is_a("product", "grouped product", "convolution"):
             yield node
 
 

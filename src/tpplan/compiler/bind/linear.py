@@ -19,31 +19,9 @@ from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, RecordingMode, own_buffers, own_parameters
 from tpplan.compiler.trace.skeleton import make_skeleton
+from tpplan.ops.registry import has_role
 
-_PRODUCTS = frozenset(("aten::mm", "aten::addmm"))
-_TURNS = frozenset(("aten::t", "aten::transpose.int", "aten::permute"))
-_ENTRYWISE = frozenset(
-    ("aten::alias", "aten::clone", "aten::detach", "aten::_to_copy", "aten::mul.Tensor", "aten::div.Tensor")
-)
-_BESIDE = frozenset(
-    (
-        "aten::view",
-        "aten::_unsafe_view",
-        "aten::t",
-        "aten::transpose.int",
-        "aten::alias",
-        "aten::permute",
-        "aten::clone",
-        "aten::detach",
-        "aten::_to_copy",
-        "aten::add.Tensor",
-        "aten::sub.Tensor",
-        "aten::rsub.Scalar",
-        "aten::mul.Tensor",
-        "aten::div.Tensor",
-        "aten::neg",
-    )
-)
+_KEEPS = ("alias", "copy", "detach", "cast", "times", "quotient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +148,15 @@ class _Products(RecordingMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        name = func.name()
+        name = str(func)
         side = self._side(args[0]) if args else None
-        if name in _PRODUCTS:
+        if has_role(name, "plain product"):
             self.sides.append(bool(self._side(args[-1])))
             self.other = self.other or self._side(args[-1]) is None
-        elif name not in _BESIDE:
+        elif not has_role(name, *_KEEPS, "reshape", "transposition", "plain arithmetic"):
             self.other = True
-        elif side is not None and (name in _TURNS or name in _ENTRYWISE):
-            turns = name in _TURNS and made.stride() != args[0].stride()
+        elif side is not None and has_role(name, *_KEEPS, "transposition"):
+            turns = has_role(name, "transposition") and made.stride() != args[0].stride()
             self._sides.append((made, side ^ turns))
         return made
 

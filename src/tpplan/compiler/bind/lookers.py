@@ -17,10 +17,8 @@ from dataclasses import dataclass, replace
 from tpplan.compiler.bind.bind import Binding, once
 from tpplan.compiler.ir.look_ups import LOOK_UPS
 from tpplan.compiler.ir.trace import Operation, Trace
-from tpplan.compiler.rules.packed import PICKS, picked_dim
+from tpplan.ops.dim_map import picked_dim
 from tpplan.plan import Diagnostic, Style
-
-_READS = PICKS | {f"aten.{name}.default" for name in ("embedding", "_embedding_bag")}
 
 
 def lookers(trace: Trace, binding: Binding) -> frozenset[str]:
@@ -94,9 +92,9 @@ def not_looked_up(trace: Trace, binding: Binding, partly: bool) -> list[Diagnost
 
 def _reads_rows(operation: Operation) -> bool:
     """Whether an operation picks rows of its first operand, which are its first dim's."""
-    if operation.name not in _READS or not operation.inputs:
+    if not operation.is_a("pick", "table") or not operation.inputs:
         return False
-    return operation.name not in PICKS or picked_dim(operation.name, operation.arguments, 2) == 0
+    return not operation.is_a("pick") or picked_dim(operation.arguments, 2) == 0
 
 
 def _is_split_by_rows(trace: Trace, binding: Binding, value: int, name: str) -> bool:

@@ -35,7 +35,6 @@ from tpplan.compiler.bind.shared_heads import Axis, Body, Use, heads_of, imbalan
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.layout import Features, Pack
 from tpplan.compiler.ir.trace import Frame, Operation, quoted
-from tpplan.compiler.rules.packed import VIEWS
 from tpplan.plan import Diagnostic, Style
 
 
@@ -237,7 +236,7 @@ def _is_read(readers: Readers, value: int | None) -> bool:
 def _first_reader(readers: Readers, value: int) -> tuple[Frame, Operation, int] | None:
     """The first operation that reads a value, or a view of it, and makes something else."""
     for frame, node, held in readers.of(value):
-        if node.name in VIEWS and len(node.outputs) == 1 and node.outputs[0] is not None:
+        if node.is_a("reshape") and len(node.outputs) == 1 and node.outputs[0] is not None:
             found = _first_reader(readers, node.outputs[0])
             if found is not None:
                 return found
@@ -253,7 +252,7 @@ def _no_product(bound: Bound, readers: Readers | None = None, value: int | None 
         frame, node, held = read
         others = [readers.trace.values[other] for other in node.inputs if other != held]
         given = any(other.identifier in readers.trace.given for other in others)
-        scaled = node.name == "aten.mul.Tensor" and len(others) == 1 and math.prod(others[0].shape) == 1
+        scaled = node.is_a("times") and len(others) == 1 and math.prod(others[0].shape) == 1
         return Diagnostic(
             code="TP101",
             message=f"`{bound.style}` splits what a product makes or contracts, but {quoted(frame.module)} reads "

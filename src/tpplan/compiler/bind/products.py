@@ -24,31 +24,19 @@ import torch
 
 from tpplan.compiler.bind.linear import Addend, Product
 from tpplan.compiler.bind.readers import Readers
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import Operation, Reference
 from tpplan.compiler.rules.batch_norm import kept_statistics
-from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, TRANSPOSED
+from tpplan.compiler.rules.convolution import GROUPS, TRANSPOSED
 from tpplan.compiler.rules.declared import operands_of, result_terms
-from tpplan.compiler.rules.packed import PICKS, REPEAT, SPLITS, VIEWS, picked_dim
 from tpplan.ops.declared import rule_of
+from tpplan.ops.dim_map import dim_map, dim_of, picked_dim
 from tpplan.ops.dims import dims_of
+from tpplan.ops.registry import first_factor, is_entrywise
 
-# Where an operator has its two factors: (…, m, k) and (…, k, n).
-FACTORS = {
-    "aten.mm.default": 0,
-    "aten.bmm.default": 0,
-    "aten._grouped_mm.default": 0,
-    "aten.addmm.default": 1,
-    "aten.baddbmm.default": 1,
-}
-_ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
-_KEEPS = frozenset(
-    f"aten.{name}"
-    for name in ("_to_copy.default", "clone.default", "alias.default", "contiguous.default", "detach.default")
-)
-ENTRYWISE_OF_TWO = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "add", "sub"))
-LOOK_UPS = frozenset(("aten.embedding.default", "aten._embedding_bag.default"))
-_JOIN = "aten.cat.default"
+_MOVES = (
+    "alias", "copy", "detach", "cast", "transposition", "unsqueeze", "squeeze", "select", "along", "slice", "pad",
+    "pick", "repeat", "expand",
+)  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
 _DEEPEST = 12
 
@@ -116,8 +104,7 @@ def derived(readers: Readers, value: int) -> Iterator[tuple[int, Dims]]:
         for _, operation, seen in readers.of(held) if depth < _DEEPEST else ():
             if seen != held:
                 yield seen, dims
-            known = lookup(operation.name)
-            entrywise = known is not None and known.kind == "entrywise" and set(operation.inputs) == {seen}
+            entrywise = is_entrywise(operation.name) and set(operation.inputs) == {seen}
             after = dims if entrywise else moved(readers, operation, seen, dims)
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
@@ -147,27 +134,26 @@ def _beside(readers: Readers, parameter: int) -> Addend | None:
 
 def _stands_beside(operation: Operation) -> bool:
     """Whether an operation puts entries of its operands beside each other, one by one or row by row."""
-    return operation.name in ENTRYWISE_OF_TWO or operation.name == _JOIN
+    return operation.is_a("arithmetic of two", "join")
 
 
 def _joined_dim(operation: Operation, rank: int) -> int | None:
     """The dim along which an operation concatenates; None if it doesn't."""
-    dim: int = operation.arguments[1] if operation.name == _JOIN and len(operation.arguments) > 1 else 0
-    return dim % rank if operation.name == _JOIN else None
+    return dim_of(operation.target, operation.arguments, rank) if operation.is_a("join") else None
 
 
 def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], depth: int) -> Iterator[Product | Addend]:
     for _, operation, seen in readers.of(value):
-        first = FACTORS.get(operation.name)
+        first = first_factor(operation.name)
         if first is not None:
             yield from _in_product(readers, operation, seen, dims, shape, first)
-        elif operation.name in _ADDITIONS:
+        elif operation.is_a("addition"):
             yield from _added(readers, operation, dims, shape)
-        elif operation.name in LOOK_UPS:
+        elif operation.is_a("table"):
             yield from _looked_up(readers, operation, seen, dims, shape)
-        elif operation.name == CONVOLUTION:
+        elif operation.is_a("convolution"):
             yield from _convolved(operation, seen, dims, shape)
-        elif operation.name in SPLITS and depth < _DEEPEST:
+        elif operation.is_a("split") and depth < _DEEPEST:
             yield from _of_parts(readers, operation, seen, dims, shape, depth)
         elif rule_of(operation.name) is not None:
             yield from _by_rule(readers, operation, seen, dims, shape)
@@ -176,7 +162,7 @@ def _uses(readers: Readers, value: int, dims: Dims, shape: tuple[int, ...], dept
             made = next((o for o in operation.outputs if o is not None), None)
             if after is not None and made is not None:
                 yield from _uses(readers, made, after, shape, depth + 1)
-            rows = operation.name in PICKS and picked_dim(operation.name, operation.arguments, len(dims)) == 0
+            rows = operation.is_a("pick") and picked_dim(operation.arguments, len(dims)) == 0
             if rows and len(shape) == 2 and dims == (0, 1):
                 yield from _looked_up(readers, operation, seen, dims, shape)
 
@@ -185,8 +171,7 @@ def _of_parts(
     readers: Readers, operation: Operation, value: int, dims: Dims, shape: tuple[int, ...], depth: int
 ) -> Iterator[Product | Addend]:
     """The uses of a parameter that is split first, along the features that its products make."""
-    arguments = operation.arguments
-    along = (arguments[2] if len(arguments) > 2 else 0) % len(dims)
+    along = dim_of(operation.target, operation.arguments, len(dims))
     split = dims[along]
     if operation.inputs[0] != value or split is None:
         return
@@ -291,58 +276,12 @@ def moved(readers: Readers, operation: Operation, value: int, dims: Dims) -> Dim
     if made is None or not operation.inputs or operation.inputs[0] != value:
         return None
     before, after = values[value].shape, values[made].shape
-    arguments, rank = operation.arguments, len(dims)
-    name = operation.name
-    if name in _KEEPS:
-        return dims
-    if name == "aten.t.default":
-        return dims[::-1]
-    if name == "aten.transpose.int":
-        order = list(range(rank))
-        one, other = arguments[1] % rank, arguments[2] % rank
-        order[one], order[other] = order[other], order[one]
-        return tuple(dims[d] for d in order)
-    if name == "aten.permute.default":
-        order: list[int] = [d % rank for d in arguments[1]]
-        return tuple(dims[d] for d in order)
-    if name == "aten.unsqueeze.default":
-        place = arguments[1] % (rank + 1)
-        return (*dims[:place], None, *dims[place:])
-    if name == "aten.squeeze.dim":
-        place = arguments[1] % rank
-        return dims if len(after) == rank else (*dims[:place], *dims[place + 1 :])
-    if name == "aten.select.int":
-        place = arguments[1] % rank
-        return (*dims[:place], *dims[place + 1 :])
-    if name.startswith("aten._fft_"):
-        along = {d % rank for d in arguments[1]}
-        return tuple(None if d in along else held for d, held in enumerate(dims))
-    if name in ("aten.slice.Tensor", "aten.constant_pad_nd.default"):
-        return tuple(None if one != other else held for held, one, other in zip(dims, before, after, strict=True))
-    if name == "aten.index.Tensor":
+    if operation.is_a("reshape"):
+        return _viewed(dims, before, after)
+    if operation.is_a("index"):
         return _indexed(readers, operation, dims)
-    if name in PICKS:
-        return _picked(operation, dims, before, after)
-    if name == REPEAT:
-        grown = (None,) * (len(after) - rank) + dims
-        return tuple(held if times == 1 else None for held, times in zip(grown, arguments[1], strict=True))
-    if name == "aten.expand.default":
-        grown = (None,) * (len(after) - rank) + dims
-        return tuple(held if held is not None and after[d] == before[d - len(after) + rank] else None
-                     for d, held in enumerate(grown))  # fmt: skip
-    return _viewed(dims, before, after) if name in VIEWS else None
-
-
-def _picked(operation: Operation, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
-    """Where the dims are after entries of one of them were picked by number, which may stand in any number of dims."""
-    rank = len(dims)
-    picked = picked_dim(operation.name, operation.arguments, rank)
-    if picked is None:
-        return dims if after == before else None
-    between = len(after) - (rank - 1)
-    if between < 0 or (*after[:picked], *after[picked + between :]) != (*before[:picked], *before[picked + 1 :]):
-        return None
-    return (*dims[:picked], *(None,) * between, *dims[picked + 1 :])
+    kept = dim_map(operation.target, operation.arguments, before, after) if operation.is_a(*_MOVES) else None
+    return None if kept is None else tuple(None if dim is None else dims[dim] for dim in kept)
 
 
 def _indexed(readers: Readers, operation: Operation, dims: Dims) -> Dims | None:
@@ -397,4 +336,4 @@ def _first_of(joined: Sequence[tuple[int | None, int]]) -> int | None:
     return JoinedDim(min(own), math.prod(count for _, count in joined[:place]))
 
 
-__all__ = ["ENTRYWISE_OF_TWO", "FACTORS", "Dims", "derived", "find_use", "moved"]
+__all__ = ["Dims", "derived", "find_use", "moved"]

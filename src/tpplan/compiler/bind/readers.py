@@ -16,33 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tpplan.compiler.ir.dataflow import DataFlow
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import picks_of
 from tpplan.compiler.ir.trace import Frame, Operation
-from tpplan.compiler.rules.batch_norm import BATCH_NORM
-from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS
-from tpplan.compiler.rules.folding import FOLDING, SAMPLING, folded_into, keeps_dim
-from tpplan.compiler.rules.packed import (
-    EXPAND,
-    GATED,
-    PICKS,
-    SELECT,
-    SPLITS,
-    VIEWS,
-    gated_dim,
-    picked_dim,
-    picked_stretch,
-)
-from tpplan.compiler.rules.pooling import POOLING
+from tpplan.compiler.rules.folding import folded_into
+from tpplan.compiler.rules.packed import picked_stretch
+from tpplan.ops.dim_map import dim_map, dim_of, picked_dim
+from tpplan.ops.registry import is_entrywise
 
-_NORMS = frozenset(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"))  # they give statistics too
-_ADDITIONS = frozenset(("aten.add.Tensor", "aten.add_.Tensor"))
-_ALONG = frozenset(("aten.slice.Tensor", "aten.constant_pad_nd.default"))
-_PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
-_CARRIED = VIEWS | {"aten.mul.Tensor", "aten._to_copy.default", "aten.alias.default", "aten.clone.default"}
-_ORDERS = frozenset(("aten.transpose.int", "aten.permute.default"))
-_COMPLEX = "aten.view_as_complex.default"
-_EXCHANGES = frozenset(("aten.transpose.int", "aten.transpose_.default"))
 _DEEPEST = 12
 _PICKS = 4  # operations between a bias and where it is added
 
@@ -116,15 +96,17 @@ class Readers:
         along = len(shape) - 1 if dim is None else dim
         if made is None or not made.inputs:
             return ()
-        if made.name == "aten.cat.default":
+        if made.is_a("join"):
             joined = [self.trace.values[i].shape for i in made.inputs]
             sizes = tuple(each[along] for each in joined if len(each) == len(shape))  # torch skips a vector of nothing
-            return sizes if _argument(made, 1, 0) % len(shape) == along else ()
+            return sizes if dim_of(made.target, made.arguments, len(shape)) == along else ()
         before = self.trace.values[made.inputs[0]].shape
-        if made.name in _EXCHANGES:
-            return self.joined(made.inputs[0], _order_of(made, len(shape)).index(along))
-        alike = shape == before and len(made.inputs) == 1 and (_is_entrywise(made) or made.name in VIEWS)
-        return self.joined(made.inputs[0], along) if alike or _keeps_channels(made, before, shape, along) else ()
+        kept = dim_map(made.target, made.arguments, before, shape)
+        if kept is None:
+            alike = shape == before and len(made.inputs) == 1 and (is_entrywise(made.name) or made.is_a("reshape"))
+            return self.joined(made.inputs[0], along) if alike else ()
+        source = kept[along]
+        return () if source is None else self.joined(made.inputs[0], source)
 
     def made_of_heads(self, value: int) -> tuple[Frame, int] | None:
         """The body that viewed heads as the last dim of `value`, and of how many heads; None if none did.
@@ -140,13 +122,13 @@ class Readers:
         if made is None or not made.inputs or not shape or depth > _DEEPEST:
             return None
         before = self.trace.values[made.inputs[0]].shape
-        if made.name in VIEWS and before[-1:] != shape[-1:]:
+        if made.is_a("reshape") and before[-1:] != shape[-1:]:
             split = _split_into(shape, before, len(shape) - 1)
             frame = next(f for f, operation in self._flow.operations[made.inputs[0]] if operation is made)
             return (frame, before[split[0][0]]) if len(split) == 2 else None
-        if made.name not in VIEWS and not _is_entrywise(made):
+        if not made.is_a("reshape") and not is_entrywise(made.name):
             return None
-        alike = (i for i in made.inputs if made.name in VIEWS or self.trace.values[i].shape == shape)
+        alike = (i for i in made.inputs if made.is_a("reshape") or self.trace.values[i].shape == shape)
         return next((found for i in alike if (found := self._made_of_heads(i, depth + 1)) is not None), None)
 
     def beside_heads(self, value: int, depth: int = 0) -> tuple[Frame, int] | None:
@@ -154,7 +136,7 @@ class Readers:
         shape = self.trace.values[value].shape
         for _, operation, seen in self.of(value) if depth < _DEEPEST else ():
             made = operation.outputs[0] if len(operation.outputs) == 1 else None
-            if made is None or not _is_entrywise(operation) or self.trace.values[made].shape != shape:
+            if made is None or not is_entrywise(operation.name) or self.trace.values[made].shape != shape:
                 continue
             others = (i for i in operation.inputs if i != seen and self.trace.values[i].shape == shape)
             found = next(filter(None, map(self.made_of_heads, others)), None) or self.beside_heads(made, depth + 1)
@@ -172,7 +154,7 @@ class Readers:
         slices: dict[int, tuple[int, int | None]] = {}
         for frame, operation, seen in self.of(at.value) if depth < 16 else ():
             at = replace(at, value=seen)
-            if operation.name in SPLITS and _argument(operation, 2, 0) % len(shape) == at.dim:
+            if operation.is_a("split") and dim_of(operation.target, operation.arguments, len(shape)) == at.dim:
                 parts = [o for o in operation.outputs if o is not None]
                 sizes = [self.trace.values[o].shape[at.dim] for o in parts]
                 if len(parts) > 1:
@@ -180,7 +162,7 @@ class Readers:
                     heads = tuple(self._heads(d, n) for d, n in zip(dims, sizes, strict=True))
                     taken = Taken(frame, operation, tuple(n * at.unit for n in sizes), heads)
                     return replace(taken, finer=self._finer(taken, dims, depth))
-            elif operation.name == GATED and gated_dim(operation.arguments, len(shape)) == at.dim:
+            elif operation.is_a("gate") and dim_of(operation.target, operation.arguments, len(shape)) == at.dim:
                 half, made = shape[at.dim] // 2, next(o for o in operation.outputs if o is not None)
                 heads = self._heads(_Dim(made, at.dim, at.unit), half)
                 return Taken(frame, operation, (half * at.unit,) * 2, (heads,) * 2)
@@ -203,15 +185,15 @@ class Readers:
         shape = self.trace.values[at.value].shape
         if operation.inputs[:1] != (at.value,):
             return None
-        if operation.name == "aten.slice.Tensor" and _argument(operation, 1, 0) % len(shape) == at.dim:
+        if operation.is_a("slice") and dim_of(operation.target, operation.arguments, len(shape)) == at.dim:
             start = _argument(operation, 2, 0) or 0
             made = next(o for o in operation.outputs if o is not None)
             length = self.trace.values[made].shape[at.dim]
             start = max(start + shape[at.dim], 0) if start < 0 else start
             return (start, length) if _argument(operation, 4, 1) == 1 else None
-        if operation.name == SELECT and operation.arguments[1] % len(shape) == at.dim:
+        if operation.is_a("select") and operation.arguments[1] % len(shape) == at.dim:
             return (operation.arguments[2] % shape[at.dim], 1)
-        if operation.name in PICKS and picked_dim(operation.name, operation.arguments, len(shape)) == at.dim:
+        if operation.is_a("pick") and picked_dim(operation.arguments, len(shape)) == at.dim:
             return picked_stretch(picks_of(self.trace.values[operation.inputs[1]].numbers), shape[at.dim])
         return None
 
@@ -221,7 +203,7 @@ class Readers:
         heads: list[int | None] = []
         for at, count, held in zip(parts, taken.stretches, taken.heads, strict=True):
             inner = self._follow(at, count, depth + 1) if at.unit == 1 else None
-            again = inner is not None and inner.operation.name in SPLITS and sum(inner.stretches) == count
+            again = inner is not None and inner.operation.is_a("split") and sum(inner.stretches) == count
             stretches += inner.ways[-1].stretches if again and inner is not None else (count,)
             heads += inner.ways[-1].heads if again and inner is not None else (held,)
         return replace(taken, stretches=tuple(stretches), heads=tuple(heads)) if len(stretches) > len(parts) else None
@@ -274,7 +256,7 @@ class Readers:
         for _, operation, seen in self.of(one.value) if before[one.dim] == 1 and depth < _DEEPEST else ():
             at = (replace(one, value=seen), replace(features, value=seen))
             made = next((o for o in operation.outputs if o is not None), None)
-            if made is not None and operation.name in VIEWS:
+            if made is not None and operation.is_a("reshape"):
                 place = len(before) - 1 if math.prod(before) == before[features.dim] else one.dim
                 kept = before[:place] + before[place + 1 :]
                 return self.trace.values[made].shape == kept and place > features.dim
@@ -287,11 +269,10 @@ class Readers:
         """Whether the entries of a dim are picked one by one."""
         rank = len(self.trace.values[at.value].shape)
         for _, operation, seen in self.of(at.value) if depth < _DEEPEST else ():
-            if operation.name == SELECT and operation.arguments[1] % rank == at.dim:
+            picks = operation.is_a("select", "unbind")
+            if picks and dim_of(operation.target, operation.arguments, rank) == at.dim:
                 return True
-            if operation.name == "aten.unbind.int" and _argument(operation, 1, 0) % rank == at.dim:
-                return True
-            if operation.name == _COMPLEX and at.dim == rank - 1:
+            if operation.is_a("to complex") and at.dim == rank - 1:
                 return True
             after = self._after(replace(at, value=seen), operation)
             if len(after) == 1 and self._picked(after[0], depth + 1):
@@ -300,7 +281,7 @@ class Readers:
 
     def _heads_picked(self, at: _Dim, operation: Operation, part: int, length: int) -> int | None:
         """Into how many heads a stretch is viewed that `operation` takes out of a dim; a select leaves no such dim."""
-        if operation.name == SELECT:
+        if operation.is_a("select"):
             return length if at.unit > 1 else None
         return self._heads(_Dim(part, at.dim, at.unit), length)
 
@@ -309,12 +290,12 @@ class Readers:
         if at.unit > 1:
             return count
         for _, operation, seen in self.of(at.value):
-            if operation.name in _ADDITIONS and self._adds_to_each(at, operation, seen, count):
+            if operation.is_a("addition") and self._adds_to_each(at, operation, seen, count):
                 return count
             after = self._after(replace(at, value=seen), operation)
             if len(after) > 1:
                 return self.trace.values[after[0].value].shape[after[0].dim]
-            if not after and operation.name in VIEWS:
+            if not after and operation.is_a("reshape"):
                 return self._of_groups(at, operation)
             heads = self._heads(after[0], count) if after else None
             if heads is not None:
@@ -348,49 +329,28 @@ class Readers:
     def _after(self, at: _Dim, operation: Operation) -> list[_Dim]:
         """Where the dim is after an operation that keeps or splits it: one dim, or those that it was split into."""
         outputs = [o for o in operation.outputs if o is not None]
-        if len(outputs) != 1 and operation.name not in _NORMS:
+        if len(outputs) != 1 and not operation.is_a("norm"):  # which gives statistics too
             return []
         before, after = self.trace.values[at.value].shape, self.trace.values[outputs[0]].shape
-        name = operation.name
-        if name == "aten.cat.default" and len(after) == len(before):
-            return [_Dim(outputs[0], at.dim, at.unit)] if _argument(operation, 1, 0) % len(after) != at.dim else []
-        if operation.inputs[0] != at.value:
-            return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
-        if name in VIEWS:
+        kept = dim_map(operation.target, operation.arguments, before, after)
+        if operation.inputs[0] != at.value and not operation.is_a("join"):
+            kept = None
+        elif operation.is_a("reshape"):
             if self._unfolds(at.value, after):
                 return [_Dim(outputs[0], len(after) - 1, at.unit)]
             dims = [_Dim(outputs[0], d, at.unit * unit) for d, unit in _split_into(before, after, at.dim)]
             return dims[1:] if len(dims) > 2 and after[dims[0].dim] == 1 and not self._picked(dims[-1], 0) else dims
-        if name in FOLDING or name in SAMPLING:
-            return [_Dim(outputs[0], at.dim, at.unit)] if keeps_dim(name, len(before), at.dim) else []
-        if name == "aten.unsqueeze.default":
-            place = operation.arguments[1] % len(after)
-            return [_Dim(outputs[0], at.dim + (place <= at.dim), at.unit)]
-        if name == "aten.squeeze.dim":
-            place = operation.arguments[1] % len(before)
-            if len(after) == len(before):
-                return [_Dim(outputs[0], at.dim, at.unit)]
-            return [_Dim(outputs[0], at.dim - (place < at.dim), at.unit)] if place != at.dim else []
-        if name == SELECT:
-            place = operation.arguments[1] % len(before)
-            return [_Dim(outputs[0], at.dim - (place < at.dim), at.unit)] if place != at.dim else []
-        if name == CONVOLUTION:
-            return [_Dim(outputs[0], 1, at.unit)] if at.dim == 1 and operation.arguments[GROUPS] == after[1] else []
-        if name == EXPAND and len(after) == len(before) and after[at.dim] == before[at.dim]:
-            return [_Dim(outputs[0], at.dim, at.unit)]
-        if name in _ALONG and len(after) == len(before) and after[at.dim] == before[at.dim]:
-            return [_Dim(outputs[0], at.dim, at.unit)]  # what it cuts or pads is another dim
-        if name in _ORDERS:
-            return [_Dim(outputs[0], _order_of(operation, len(before)).index(at.dim), at.unit)]
+        if kept is not None:
+            return [_Dim(outputs[0], kept.index(at.dim), at.unit)] if at.dim in kept else []
         return [_Dim(outputs[0], at.dim, at.unit)] if after == before and self._beside(at, operation) else []
 
     def _unfolds(self, value: int, after: tuple[int, ...]) -> bool:
         """Whether a view to this shape takes the rows of a product apart again, which were flattened before it."""
         made = self._flow.made.get(value)
-        if made is None or made.name not in _PRODUCTS:
+        if made is None or not made.is_a("plain product"):
             return False
         flattened = self._flow.made.get(made.inputs[-2])
-        if flattened is None or flattened.name not in VIEWS:
+        if flattened is None or not flattened.is_a("reshape"):
             return False
         before = self.trace.values[flattened.inputs[0]].shape
         return before[:-1] == after[:-1] and after[-1] == self.trace.values[value].shape[-1]
@@ -407,7 +367,7 @@ class Readers:
             dim = at.dim - rank + len(shape)
             if i == at.value or dim < 0 or shape[dim] == 1 or self.parameter_behind(i) is not None:
                 continue
-            if operation.name not in _ADDITIONS or not (self._is_product(i) and self._is_product(at.value)):
+            if not operation.is_a("addition") or not (self._is_product(i) and self._is_product(at.value)):
                 return False
         return True
 
@@ -418,11 +378,11 @@ class Readers:
             made = self._flow.made.get(value)
             if made is None:
                 continue
-            if made.name in _PRODUCTS:
+            if made.is_a("plain product"):
                 return True
-            if made.name in _ADDITIONS:
+            if made.is_a("addition"):
                 return all(map(self._is_product, made.inputs))
-            if made.name not in _CARRIED or len(made.inputs) != 1:
+            if not made.is_a("reshape", "times", "cast", "alias", "copy") or len(made.inputs) != 1:
                 return False
             value = made.inputs[0]
         return False
@@ -438,31 +398,6 @@ class Readers:
                 return None
             value = made.inputs[0]
         return None
-
-
-def _is_entrywise(operation: Operation) -> bool:
-    operator = lookup(operation.name)
-    return operator is not None and operator.kind == "entrywise"
-
-
-def _keeps_channels(operation: Operation, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> bool:
-    """Whether an operation makes each channel, which `dim` counts, of the same one alone."""
-    if operation.name in POOLING:
-        return dim < len(after) - POOLING[operation.name] and before[dim] == after[dim]
-    if dim != 1 or len(before) < 3:
-        return False
-    each = operation.name == CONVOLUTION and before[1] == after[1] == operation.arguments[GROUPS]
-    return each or operation.name == BATCH_NORM
-
-
-def _order_of(operation: Operation, rank: int) -> list[int]:
-    """The dims, of so many, in the order in which a transposition leaves them."""
-    if operation.name != "aten.transpose.int":
-        return [d % rank for d in operation.arguments[1]]
-    order = list(range(rank))
-    one, other = operation.arguments[1] % rank, operation.arguments[2] % rank
-    order[one], order[other] = other, one
-    return order
 
 
 def _split_into(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[tuple[int, int]]:

@@ -18,21 +18,9 @@ from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.program import Recurrence
 from tpplan.compiler.ir.region import Boundary, CallNode, Instance, LocalValue, OperationNode, Region, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace
-from tpplan.compiler.rules.extremes import EXTREMES
 from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.unread import final_values, live_values
 from tpplan.plan import Pin, Style
-
-_LOOK_UPS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "embedding.default",
-        "_embedding_bag.default",
-        "index.Tensor",
-        "index_select.default",
-        "gather.default",
-    )
-)
 
 _FEW = 2  # results of a call, of which all combinations of layouts may be tried
 
@@ -110,7 +98,7 @@ class _Builder:
             dict.fromkeys(local(i) for i in (*(c.target for c in frame.exits), *self.escapes.get(id(frame), ())))
         )
         backwards = tuple([_backward_key(held, local) for held in frame.backwards])
-        if any(isinstance(node, Operation) and node.name in EXTREMES for node in frame.body):
+        if any(isinstance(node, Operation) and node.is_a("largest", "smallest") for node in frame.body):
             self._answered |= self._answered_in(frame)
         values = [self._local_value(identifier) for identifier in local.numbers]
         entry_pin, exit_pin = _entry_pin(bound), bound.output if bound is not None else None
@@ -165,7 +153,7 @@ class _Builder:
         for node in reversed(operations):
             if not found.isdisjoint(o for o in node.outputs if o is not None and self._has_gradient(o)):
                 found.update(node.inputs)
-        made = {o for node in operations if node.name in EXTREMES for o in node.outputs if o is not None}
+        made = {o for node in operations if node.is_a("largest", "smallest") for o in node.outputs if o is not None}
         return {o for o in made if frame.backwards or (self._has_gradient(o) and (apart or o in found))}
 
     def _has_gradient(self, identifier: int) -> bool:
@@ -364,7 +352,7 @@ def _lasting(trace: Trace, binding: Binding, constants: Collection[int]) -> tupl
                 continue
             if not passed.isdisjoint(node.inputs):
                 passed.update(o for o in node.outputs if o is not None)
-            if node.name not in _LOOK_UPS and lasting.issuperset((*node.inputs, *node.overwritten)):
+            if not node.is_a("table", "pick", "gather") and lasting.issuperset((*node.inputs, *node.overwritten)):
                 made = [o for o in node.outputs if o is not None]
                 lasting.update(made)
                 if not weights.isdisjoint(node.inputs):

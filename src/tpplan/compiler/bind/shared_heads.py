@@ -18,7 +18,6 @@ from tpplan.compiler.bind.readers import Taken
 from tpplan.compiler.ir.heads import Parts, head_parts
 from tpplan.compiler.ir.layout import Pack
 from tpplan.compiler.ir.trace import Frame, quoted
-from tpplan.compiler.rules.packed import VIEWS
 from tpplan.plan import Diagnostic
 
 Body = tuple[str, int]
@@ -56,7 +55,7 @@ class Use:
     def outer(self) -> int:
         """In how many alike stretches a view takes them apart, as (…, heads, 3, size); 0 if the plan names others."""
         taken = self.taken
-        viewed = taken is not None and taken.operation.name in VIEWS and not self.named
+        viewed = taken is not None and taken.operation.is_a("reshape") and not self.named
         return len(taken.stretches) if taken is not None and viewed and len(taken.stretches) > 1 else 0
 
 

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from tpplan.compat import OpOverload, RecordingMode
 from tpplan.compiler.trace.skeleton import make_skeleton
-
-SCALINGS = frozenset(("aten::mul.Tensor", "aten::mul.Scalar"))
-FACTORS = frozenset(("aten::_to_copy", "aten::alias"))
+from tpplan.ops.registry import has_role
 
 
 class _Operations(RecordingMode):
@@ -32,7 +30,7 @@ class _Operations(RecordingMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.names.append(func.name())
+        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -50,8 +48,8 @@ def is_table(module: nn.Module) -> bool:
     except Exception:  # whatever it raises: not a table of this kind
         return False
     right = isinstance(made, Tensor) and tuple(made.shape) == (2, 3, module.embedding_dim)
-    known = {"aten::embedding"} | SCALINGS | FACTORS
-    return right and mode.names.count("aten::embedding") == 1 and known.issuperset(mode.names)
+    rows = sum(has_role(name, "row look-up") for name in mode.names)
+    return right and rows == 1 and all(has_role(n, "row look-up", "scaling", "cast", "alias") for n in mode.names)
 
 
-__all__ = ["FACTORS", "SCALINGS", "is_table"]
+__all__ = ["is_table"]

@@ -30,15 +30,7 @@ from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.trace import Frame, Operation
 from tpplan.plan import Diagnostic, Style
 
-_SAME = frozenset(
-    f"aten.{name}"
-    for name in (
-        "_to_copy.default", "alias.default", "clone.default", "detach.default", "neg.default", "mul.Tensor",
-        "mul.Scalar", "div.Tensor", "add.Tensor", "add_.Tensor", "sub.Tensor", "mul_.Tensor", "native_dropout.default",
-        "bernoulli_.float", "div_.Scalar", "view.default", "_unsafe_view.default", "where.self",
-    )
-)  # fmt: skip
-_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+_SAME = ("cast", "alias", "copy", "detach", "arithmetic", "dropout", "reshape", "choice of two")
 
 _DEEPEST = 6  # operations between a parameter and its product
 Members = Mapping[str, Style]
@@ -222,7 +214,7 @@ class _Walk:
                 if made not in self._own:
                     continue
                 side.parameters += self._beside(node, side.width, making=False)
-                if node.name in _SAME and self._width(made) == side.width:
+                if node.is_a(*_SAME) and self._width(made) == side.width:
                     waiting.append(made)
         return side
 
@@ -241,18 +233,18 @@ class _Walk:
                 waiting.append(self.flow.source[value])
             elif (node := self.flow.made.get(value)) is not None:
                 side.parameters += self._beside(node, side.width, making=True)
-                if node.name in _SAME:
+                if node.is_a(*_SAME):
                     waiting += [i for i in node.inputs if self._width(i) == side.width]
         return side
 
     def _beside(self, node: Operation, width: int, making: bool) -> Iterator[str]:
         """The wrapper's own parameters that stand beside features of this width, or that these are multiplied by."""
-        for value in node.inputs if node.name in _PRODUCTS or node.name in _SAME else ():
+        for value in node.inputs if node.is_a("product", *_SAME) else ():
             source = self._behind(value)
             name = self._names.get(source, "")
             if not name.startswith(f"{self.frame.module}."):
                 continue
-            product, vector = node.name in _PRODUCTS, self.is_vector(name)
+            product, vector = node.is_a("product"), self.is_vector(name)
             fits = self._width(value) == width if vector else source in self.flow.trace.parameters
             if fits and (product != vector or making):
                 yield name

@@ -23,20 +23,15 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.compiler.check.compare import REARRANGING, CheckInput, scalars
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, Layout, sharded
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.region import LocalValue, OperationNode, picks_of
 from tpplan.compiler.ir.trace import BackwardGraph, ForeignBackward, Operation, Value
-from tpplan.compiler.rules.packed import EXPAND, SELECT, SPLITS
-from tpplan.compiler.rules.propagate import FILLS, ZEROS, Propagator, Refusal
+from tpplan.compiler.rules.propagate import Propagator, Refusal
 from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.symbolic import fix
 from tpplan.ops.declared import rule_of
+from tpplan.ops.registry import is_entrywise
 
-_SAME = frozenset(f"aten.{name}.default" for name in ("clone", "detach", "alias", "lift_fresh"))
-_RESHAPES = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "_reshape_alias"))
-_SUM = "aten.sum.dim_IntList"
-_SLICES = frozenset(("aten.slice.Tensor", SELECT))
-_LIKE = frozenset(f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty"))
+_SAME = ("copy", "detach", "alias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ def backward_fault(
     if isinstance(paired, BackwardFault):
         return paired
     if given.symbolic:  # the rules were asked for the example's sizes
-        fix([(*node.arguments, *node.keywords.values()) for node in graph.body if not _is_entrywise(node)])
+        fix([(*node.arguments, *node.keywords.values()) for node in graph.body if not is_entrywise(node.name)])
         return None
     layouts = dict(zip(graph.arriving, (_gradient_of(given, value) for value in whole.outputs), strict=True))
     layouts |= dict(zip(graph.saved, (_forward_of(given, value) for value in whole.saved), strict=True))
@@ -79,11 +74,6 @@ def backward_fault(
     demands = [(r, held) for r, v in promised if r is not None and v is not None for held in _demanded(given, v)]
     local_values = {mine: run.values[its] for mine, its in paired.items()}
     return _Typing(given, propagator, graph, local_values, demands).fault(layouts)
-
-
-def _is_entrywise(node: Operation) -> bool:
-    operator = lookup(node.name)
-    return operator is not None and operator.kind == "entrywise"
 
 
 def _forward_of(given: CheckInput, value: int) -> Layout:
@@ -125,7 +115,7 @@ def _paired(whole: BackwardGraph, local: BackwardGraph) -> dict[int, int] | Back
             pairing.pair(mine.pop(0), its.pop(0))
         elif not strict and mine and pairing.is_copy(mine[0]):
             pairing.skip(mine.pop(0))
-        elif not strict and its and its[0].name in _SAME:
+        elif not strict and its and its[0].is_a(*_SAME):
             pairing.skip_local(its.pop(0))
         elif mine and its:
             return BackwardFault(f"it runs {its[0].name} instead of {mine[0].name} on a rank's part", mine[0])
@@ -137,8 +127,8 @@ def _paired(whole: BackwardGraph, local: BackwardGraph) -> dict[int, int] | Back
 
 
 def _are_alike(mine: Operation, its: Operation) -> bool:
-    kinds = (SPLITS, _RESHAPES)
-    return mine.target is its.target or any(mine.name in kind and its.name in kind for kind in kinds)
+    kinds = (("split",), ("reshape", "strided reshape"))
+    return mine.target is its.target or any(mine.is_a(*kind) and its.is_a(*kind) for kind in kinds)
 
 
 class _Pairing:
@@ -176,8 +166,8 @@ class _Pairing:
         """Whether it is a copy on local shapes, as a sum over dims of one entry is, which torch leaves out."""
         if not mine.inputs or mine.inputs[0] not in self.of:
             return False
-        if mine.name != _SUM or mine.arguments[2:] != (True,) or mine.keywords:
-            return mine.name in _SAME
+        if not mine.is_a("sum") or mine.arguments[2:] != (True,) or mine.keywords:
+            return mine.is_a(*_SAME)
         shape = self._local.values[self.of[mine.inputs[0]]].shape
         dims: tuple[int, ...] = mine.arguments[1]
         return all(shape[dim] == 1 for dim in dims)
@@ -200,11 +190,11 @@ class _Pairing:
 
 def _numbers(node: Operation) -> object:
     """The arguments that aren't tensors nor sizes: those show in the results' shapes."""
-    if node.name in REARRANGING:
+    if node.is_a(*REARRANGING):
         return None
-    if node.name in _SLICES:
+    if node.is_a("slice", "select"):
         return (*node.arguments[1:3], *node.arguments[4:])
-    if node.name in SPLITS:
+    if node.is_a("split"):
         return node.arguments[2:]
     return [(type(held), held) for held in scalars(node)]
 
@@ -272,7 +262,7 @@ class _Typing:
 
     def _ways(self, node: Operation, layouts: dict[int, Layout], terms: frozenset[int]) -> list[_Way] | str:
         operands = {value: layouts.get(value, REPLICATED) for value in (*node.inputs, *node.overwritten)}
-        if node.name in _SAME:
+        if node.is_a(*_SAME):
             return [((operands[node.inputs[0]],), node.inputs[0] in terms)]
         made = OperationNode(
             node.target, node.arguments, tuple(node.keywords.items()), node.inputs, node.outputs, node.overwritten, None
@@ -287,10 +277,10 @@ class _Typing:
             return summed or answer.reason
         ways = [(outcome.outputs, derived) for outcome in answer] + summed
         replicated = all(held.is_replicated for held in operands.values())
-        if node.name in FILLS or node.name in _LIKE or (node.name == EXPAND and replicated):
+        if node.is_a("fill", "new", "like") or (node.is_a("expand") and replicated):
             filled = [h for output in node.outputs if output is not None for h in self._splits(output, layouts)]
             ways += [((held,), False) for held in filled]
-        if node.name in ZEROS:
+        if node.is_a("zeros"):
             ways += [(way, True) for way, _ in ways if _has_terms(way[0])]
         return ways
 

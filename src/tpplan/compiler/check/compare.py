@@ -23,34 +23,17 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout, Pack
 from tpplan.compiler.ir.region import Instance, picks_of
 from tpplan.compiler.ir.trace import Crossing, ForeignBackward, Frame, Operation, Path, Reference, Trace, Value
 from tpplan.compiler.place.assign import Assignment
-from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
-from tpplan.compiler.rules.declared import with_local_sizes
-from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
-from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
-from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, picked_dim
+from tpplan.compiler.rules.own_arguments import with_own_arguments
 from tpplan.compiler.trace.recorder import Recorder
-from tpplan.ops.declared import rule_of
+from tpplan.ops.dim_map import is_sized, picked_dim
 
-REARRANGING = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default", "_unsafe_view.default", "reshape.default", "expand.default", "clone.default",
-        "contiguous.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.default",
-        "squeeze.dim", "squeeze.dims", "t.default", "alias.default", "detach.default", "_reshape_alias.default",
-        "lift_fresh.default", "as_strided.default", "mT.default", "unflatten.int",
-        # By which a body that runs from its record takes a part of a whole value, and reshards one.
-        "slice_copy.Tensor", "alias_copy.default", "as_strided_copy.default",
-    )
+REARRANGING = (
+    "reshape", "strided reshape", "expand", "copy", "transposition", "unsqueeze", "squeeze", "alias", "detach",
+    "strided", "part taken",
 )  # fmt: skip
-_STRIDED = "aten.as_strided.default"
-_PERMUTING = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default", _STRIDED))
 _OF_GENERATORS = (
     "draw from torch's default generator, by leaving out `generator`; or make the numbers in `__init__` and keep them "
     "in a buffer"
-)
-SIZED = tuple(
-    f"aten.{name}"
-    for name in ("full.", "zeros.", "ones.", "empty.", "rand", "new_", "expand", "split_with_sizes", "normal.")
 )
 
 
@@ -143,8 +126,8 @@ def compare(
     failure: str,
 ) -> Mismatch | None:
     """The first difference between a call's body in the trace and the same body on local shapes."""
-    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and n.name not in REARRANGING]
-    runs = [n for n in local.body if isinstance(n, Operation) and n.name not in REARRANGING]
+    steps = [(i, n) for i, n in enumerate(whole.body) if isinstance(n, Operation) and not n.is_a(*REARRANGING)]
+    runs = [n for n in local.body if isinstance(n, Operation) and not n.is_a(*REARRANGING)]
     rearranged = zip(_rearranging_before(whole), _rearranging_before(local), strict=False)
     for (position, ours), theirs in zip(steps, runs, strict=False):
         found = _compare_rearranged(given, whole, *next(rearranged), values)
@@ -172,7 +155,7 @@ def _rearranging_before(frame: Frame) -> Iterator[_Rearranging]:
     for position, node in enumerate(frame.body):
         if not isinstance(node, Operation):
             continue
-        if node.name in REARRANGING:
+        if node.is_a(*REARRANGING):
             since.append((position, node))
         else:
             yield since
@@ -184,9 +167,9 @@ def _compare_rearranged(
     given: CheckInput, whole: Frame, ours: _Rearranging, theirs: _Rearranging, values: Sequence[Value]
 ) -> Mismatch | None:
     """Views and copies must yield what's promised too, wherever the two runs take the same ones."""
-    orders = [[_order(o) for _, o in held if o.name in _PERMUTING] for held in (ours, theirs)]
+    orders = [[_order(o) for _, o in held if o.is_a("transposition", "strided")] for held in (ours, theirs)]
     if orders[0] != orders[1]:
-        position, mine = next(((p, o) for p, o in ours if o.name in _PERMUTING), (0, None))
+        position, mine = next(((p, o) for p, o in ours if o.is_a("transposition", "strided")), (0, None))
         return Mismatch(whole, mine, position, None, None, "dims are permuted in another order")
     if [o.target for _, o in ours] != [o.target for _, o in theirs]:
         return None
@@ -198,7 +181,7 @@ def _compare_rearranged(
 
 
 def _order(operation: Operation) -> object:
-    return operation.name, None if operation.name == _STRIDED else scalars(operation)  # strides are a part's own
+    return operation.name, None if operation.is_a("strided") else scalars(operation)  # strides are a part's own
 
 
 def _compare_crossings(
@@ -285,7 +268,7 @@ def differing(given: CheckInput, mine: int, its: int, values: Sequence[Value], o
 def _compare_operation(
     given: CheckInput, whole: Frame, position: int, ours: Operation, theirs: Operation, values: Sequence[Value]
 ) -> Mismatch | None:
-    splits = ours.name in SPLITS and theirs.name in SPLITS  # of an empty dim, `chunk` takes the other one
+    splits = ours.is_a("split") and theirs.is_a("split")  # of an empty dim, `chunk` takes the other one
     if ours.target is not theirs.target and not splits:
         return Mismatch(
             whole, ours, position, None, None, f"runs {theirs.name} where the unsharded model runs {ours.name}"
@@ -296,10 +279,7 @@ def _compare_operation(
     for mine, its in zip(ours.inputs, theirs.inputs, strict=False):
         if not _same_numbers(_numbers_on_rank(given, ours, mine), values[its].numbers):
             return Mismatch(whole, ours, position, None, None, f"{ours.name} reads a constant with other values")
-    rule = rule_of(ours.name)
-    if rule is not None and rule.sizes:
-        layouts = given.assignment.layouts
-        ours = with_local_sizes(rule, ours, given.trace.values, layouts, given.size, given.rank)
+    ours = with_own_arguments(ours, given.trace.values, given.assignment.layouts, given.size, given.rank)
     if not _same_scalars(given, ours, theirs):
         if _generators(ours) and _generators(theirs):
             reason = f"{ours.name} draws from a generator of the model's own, of which nothing shows that it is alike"
@@ -352,10 +332,10 @@ def _numbers_on_rank(given: CheckInput, operation: Operation, value: int) -> Ten
     """The numbers of a constant; where they pick stretches of a packed dim, as they have to be on a rank."""
     numbers = given.trace.values[value].numbers
     picks = picks_of(numbers)
-    if picks is None or operation.name not in PICKS:
+    if picks is None or not operation.is_a("pick"):
         return numbers
     rank = len(given.trace.values[operation.inputs[0]].shape)
-    along = picked_dim(operation.name, operation.arguments, rank)
+    along = picked_dim(operation.arguments, rank)
     made = next(o for o in operation.outputs if o is not None)
     if along is None or not _packs_along(given, operation, along):
         return numbers
@@ -370,7 +350,7 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
     for (position, mine), its in zip(ours, theirs, strict=False):
         if mine.target is not its.target:
             return Mismatch(whole, mine, position, None, None, failure)
-        same = _compare_shapes if mine.name in REARRANGING else _compare_operation
+        same = _compare_shapes if mine.is_a(*REARRANGING) else _compare_operation
         found = same(given, whole, position, mine, its, values)
         if found is not None:
             return found
@@ -383,18 +363,10 @@ def _failed_at(given: CheckInput, whole: Frame, local: Frame, values: Sequence[V
 
 
 def _same_scalars(given: CheckInput, ours: Operation, theirs: Operation) -> bool:
-    if ours.name in ("aten.slice.Tensor", SELECT):
+    if ours.is_a("slice", "select"):
         return _local_start(given, ours) == theirs.arguments[1:3] and ours.arguments[4:] == theirs.arguments[4:]
-    if ours.name in SPLITS:
+    if ours.is_a("split"):
         return ours.arguments[2:] == theirs.arguments[2:]  # the results' shapes show the sizes
-    if ours.name == CONVOLUTION:
-        mine, its = ours.arguments, theirs.arguments
-        return mine[3:GROUPS] == its[3:GROUPS] and _local_groups(given, ours) == its[GROUPS]
-    if ours.name == GROUP_NORM:
-        layout = given.assignment.layouts.get(ours.inputs[0], REPLICATED)
-        own = local_sizes(ours.arguments, layout, given.size, given.rank)
-        mine, its = ours.arguments, theirs.arguments
-        return (mine[3], *own, mine[5], mine[7]) == (its[3], its[CHANNELS], its[GROUPS_OF_NORM], its[5], its[7])
     mine, its = scalars(ours), scalars(theirs)
     return len(mine) == len(its) and all(a is b or _equal(a, b) for a, b in zip(mine, its, strict=True))
 
@@ -430,12 +402,6 @@ def _start_on_rank(given: CheckInput, operation: Operation, dim: int, start: int
     return layout.local_start(along, start, shape[along], given.size, given.rank)
 
 
-def _local_groups(given: CheckInput, operation: Operation) -> int:
-    x = operation.inputs[0]
-    layout, channels = given.assignment.layouts.get(x, REPLICATED), given.trace.values[x].shape[1]
-    return local_groups(operation.arguments[GROUPS], layout, channels, given.size, given.rank)
-
-
 def _generators(operation: Operation) -> bool:
     return any(isinstance(held, torch.Generator) for held in scalars(operation))
 
@@ -450,7 +416,7 @@ def scalars(operation: Operation) -> list[object]:
     Of a row of tensors it is the places that have none, as in `x[:, picks]`.
     """
     held = (*operation.arguments, *operation.keywords.values())
-    sized = operation.name.startswith(SIZED)
+    sized = is_sized(operation.target)
     kept: list[Any] = [a for a in held if not (isinstance(a, Reference) or (isinstance(a, tuple) and sized))]
     return [_places_without(a) if isinstance(a, tuple) and _has_tensors(a) else a for a in kept]
 
@@ -465,7 +431,6 @@ def _has_tensors(items: Any) -> bool:
 
 __all__ = [
     "REARRANGING",
-    "SIZED",
     "CheckInput",
     "Mismatch",
     "Shown",

@@ -10,22 +10,21 @@ Values are followed through what only rearranges and through module boundaries, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from tpplan.compiler.ir.trace import Frame, Operation
-from tpplan.compiler.rules.packed import SPLITS
 
 
 class Correspondence:
     """Two runs of one model, matched operation by operation."""
 
-    def __init__(self, whole: Frame, local: Frame, rearranging: Collection[str]) -> None:
+    def __init__(self, whole: Frame, local: Frame, rearranging: tuple[str, ...]) -> None:
         """Match the operations of two runs.
 
         Args:
             whole: the root of the trace.
             local: the root of the run on local shapes.
-            rearranging: the names of operators whose results stand for their operands.
+            rearranging: the roles of operators whose results stand for their operands.
         """
         self._rearranging = rearranging
         self._whole = _Origins(whole, rearranging)
@@ -46,14 +45,14 @@ class Correspondence:
             if known is not None and not local.body:  # it didn't run: its results are taken as they were promised
                 self._matched[self._local(crossing.target)] = self._whole(known.target)
         for ours, theirs in zip(self._computing(whole), self._computing(local), strict=False):
-            if ours.name != theirs.name and not {ours.name, theirs.name} <= SPLITS:
+            if ours.name != theirs.name and not (ours.is_a("split") and theirs.is_a("split")):
                 return
             for mine, its in zip(ours.outputs, theirs.outputs, strict=False):
                 if mine is not None and its is not None:
                     self._matched[its] = mine
 
     def _computing(self, frame: Frame) -> Iterator[Operation]:
-        return (n for n in frame.body if isinstance(n, Operation) and n.name not in self._rearranging)
+        return (n for n in frame.body if isinstance(n, Operation) and not n.is_a(*self._rearranging))
 
     def differs(self, whole: int, local: int) -> bool:
         """Whether two operands are known to be different values."""
@@ -64,7 +63,7 @@ class Correspondence:
 class _Origins:
     """The value that a value is a rearrangement of."""
 
-    def __init__(self, root: Frame, rearranging: Collection[str]) -> None:
+    def __init__(self, root: Frame, rearranging: tuple[str, ...]) -> None:
         self.first = 1 << 60
         self._origins: dict[int, int] = {}
         for frame in root.walk():
@@ -72,7 +71,7 @@ class _Origins:
                 self._note(crossing.target, crossing.source)
             for node in frame.body:
                 if isinstance(node, Operation):
-                    moved = node.name in rearranging and len(node.inputs) == 1
+                    moved = node.is_a(*rearranging) and len(node.inputs) == 1
                     for output in node.outputs:
                         if output is not None:
                             self._note(output, node.inputs[0] if moved else output)

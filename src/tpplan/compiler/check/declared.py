@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.compat import OpOverload, schema_argument_names
+from tpplan.compat import TORCH_NAMESPACES, OpOverload, schema_argument_names
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Operation, Reference, Trace, Value
 from tpplan.compiler.rules.declared import operands_of, result_terms, rules_of, told_sizes
@@ -109,7 +109,9 @@ def unused_rules(plan: Plan, trace: Trace) -> Iterator[Diagnostic]:
     known = {*called, *(name.partition(".")[0] for name in called)}
     for entry in plan.operators:
         if entry.name not in known:
-            nearest = did_you_mean(entry.name, sorted(name for name in known if not name.startswith("aten::")))
+            nearest = did_you_mean(
+                entry.name, sorted(name for name in known if name.partition("::")[0] not in TORCH_NAMESPACES)
+            )
             yield Diagnostic(
                 code="TP022",
                 message=f"the model doesn't call the operator `{entry.name}`",

@@ -53,6 +53,7 @@ from tpplan.compiler.rules.recurrent import made_layout
 from tpplan.compiler.trace.capture import BodyError, Capture, argument_names, record
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.state import is_same
+from tpplan.ops.issued import ALIAS_COPY, STRIDED_COPY
 from tpplan.plan import Style
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))
@@ -434,11 +435,11 @@ class _Shapes:
 
         def move(tensor: Tensor) -> Tensor:
             if tuple(tensor.shape) == wanted:
-                return torch.ops.aten.alias_copy.default(tensor)
+                return ALIAS_COPY(tensor)
             if not tensor.numel():  # nothing can be repeated; whose value the result is isn't followed then
                 with without_dispatch_modes():
                     return _like(wanted, tensor.dtype, tensor.requires_grad)
-            return torch.ops.aten.as_strided_copy.default(tensor, wanted, [0] * len(wanted))
+            return STRIDED_COPY(tensor, wanted, [0] * len(wanted))
 
         return move
 

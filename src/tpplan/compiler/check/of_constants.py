@@ -64,7 +64,7 @@ def _read(node: Operation | Frame) -> Iterable[int]:
 
 
 def _names(body: Iterable[Operation | Frame]) -> list[str]:
-    return [n.name for n in body if isinstance(n, Operation) and n.name not in REARRANGING]
+    return [n.name for n in body if isinstance(n, Operation) and not n.is_a(*REARRANGING)]
 
 
 __all__ = ["without_constants"]

@@ -29,7 +29,6 @@ from tpplan.compiler.trace.recorder import Recorder
 from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.plan import Diagnostic
 
-_DETACH = "aten.detach.default"
 _PLACES: frozenset[Path] = frozenset((("input",), ("hx",), ("hx", 0), ("hx", 1)))
 
 
@@ -193,7 +192,7 @@ def _same(trace: Trace, frame: Frame, stock: Trace, other: Frame, prefix: str) -
 def _running(frame: Frame) -> list[Operation | Frame]:
     """What a call runs, without what autograd detaches for itself where gradients are recorded."""
     read = {c.source for c in frame.exits}.union(*(n.inputs for n in frame.body if isinstance(n, Operation)))
-    return [n for n in frame.body if isinstance(n, Frame) or n.name != _DETACH or not read.isdisjoint(n.outputs)]
+    return [n for n in frame.body if isinstance(n, Frame) or not n.is_a("detach") or not read.isdisjoint(n.outputs)]
 
 
 def _told(node: Operation) -> object:

@@ -45,6 +45,7 @@ from tpplan.compiler.trace.choices import called_with_found
 from tpplan.compiler.trace.draws import drawn_in_parts, random_draws
 from tpplan.compiler.trace.gradient_flow import answered
 from tpplan.cost.program import reshard_traffic
+from tpplan.ops.registry import base_name
 from tpplan.plan import Diagnostic, Exchange, Plan, Style
 
 
@@ -414,7 +415,7 @@ def _moved(trace: Trace, move: PlacedMove, sends_back: bool) -> Reshard:
     ways = reshard_between(move.source, move.target)
     assert ways is not None
     where = f" at {location.short}" if location is not None else ""
-    name, place = move.place.operation.removeprefix("aten.").partition(".")[0].strip("_"), move.place
+    name, place = base_name(move.place.operation).strip("_"), move.place
     return Reshard(
         path=(name, place.number, place.operand), source=move.source, target=move.target, forward=ways.forward,
         backward=ways.backward if sends_back else Collective.NONE, shape=value.shape,

@@ -22,15 +22,6 @@ from tpplan.compiler.rules.propagate import Refusal
 from tpplan.ops.declared import registering
 from tpplan.plan import Diagnostic, Pin, Style
 
-_SPLITS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int", "select.int", "slice.Tensor",
-        "narrow.default", "tensor_split.sections", "unsafe_split.Tensor",
-    )
-)  # fmt: skip
-_VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "reshape.default"))
-
 
 def with_one_cause(findings: list[Diagnostic]) -> list[Diagnostic]:
     """Without what follows from a write in place: operations of the same body that meet the same shards.
@@ -104,9 +95,9 @@ def _of_placement(here: Instance, failure: Failure, trace: Trace, binding: Bindi
             _operands(here.region, refusal),
             option=option,
         )  # fmt: skip
-    if split is not None and node.name in _SPLITS and bound is not None:
+    if split is not None and node.is_a("split", "unbind", "select", "slice") and bound is not None:
         return _packed(here, node, bound, split)
-    if split is not None and node.name in _VIEWS and refusal.kind == "no-rule" and _heads_of(here, node, split) > 1:
+    if split is not None and node.is_a("reshape") and refusal.kind == "no-rule" and _heads_of(here, node, split) > 1:
         return _heads(here, node, bound, split, binding)
     return _finding("TP107", bound, module, node.location,
         f"the body of {module} can't run on local shards: {node.name} {refusal.reason}",

@@ -323,6 +323,13 @@ def sharded(dim: int, interleave: int = 1) -> Layout:
     return Layout("S", "S", dim, interleave)
 
 
+def in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
+    """A strided shard as packs."""
+    if held.dim is None or held.interleave == 1:
+        return held
+    return packed(held.dim, [Pack(shape[held.dim] // held.interleave)] * held.interleave)
+
+
 def packed(dim: int, packs: Iterable[Pack], within: Iterable[Pack] = ()) -> Layout:
     """The layout split along tensor dim `dim`, each of `packs` by itself.
 

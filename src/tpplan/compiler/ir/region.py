@@ -18,6 +18,7 @@ from tpplan.compat import OpOverload
 from tpplan.compiler.ir.layout import Layout, Pack
 from tpplan.compiler.ir.program import Recurrence, SharedExperts
 from tpplan.compiler.ir.trace import Frame, Location, Path, operator_name
+from tpplan.ops.registry import has_role
 from tpplan.plan import Pin, Style
 
 _PICKS = 64
@@ -73,6 +74,10 @@ class OperationNode:
     def name(self) -> str:
         """The operator's name, such as `aten.mm.default`."""
         return operator_name(self.target)
+
+    def is_a(self, *roles: str) -> bool:
+        """Whether the operator has one of these roles of the registry."""
+        return has_role(operator_name(self.target), *roles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.facts import Facts
+from tpplan.ops.registry import has_role
 
 Path = tuple[str | int, ...]
 Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -108,6 +109,10 @@ class Operation:
     def name(self) -> str:
         """The operator's name, such as `aten.mm.default`."""
         return operator_name(self.target)
+
+    def is_a(self, *roles: str) -> bool:
+        """Whether the operator has one of these roles of the registry."""
+        return has_role(operator_name(self.target), *roles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import made_wrapper, takes_apart
+from tpplan.ops.issued import CLONE
 
 Shape = tuple[int, ...]
 
@@ -47,7 +48,7 @@ def shown(tensor: Tensor) -> Tensor:
     made: Any = None
     with torch.no_grad():
         try:
-            made = kind.__torch_dispatch__(torch.ops.aten.clone.default, (kind,), (tensor,), {})
+            made = kind.__torch_dispatch__(CLONE, (kind,), (tensor,), {})
         except Exception as error:  # whatever a class says of being read
             raise WrapperError(f"a `{kind.__name__}` can't be read as a plain tensor: {error}") from error
     if type(made) is not Tensor or made.shape != tensor.shape or made.dtype != tensor.dtype:

@@ -22,12 +22,12 @@ from tpplan.compiler.ir.layout import (
     reshard_between,
     sharded,
 )
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.program import Reshard, splits_sequence
 from tpplan.compiler.ir.region import Boundary, LocalValue, OperationNode, Region
 from tpplan.compiler.place.solution import Constraints, Cost
 from tpplan.compiler.rules.propagate import Propagator, flat_heads
 from tpplan.cost.communication import Topology, bytes_sent, ring_steps
+from tpplan.ops.registry import lookup
 from tpplan.plan import Pin
 
 

@@ -42,7 +42,6 @@ from tpplan.compiler.place.solution import (
     Steps,
 )
 from tpplan.compiler.place.split_norms import SplitNorms
-from tpplan.compiler.rules.packed import EXPAND
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.rules.weights import Weights
 from tpplan.cost.communication import Topology
@@ -395,7 +394,7 @@ class Placer:
         comparing = self._slicing if self._calls_classes(region) else self._comparing
         recorded = self._moving if moving else comparing
         rules = recorded if sliced else self.propagator
-        if of_weights and sliced and node.name == EXPAND:
+        if of_weights and sliced and node.is_a("expand"):
             rules = rules.repeating(weights.widths)
         outcomes = rules.outcomes(node, region.values, known.__getitem__, weights.lasting)
         if isinstance(outcomes, Refusal):

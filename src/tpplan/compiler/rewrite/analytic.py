@@ -22,33 +22,8 @@ import torch
 
 from tpplan.compiler.ir.region import LocalValue, OperationNode, Region
 
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default", "_unsafe_view.default", "reshape.default", "alias.default", "expand.default", "t.default",
-        "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims", "transpose.int", "permute.default",
-        "clone.default", "contiguous.default", "_to_copy.default",
-    )
-)  # fmt: skip
-_SUMS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "mean.dim", "mean.default", "sum.dim_IntList", "var.correction", "var_mean.correction",
-        "native_layer_norm.default", "_fused_rms_norm.default", "linalg_vector_norm.default",
-    )
-)  # fmt: skip
-_ENTRYWISE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar", "rsub.Tensor", "mul.Tensor",
-        "mul.Scalar", "div.Tensor", "div.Scalar", "neg.default", "square.default", "sqrt.default", "rsqrt.default",
-        "reciprocal.default", "pow.Tensor_Scalar", "silu.default", "sigmoid.default",
-    )
-)  # fmt: skip
-_IN_PLACE = frozenset(
-    f"aten.{name}" for name in ("add_.Tensor", "add_.Scalar", "mul_.Tensor", "mul_.Scalar", "div_.Tensor")
-)
-_CURVED = frozenset(f"aten.{name}.default" for name in ("tanh", "erf", "exp", "gelu"))
+_MOVES = ("reshape", "alias", "expand", "transposition", "unsqueeze", "squeeze", "copy", "cast")
+_FORMULA = ("formula", "formula in place")
 _POWERS = (-1, -0.5, 0.5, 1, 2, 3)
 _SMALL = (0, 0.5, 1, 2, 3, 4)
 _OF_GELU = (
@@ -65,11 +40,15 @@ _SPELLED = 2e-9  # how exactly people write these out, relative
 
 def is_analytic(region: Region, nodes: Sequence[OperationNode], reduces: bool) -> bool:
     """Whether a norm, if it `reduces`, or an activation is what it is on samples; its numbers aside."""
-    known = _VIEWS | _ENTRYWISE | _IN_PLACE | (_SUMS if reduces else _CURVED)
+    known = (*_MOVES, *_FORMULA, "statistic" if reduces else "curve")
     entry = region.values[region.entries[0].target].dtype
     dtypes = {entry, torch.float32, torch.float64}
     for node in nodes:
-        if node.name not in known or node.overwritten or (node.name in _IN_PLACE and not _writes_own(node, nodes)):
+        if (
+            not node.is_a(*known)
+            or node.overwritten
+            or (node.is_a("formula in place") and not _writes_own(node, nodes))
+        ):
             return False
         made = [region.values[o] for o in node.outputs if o is not None]
         if any(value.dtype not in dtypes or value.gradless for value in made):
@@ -83,7 +62,7 @@ def is_analytic(region: Region, nodes: Sequence[OperationNode], reduces: bool) -
 
 def narrows(region: Region, nodes: Sequence[OperationNode]) -> bool:
     """Whether a norm takes its statistics in float32, of an input in float64."""
-    summed = [region.values[node.inputs[0]].dtype for node in nodes if node.name in _SUMS]
+    summed = [region.values[node.inputs[0]].dtype for node in nodes if node.is_a("statistic")]
     entry = region.values[region.entries[0].target].dtype
     return entry == torch.float64 and bool(summed) and all(dtype == torch.float32 for dtype in summed)
 
@@ -95,16 +74,16 @@ def _made(region: Region, nodes: Sequence[OperationNode]) -> Iterator[LocalValue
 def _writes_own(node: OperationNode, nodes: Sequence[OperationNode]) -> bool:
     """Whether an operation writes to what another has made for it alone."""
     target = node.inputs[0]
-    fresh = any(target in other.outputs and other.name not in _VIEWS | _IN_PLACE for other in nodes)
+    fresh = any(target in other.outputs and not other.is_a(*_MOVES, "formula in place") for other in nodes)
     return fresh and sum(other.inputs.count(target) for other in nodes) == 1
 
 
 def numbers_of(node: OperationNode) -> Iterator[float]:
     """The numbers that an operation computes with: not those that name dims and sizes."""
     arguments: tuple[Any, ...] = (*node.arguments, *(held for _, held in node.keywords))
-    if node.name in _ENTRYWISE | _IN_PLACE:
+    if node.is_a(*_FORMULA):
         yield from (float(a) for a in arguments if isinstance(a, (int, float)) and not isinstance(a, bool))
-    elif node.name in _SUMS:
+    elif node.is_a("statistic"):
         yield from (a for a in arguments if isinstance(a, float))
 
 
@@ -121,15 +100,13 @@ def has_known_numbers(nodes: Sequence[OperationNode], features: int, eps: float 
 
 def powers_are_plain(nodes: Sequence[OperationNode]) -> bool:
     """Whether exponents are those of roots, squares and cubes, and norms of vectors are Euclidean."""
-    powers = [node.arguments[1] for node in nodes if node.name == "aten.pow.Tensor_Scalar"]
-    norms = [
-        node.arguments[1] for node in nodes if node.name.startswith("aten.linalg_vector_norm") and node.arguments[1:]
-    ]
+    powers = [node.arguments[1] for node in nodes if node.is_a("power")]
+    norms = [node.arguments[1] for node in nodes if node.is_a("vector norm") and node.arguments[1:]]
     return all(p in _POWERS for p in powers) and all(n == 2 for n in norms)
 
 
 def _is_power(node: OperationNode, number: float) -> bool:
-    return node.name in ("aten.pow.Tensor_Scalar", "aten.linalg_vector_norm.default") and number == node.arguments[1]
+    return node.is_a("power", "vector norm") and number == node.arguments[1]
 
 
 def _near(number: float, known: Sequence[float]) -> bool:

@@ -19,12 +19,10 @@ from typing import Any
 
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.ops.dim_map import order_of
 
-_SAME = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "expand", "clone", "reshape"))
-_SCALE, _PRODUCT, _TURN = "aten.mul.Scalar", "aten.bmm.default", "aten.transpose.int"
-_SOFTMAX, _ADD, _WHERE = "aten._safe_softmax.default", "aten.add.Tensor", "aten.where.self"
-_TRIANGLE, _ONES, _NUMBER = "aten.tril.default", "aten.ones.default", "aten.scalar_tensor.default"
-_TIMES = "aten.mul.Tensor"
+_SAME = ("reshape", "expand", "copy")
+_DROPOUT = ("empty like", "coin in place", "quotient in place", "times")  # the operations of a dropout, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ def attentions(trace: Trace, layouts: Mapping[int, Layout]) -> Iterator[Attentio
     """The calls that a record's body consists of."""
     reader = _Reader(trace)
     for node in trace.root.body:
-        if isinstance(node, Operation) and node.name == _SOFTMAX:
+        if isinstance(node, Operation) and node.is_a("safe softmax"):
             found = reader.read(node)
             if found is not None and all(_lies_well(held, trace, layouts) for held in _operands(found)):
                 yield found
@@ -96,13 +94,13 @@ class _Reader:
             return None
         scores = self._before(softmax.inputs[0])
         mask, causal = None, False
-        if scores is not None and scores.name == _ADD and len(scores.inputs) == 2 and not scores.keywords:
+        if scores is not None and scores.is_a("plus") and len(scores.inputs) == 2 and not scores.keywords:
             self._take(scores)
             mask = scores.inputs[1]
             causal = self._is_causal(mask)
             scores = self._before(scores.inputs[0])
         weights, dropout = self._dropped(self._take(softmax))
-        given = None if scores is None or scores.name != _PRODUCT else self._scores(scores)
+        given = None if scores is None or not scores.is_a("batched product") else self._scores(scores)
         made = self._result(weights)
         if given is None or made is None or not self._is_closed(made[1]):
             return None
@@ -122,7 +120,7 @@ class _Reader:
     def _before(self, value: int) -> Operation | None:
         """What makes a value, before views of it."""
         node = self._makers.get(value)
-        while node is not None and node.name in _SAME:
+        while node is not None and node.is_a(*_SAME):
             self._take(node)
             node = self._makers.get(node.inputs[0])
         return node
@@ -131,15 +129,15 @@ class _Reader:
         """The queries, the keys and the scale of a product."""
         self._take(product)
         left, right = (self._before(value) for value in product.inputs)
-        if left is None or right is None or (left.name, right.name) != (_SCALE, _SCALE):
+        if left is None or right is None or not (left.is_a("times number") and right.is_a("times number")):
             return None
         root: Any = left.arguments[1]
         scale = _whose_root_is(root) if right.arguments[1] == root else None
         turned = self._makers.get(right.inputs[0])
-        if scale is None or turned is None or turned.name != _TURN:
+        if scale is None or turned is None or not turned.is_a("transposition"):
             return None
-        dims = len(self._values[turned.inputs[0]].shape)
-        if {dim % dims for dim in turned.arguments[1:]} != {dims - 2, dims - 1}:
+        rank = len(self._values[turned.inputs[0]].shape)
+        if order_of(turned.target, turned.arguments, rank) != [*range(rank - 2), rank - 1, rank - 2]:
             return None
         for node in (left, right, turned):
             self._take(node)
@@ -147,16 +145,15 @@ class _Reader:
 
     def _dropped(self, weights: int) -> tuple[int, float]:
         """Weights after dropout, and its probability; the weights themselves and 0 if there is none."""
-        readers = {node.name: node for node in self._readers.get(weights, []) if node is not None}
-        names = ("aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar", _TIMES)
-        node, chain = readers.get(names[0]), list[Operation]()
-        while node is not None and node.name == names[len(chain)]:
+        readers = [node for node in self._readers.get(weights, []) if node is not None]
+        node, chain = next((n for n in readers if n.is_a(_DROPOUT[0])), None), list[Operation]()
+        while node is not None and node.is_a(_DROPOUT[len(chain)]):
             chain.append(node)
-            if len(chain) == len(names):
+            if len(chain) == len(_DROPOUT):
                 break
             after = self._readers.get(next(o for o in node.outputs if o is not None), [])
             node = after[0] if len(after) == 1 else None
-        if len(chain) < len(names) or readers.get(_TIMES) is not chain[-1] or chain[-1].inputs[0] != weights:
+        if len(chain) < len(_DROPOUT) or not any(n is chain[-1] for n in readers) or chain[-1].inputs[0] != weights:
             return weights, 0.0
         kept: Any = chain[1].arguments[1]
         dropout = 1.0 - kept
@@ -167,12 +164,12 @@ class _Reader:
     def _result(self, weights: int) -> tuple[int, int] | None:
         """The values, and the result, of a product with these weights."""
         product = self._after(weights)
-        if product is None or product.name != _PRODUCT:
+        if product is None or not product.is_a("batched product"):
             return None
         made = self._take(product)
         value = product.inputs[1]
         node = self._makers.get(value)
-        while node is not None and node.name in _SAME and self._alone(value):
+        while node is not None and node.is_a(*_SAME) and self._alone(value):
             self._take(node)
             value = node.inputs[0]
             node = self._makers.get(value)
@@ -180,14 +177,14 @@ class _Reader:
                 break
         readers = self._readers.get(made, [])
         shaped = readers[0] if len(readers) == 1 else None
-        return None if shaped is None or shaped.name not in _SAME else (value, self._take(shaped))
+        return None if shaped is None or not shaped.is_a(*_SAME) else (value, self._take(shaped))
 
     def _after(self, value: int) -> Operation | None:
         """What reads a value, after views of it."""
         while True:
             readers = self._readers.get(value, [])
             node = readers[0] if len(readers) == 1 else None
-            if node is None or node.name not in _SAME:
+            if node is None or not node.is_a(*_SAME):
                 return node
             value = self._take(node)
 
@@ -202,15 +199,15 @@ class _Reader:
     def _is_causal(self, mask: int) -> bool:
         """Whether a mask is the lower triangle that torch makes for a causal call."""
         where = self._makers.get(mask)
-        if where is None or where.name != _WHERE or len(where.inputs) != 3:
+        if where is None or not where.is_a("choice of two") or len(where.inputs) != 3:
             return False
         triangle, *numbers = (self._makers.get(value) for value in where.inputs)
         ones = None if triangle is None else self._makers.get(triangle.inputs[0])
-        if triangle is None or triangle.name != _TRIANGLE or len(triangle.arguments) > 1:
+        if triangle is None or not triangle.is_a("triangle") or len(triangle.arguments) > 1:
             return False
-        if ones is None or ones.name != _ONES:
+        if ones is None or not ones.is_a("ones"):
             return False
-        held = [None if node is None or node.name != _NUMBER else node.arguments[0] for node in numbers]
+        held = [None if node is None or not node.is_a("number") else node.arguments[0] for node in numbers]
         if held != [0.0, float("-inf")]:
             return False
         for node in (where, triangle, ones, *numbers):

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.rewrite.recognise import Activation, Norm, is_plain_call
+from tpplan.ops.dim_map import dim_of
 
 Term = tuple[Any, ...]
 BodyOf = Callable[[Region], "Norm | Activation | None"]
-_ACTIVATIONS = {"aten.silu.default": "silu", "aten.gelu.default": "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,15 @@ def _computed(node: OperationNode, region: Region, terms: dict[int, Term]) -> di
     differentiable = any(region.values[i].differentiable for i in node.inputs)
     if any(region.values[o].gradless or region.values[o].differentiable != differentiable for o in outputs):
         return None  # it stands between its operands and their gradient
-    if node.name in _ACTIVATIONS:
-        kind = dict(node.keywords).get("approximate", _ACTIVATIONS[node.name])
+    if node.is_a("silu", "gelu"):
+        kind = "silu" if node.is_a("silu") else dict(node.keywords).get("approximate", "none")
         return {outputs[0]: ("act", kind, operands[0])}
-    if node.name == "aten.mul.Tensor" and len(operands) == 2:
+    if node.is_a("times") and len(operands) == 2:
         return {outputs[0]: ("product", *operands)}
     last = len(region.values[node.inputs[0]].shape) - 1
-    along = node.arguments[2] if len(node.arguments) > 2 else 0
     halves = len({region.values[o].shape for o in outputs}) == 1
-    if node.name == "aten.split.Tensor" and len(outputs) == 2 and halves and along in (-1, last):
+    parts = node.is_a("equal split") and len(outputs) == 2 and halves
+    if parts and dim_of(node.target, node.arguments, last + 1) == last:
         return {output: ("half", i, operands[0]) for i, output in enumerate(outputs)}
     return None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,14 +23,11 @@ from torch import nn
 from tpplan.compat import named_modules, own_parameters
 from tpplan.compiler.bind.bind import Binding, Bound, bind_parameters, once
 from tpplan.compiler.bind.linear import LinearForm
-from tpplan.compiler.bind.tables import FACTORS, SCALINGS
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.look_ups import LOOK_UPS
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
+from tpplan.ops.dim_map import order_of
 from tpplan.plan import Diagnostic, Style
-
-_ROWS = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "clone"))
-_TURNS = frozenset(("aten.t.default", "aten.transpose.int", "aten.permute.default"))
 
 _Kind = Literal["input", "weight", "bias", "product", "sum"]
 
@@ -100,26 +96,26 @@ def exact_lookup(flow: DataFlow, frame: Frame, module: nn.Module) -> bool:
 
 
 def _is_lookup(node: Operation | Frame) -> bool:
-    return isinstance(node, Operation) and node.name == "aten.embedding.default"
+    return isinstance(node, Operation) and node.is_a("row look-up")
 
 
 def _scaled(trace: Trace, nodes: list[Operation], lookup: Operation) -> int | None:
     """The value that the rows are at last; None if anything is done to them but to scale them all alike."""
     (rows,) = lookup.outputs
     for node in nodes:
-        made, name = node.outputs[0], node.target.name()
+        made = node.outputs[0]
         if made is None or len(node.outputs) > 1 or rows is None:
             return None
         factors = [trace.values[i] for i in node.inputs if i != rows]
         if any(len(held.shape) or held.differentiable for held in factors):
             return None
-        if rows not in node.inputs and name in FACTORS:
+        if rows not in node.inputs and node.is_a("cast", "alias"):
             continue
         same = (
             trace.values[made].shape == trace.values[rows].shape
             and trace.values[made].dtype == trace.values[rows].dtype
         )
-        if name not in SCALINGS or node.inputs.count(rows) != 1 or node.keywords or not same:
+        if not node.is_a("scaling") or node.inputs.count(rows) != 1 or node.keywords or not same:
             return None
         rows = made
     return rows
@@ -192,11 +188,11 @@ def _made(trace: Trace, node: Operation, terms: dict[int, _Term]) -> dict[int, _
         return None  # it reads what is neither the argument nor a parameter of its own
     if len(held) == 1:
         found = _rearranged(node, held[0], *shapes)
-    elif node.name == "aten.mm.default" and [term.kind for term in held] == ["input", "weight"]:
+    elif node.is_a("two factors") and [term.kind for term in held] == ["input", "weight"]:
         found = _Term("product", not held[1].turned)
-    elif node.name == "aten.addmm.default" and [term.kind for term in held] == ["bias", "input", "weight"]:
+    elif node.is_a("sum and product") and [term.kind for term in held] == ["bias", "input", "weight"]:
         found = _Term("sum", not held[2].turned) if _is_plain_sum(node) else None
-    elif node.name == "aten.add.Tensor" and {term.kind for term in held} == {"product", "bias"}:
+    elif node.is_a("plus") and {term.kind for term in held} == {"product", "bias"}:
         product = held[0] if held[0].kind == "product" else held[1]
         fits = shapes[2] == shapes[held.index(product)]
         found = _Term("sum", product.turned) if fits and _is_plain_sum(node) else None
@@ -207,28 +203,20 @@ def _made(trace: Trace, node: Operation, terms: dict[int, _Term]) -> dict[int, _
 
 def _rearranged(node: Operation, term: _Term, before: tuple[int, ...], after: tuple[int, ...]) -> _Term | None:
     """A view of a term: of rows, one that keeps the features apart; of the weight, its transpose."""
-    if node.name == "aten.alias.default":
+    if node.is_a("alias"):
         return term
     if term.kind == "weight":
-        dims = tuple(dim % 2 for dim in _flat(node.arguments[1:]) if isinstance(dim, int))
-        turns = node.name in _TURNS and dims in ((), (0, 1), (1, 0))
-        same = dims == (0, 1) and node.name == "aten.permute.default"
-        return replace(term, turned=term.turned ^ (not same)) if turns else None
-    keeps = node.name in _ROWS and bool(after) and before[-1:] == after[-1:]
+        if not node.is_a("transposition") or len(before) != 2:
+            return None
+        turns = order_of(node.target, node.arguments, 2) == [1, 0]
+        return replace(term, turned=term.turned ^ turns)
+    keeps = node.is_a("reshape", "copy") and bool(after) and before[-1:] == after[-1:]
     return term if keeps and term.kind != "bias" else None
-
-
-def _flat(arguments: tuple[object, ...]) -> Iterator[object]:
-    for argument in arguments:
-        if isinstance(argument, tuple):
-            yield from _flat(argument)  # pyright: ignore[reportUnknownArgumentType]
-        else:
-            yield argument
 
 
 def _is_plain_sum(node: Operation) -> bool:
     """Whether each operand stands once in the sum, and nothing else does."""
-    count = 2 if node.name == "aten.add.Tensor" else 3
+    count = 2 if node.is_a("plus") else 3
     tensors = all(isinstance(a, Reference) for a in node.arguments)
     return tensors and len(node.arguments) == count and all(
         name in ("alpha", "beta") and factor == 1 for name, factor in node.keywords.items()
@@ -280,7 +268,7 @@ def _is_exact(flow: DataFlow, frame: Frame, module: nn.Module, bound: Bound) -> 
 
 
 def _no_lookup(bound: Bound, frame: Frame) -> Diagnostic:
-    nodes = [node for node in frame.body if isinstance(node, Operation) and node.name != "aten.embedding.default"]
+    nodes = [node for node in frame.body if isinstance(node, Operation) and not node.is_a("row look-up")]
     shown = f" ({nodes[0].name})" if nodes else ""
     where = (f"in `{bound.name}`, at {nodes[0].location}",) if nodes and nodes[0].location is not None else ()
     return Diagnostic(

@@ -14,26 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.compat import schema_mutates, takes_device
 from tpplan.compiler.ir.class_reductions import CLASS_OPERATIONS, stock_function
-from tpplan.compiler.ir.layout import REPLICATED, Layout
+from tpplan.compiler.ir.layout import REPLICATED, Layout, in_packs
 from tpplan.compiler.ir.script import ReplayError, Run
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.compiler.rewrite.attention import Attention, attentions, references
 from tpplan.compiler.rewrite.settle import Settled
-from tpplan.compiler.rules.convolution import CONVOLUTION, GROUPS, local_groups
-from tpplan.compiler.rules.group_norm import CHANNELS, GROUP_NORM, local_sizes
-from tpplan.compiler.rules.group_norm import GROUPS as GROUPS_OF_NORM
-from tpplan.compiler.rules.moves import MEANS, mean_dims
-from tpplan.compiler.rules.packed import PICKS, SELECT, SPLITS, VIEWS
-from tpplan.compiler.rules.propagate import NEW, in_packs
-
-_SHAPED = VIEWS | NEW | {"aten.expand.default"}
-_FILLS = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full", "empty"))
+from tpplan.compiler.rules.own_arguments import with_own_arguments
+from tpplan.ops.dim_map import dim_of, dims_of, size_argument
+from tpplan.ops.issued import SLICE_COPY, VIEWS_OF_PARTS
 
 
 class Exchanges(Protocol):
@@ -95,10 +88,10 @@ def local_steps(
             if isinstance(node, Attention)
             else localised(node, trace, layouts, size, rank)
         )
-        if exchanges is not None and isinstance(node, Operation) and node.name in MEANS:
+        if exchanges is not None and isinstance(node, Operation) and node.is_a("mean"):
             run = _averaged(run, node, trace, layouts, exchanges)
-        if not writes and run.target is torch.ops.aten.view.default:
-            run = replace(run, target=torch.ops.aten.reshape.default)  # a rank's part of a whole value has gaps
+        if not writes and run.target in VIEWS_OF_PARTS:
+            run = replace(run, target=VIEWS_OF_PARTS[run.target])
         yield _reading(run, instead) if instead else run
 
 
@@ -106,7 +99,7 @@ def _averaged(run: Run, node: Operation, trace: Trace, layouts: Mapping[int, Lay
     """A mean; over a split dim a rank makes its part of the whole's."""
     (x,) = node.inputs
     shape, held = trace.values[x].shape, layouts.get(x, REPLICATED)
-    dims = mean_dims(node.arguments, len(shape))
+    dims = dims_of(node.target, node.arguments, len(shape))
     if held.dim not in dims:
         return run
     return replace(run, target=exchanges.mean(math.prod(shape[dim] for dim in dims), node.target))
@@ -123,36 +116,27 @@ def localised(node: Operation, trace: Trace, layouts: Mapping[int, Layout], size
     def local(value: int) -> tuple[int, ...]:
         return layouts.get(value, REPLICATED).local_shape(trace.values[value].shape, size, rank)
 
-    name, arguments = node.name, list(node.arguments)
+    node = with_own_arguments(node, trace.values, layouts, size, rank)
+    arguments, place = list(node.arguments), size_argument(node.target)
     shapes = tuple(None if o is None else local(o) for o in node.outputs)
     made = next((o for o in node.outputs if o is not None), None)
     split = made is not None and layouts.get(made, REPLICATED).is_sharded
-    if split and name in _SHAPED:
-        arguments[1] = shapes[0]
-    elif split and name in _FILLS:
-        arguments[0] = shapes[0]
-    elif name in SPLITS or name in (SELECT, "aten.slice.Tensor"):
+    if split and place is not None and node.is_a("reshape", "expand", "fill", "new"):
+        arguments[place] = shapes[0]
+    elif node.is_a("split", "select", "slice"):
         held = layouts.get(node.inputs[0], REPLICATED)
         whole = trace.values[node.inputs[0]].shape
-        position = 2 if name in SPLITS else 1
-        along: int = (arguments[position] if len(arguments) > position else 0) % len(whole)
+        along = dim_of(node.target, arguments, len(whole))
         packs = held.shares(along, size, rank)[0]
-        if name in SPLITS and (packs or held.dim == along):
+        if node.is_a("split") and (packs or held.dim == along):
             lengths = [shape[along] for shape in shapes if shape is not None]
-            arguments[1] = tuple(lengths) if name == "aten.split_with_sizes.default" else lengths[0]
+            arguments[1] = tuple(lengths) if node.is_a("split by sizes") else lengths[0]
         elif packs and made is not None:
             first: int = arguments[2] or 0
             start = held.local_start(along, first + (whole[along] if first < 0 else 0), whole[along], size, rank)
-            arguments[2:4] = [start] if name == SELECT else [start, start + local(made)[along]]
-    elif name in PICKS and layouts.get(node.inputs[0], REPLICATED).packs:
+            arguments[2:4] = [start] if node.is_a("select") else [start, start + local(made)[along]]
+    elif node.is_a("pick") and layouts.get(node.inputs[0], REPLICATED).packs:
         raise ReplayError("the body picks elements of a packed dim by index")
-    elif name == CONVOLUTION:
-        x = node.inputs[0]
-        channels = trace.values[x].shape[1]
-        arguments[GROUPS] = local_groups(arguments[GROUPS], layouts.get(x, REPLICATED), channels, size, rank)
-    elif name == GROUP_NORM:
-        own = local_sizes(arguments, layouts.get(node.inputs[0], REPLICATED), size, rank)
-        arguments[CHANNELS], arguments[GROUPS_OF_NORM] = own
     if node.target in CLASS_OPERATIONS:
         return Run(stock_function(node.target), tuple(arguments), node.keywords, node.outputs, shapes, False)
     on_device = not node.inputs and takes_device(node.target)
@@ -197,15 +181,12 @@ def _slice(value: int, part: int, shape: tuple[int, ...], held: Layout, size: in
 
 
 def _part(tensor: Tensor, dim: int, times: int, start: int, length: int) -> Tensor:
-    """So many entries of a dim from `start` on, of each of `times` equal stretches of it.
-
-    The operator is one that models don't call, by which the check knows it.
-    """
+    """So many entries of a dim from `start` on, of each of `times` equal stretches of it."""
     if times == 1:
-        return torch.ops.aten.slice_copy.Tensor(tensor, dim, start, start + length)
+        return SLICE_COPY(tensor, dim, start, start + length)
     shape = (*tensor.shape[:dim], times, -1, *tensor.shape[dim + 1 :])
     apart = tensor.reshape(shape)
-    return torch.ops.aten.slice_copy.Tensor(apart, dim + 1, start, start + length).flatten(dim, dim + 1)
+    return SLICE_COPY(apart, dim + 1, start, start + length).flatten(dim, dim + 1)
 
 
 def _reading(run: Run, parts: Mapping[int, int]) -> Run:

@@ -129,8 +129,7 @@ def is_plain_call(region: Region) -> bool:
 
 
 def _reduces(nodes: list[OperationNode]) -> bool:
-    names = ("aten.mean", "aten.var", "aten.sum", "aten.native_layer_norm", "aten._fused_rms_norm", "aten.linalg")
-    return any(node.name.startswith(names) for node in nodes)
+    return any(node.is_a("statistic", "sum") for node in nodes)
 
 
 def _activation(

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from tpplan.compat import schema_argument_names, schema_defaults, schema_mutates
-from tpplan.compiler.ir.operators import DIMS, lookup
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Trace
 from tpplan.compiler.rewrite.terms import (
     Blank,
@@ -46,17 +45,9 @@ from tpplan.compiler.rewrite.terms import (
     Terms,
     Total,
 )
+from tpplan.ops.dim_map import DIMS, order_of
+from tpplan.ops.registry import lookup
 
-_RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default", "unsqueeze.default",
-        "squeeze.default", "squeeze.dim", "squeeze.dims",
-    )
-)  # fmt: skip
-_TURNS = frozenset(("aten.t.default", "aten.transpose.int", "aten.mT.default", "aten.permute.default"))
-_PERMUTE = "aten.permute.default"
-_COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "clone", "contiguous", "lift_fresh"))
 _INNER = frozenset(
     f"aten.{name}"
     for name in (
@@ -225,13 +216,13 @@ class _Reader:
         (kind,), before, made = kinds, self.shape(node.inputs[0]), self.output(node)
         after = self.shape(made)
         same = self.values[node.inputs[0]].dtype == self.values[made].dtype
-        if node.name in _COPIES or (node.name == "aten._to_copy.default" and same):
+        if node.is_a("alias", "copy") or (node.is_a("cast") and same):
             return [kind]
-        if node.name == "aten.detach.default" and not isinstance(kind, (Rows, Total, Stack)):
+        if node.is_a("detach") and not isinstance(kind, (Rows, Total, Stack)):
             return [kind]
-        if node.name in _RESHAPES:
+        if node.is_a("reshape", "strided reshape", "unsqueeze", "squeeze"):
             return self.reshaped(kind, before, after)
-        if node.name != "aten.expand.default" or not isinstance(kind, Rows):
+        if not node.is_a("expand") or not isinstance(kind, Rows):
             return None
         if before == after:
             return [kind]
@@ -351,8 +342,8 @@ class _Reader:
         if isinstance(kind, OneHot) and len(kinds) == 1:
             if node.name == "aten._to_copy.default":
                 return [kind] if self.values[self.output(node)].dtype is torch.int64 else None
-            if node.name == _PERMUTE:
-                order: tuple[int, ...] = arguments[1]
+            if node.is_a("transposition"):
+                order = order_of(node.target, arguments, len(kind.dims))
                 return [OneHot(tuple(kind.dims[dim] for dim in order))]
             if node.name == "aten.select.int" and kind.dims[arguments[1]] == "numbers":
                 number, others = arguments[2], tuple(dim for dim in kind.dims if dim != "numbers")
@@ -374,9 +365,8 @@ class _Reader:
         if node.name == "aten.select.int" and isinstance(kind, Stack):
             number = arguments[2]
             return [Own(number, self.own(kind))] if arguments[1] == 0 and 0 <= number < self.call.count else None
-        signature = (arguments, tuple(sorted(node.keywords.items())))
-        if isinstance(kind, Own) and len(kinds) == 1 and node.name in _TURNS:
-            (made,) = self.outputs(node, "any", signature, [kind.term], 0)
+        if isinstance(kind, Own) and len(kinds) == 1 and node.is_a("transposition"):
+            (made,) = self.outputs(node, "any", self.inner(node, 0), [kind.term], 0)
             assert isinstance(made, Rows)
             return [Own(kind.expert, made.term)]
         shown = [type(held) for held in kinds]
@@ -387,6 +377,7 @@ class _Reader:
             bias = len(kinds) == 2 or len(self.shape(node.inputs[0])) == 1
             if experts != {rows.space} or not bias:
                 return None
+            signature = (arguments, tuple(sorted(node.keywords.items())))
             return self.outputs(node, rows.space, signature, [h.term for h in kinds if isinstance(h, (Rows, Own))], 1)
         if node.name not in _ADDS or shown not in ([Blank, Found, Rows], [Part, Found, Rows]):
             return None
@@ -480,7 +471,7 @@ class _Reader:
     # -- what is done to each row --------------------------------------------------------------------------------------
     def each(self, node: Operation, kinds: list[Kind]) -> list[Kind | None] | None:
         operator = lookup(node.name)
-        if len(kinds) == 1 and isinstance(kinds[0], Stack) and node.name in _TURNS - {"aten.t.default"}:
+        if len(kinds) == 1 and isinstance(kinds[0], Stack) and node.is_a("transposition"):
             signature = self.inner(node, 1)
             if signature is None:
                 return None
@@ -521,8 +512,8 @@ class _Reader:
     def inner(self, node: Operation, lead: int) -> object | None:
         """An operation's arguments with its dims counted after the leading ones; None if it concerns those."""
         rank = len(self.shape(node.inputs[0]))
-        if node.name == _PERMUTE:
-            order = [dim % rank for dim in node.arguments[1]]
+        if node.is_a("transposition"):
+            order = order_of(node.target, node.arguments, rank)
             stays = order[:lead] == [*range(lead)]
             return ((node.arguments[0], tuple(dim - lead for dim in order[lead:])), ()) if stays else None
         arguments = list(node.arguments)

@@ -15,7 +15,6 @@ from tpplan.compiler.ir.program import MovedOperand, RecordedBody
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.script import ReplayError
 from tpplan.compiler.ir.trace import Frame, Trace
-from tpplan.compiler.rules.packed import EXPAND
 from tpplan.compiler.rules.propagate import Outcome, Propagator, Refusal
 from tpplan.compiler.rules.weights import Weights
 
@@ -169,7 +168,7 @@ class _Settler:
             return known.get(values[i]) or self.own.get(values[i], REPLICATED)
 
         way = self._moved(node, position, layout) if self.followed else {}
-        repeats = node.name == EXPAND and self.weights.compute(node)
+        repeats = node.is_a("expand") and self.weights.compute(node)
         rules = self.rules.repeating(self.weights.widths) if repeats else self.rules
         if way:
             found = rules.moved(node, region.values, layout, way)

@@ -15,8 +15,8 @@ from typing import Any
 from tpplan.compiler.ir.layout import Layout, sharded
 from tpplan.compiler.ir.region import LocalValue
 from tpplan.compiler.ir.trace import Reference
+from tpplan.ops.registry import has_role
 
-BATCH_NORM = "aten.native_batch_norm.default"
 _STATISTICS, _TRAINING = slice(3, 5), 5  # the positions of these arguments
 
 
@@ -31,7 +31,7 @@ def batch_normed(
     if held.has_replicas:
         return "normalizes channels that several ranks share"
     by_channel = replace(held, dim=0)
-    if any(values[i].parameter is None for i in kept_statistics(BATCH_NORM, arguments)):
+    if any(values[i].parameter is None for i in _kept(arguments)):
         return "writes to statistics that are no buffers, or that no rule splits"
     if any(layouts[reference.identifier] != by_channel for reference in beside):
         return (
@@ -44,9 +44,13 @@ def batch_normed(
 
 def kept_statistics(name: str, arguments: Sequence[Any]) -> tuple[int, ...]:
     """The running statistics that an operation writes to, which its schema doesn't tell."""
-    if name != BATCH_NORM or not arguments[_TRAINING]:
+    return _kept(arguments) if has_role(name, "batch norm") else ()
+
+
+def _kept(arguments: Sequence[Any]) -> tuple[int, ...]:
+    if not arguments[_TRAINING]:
         return ()
     return tuple(held.identifier for held in arguments[_STATISTICS] if isinstance(held, Reference))
 
 
-__all__ = ["BATCH_NORM", "batch_normed", "kept_statistics"]
+__all__ = ["batch_normed", "kept_statistics"]

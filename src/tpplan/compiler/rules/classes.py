@@ -22,19 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from tpplan.compat import OpOverload
 from tpplan.compiler.ir.class_functions import CROSS_ENTROPY, LOG_SOFTMAX, LOGSUMEXP, LOSSES, NLL_LOSS
 from tpplan.compiler.ir.class_reductions import (
     AMAX,
     AMIN,
-    ARGMAX,
-    ARGMIN,
-    GATHER,
-    MAX,
     MEAN,
-    MIN,
     REDUCTIONS,
     SOFTMAX,
     SUM,
@@ -42,23 +35,11 @@ from tpplan.compiler.ir.class_reductions import (
 from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Layout, sharded
 from tpplan.compiler.ir.look_ups import BAG, LOOK_UPS
 from tpplan.compiler.ir.region import LocalValue, OperationNode
+from tpplan.ops.issued import OF_CLASSES
+from tpplan.ops.registry import base_name
 
 Rule = Callable[[OperationNode, Sequence[LocalValue], dict[int, Layout]], Layout | str]
 Layouts = tuple[Layout, ...]
-_STOCK: dict[OpOverload, OpOverload] = {
-    LOGSUMEXP: torch.ops.aten.logsumexp.default,
-    LOG_SOFTMAX: torch.ops.aten._log_softmax.default,
-    SOFTMAX: torch.ops.aten._softmax.default,
-    SUM: torch.ops.aten.sum.dim_IntList,
-    MEAN: torch.ops.aten.mean.dim,
-    AMAX: torch.ops.aten.amax.default,
-    AMIN: torch.ops.aten.amin.default,
-    ARGMAX: torch.ops.aten.argmax.default,
-    ARGMIN: torch.ops.aten.argmin.default,
-    MAX: torch.ops.aten.max.dim,
-    MIN: torch.ops.aten.min.dim,
-    GATHER: torch.ops.aten.gather.default,
-}
 _DIM: dict[OpOverload, int] = {CROSS_ENTROPY: 3, NLL_LOSS: 3} | dict.fromkeys(
     (LOGSUMEXP, LOG_SOFTMAX, *REDUCTIONS, *LOOK_UPS), 1
 )
@@ -143,7 +124,7 @@ def _stock(
     if node.target in (SUM, MEAN):
         further = further[:1]
     dims = (dim,) if node.target in _OF_DIMS else dim
-    stock = replace(node, target=_STOCK[node.target], arguments=(node.arguments[0], dims, *further))
+    stock = replace(node, target=OF_CLASSES[base_name(node.name)], arguments=(node.arguments[0], dims, *further))
     return rule(stock, values, dict(layouts))
 
 

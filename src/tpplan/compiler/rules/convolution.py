@@ -19,7 +19,6 @@ from tpplan.compiler.ir.layout import PARTIAL, Layout, Pack, packed
 from tpplan.compiler.ir.region import LocalValue
 from tpplan.compiler.ir.trace import Reference
 
-CONVOLUTION = "aten.convolution.default"
 GROUPS = 8  # the position of this argument
 TRANSPOSED = 6
 
@@ -98,4 +97,4 @@ def local_groups(groups: int, layout: Layout, channels: int, size: int, rank: in
     return groups if layout.dim != 1 else groups * layout.local_size(channels, size, rank) // channels
 
 
-__all__ = ["CONVOLUTION", "GROUPS", "TRANSPOSED", "convolved", "local_groups", "weight_layout"]
+__all__ = ["GROUPS", "TRANSPOSED", "convolved", "local_groups", "weight_layout"]

@@ -16,41 +16,27 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tpplan.compiler.ir.layout import LARGEST, REPLICATED, REPLICATED_PARTIAL, SMALLEST, UNKNOWN, Layout
 from tpplan.compiler.ir.region import LocalValue, OperationNode
-
-EXTREMES = {
-    f"aten.{name}": held
-    for names, held in (
-        (("amax.default", "max.default", "max.dim"), LARGEST),
-        (("amin.default", "min.default", "min.dim"), SMALLEST),
-    )
-    for name in names
-}
+from tpplan.ops.dim_map import dims_of
 
 
 def extremes(
     node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout], size: int
 ) -> tuple[Layout, ...] | None:
     """The layouts of the largest entries over a split dim, and of where they are; None for anything else."""
-    if node.name not in EXTREMES or values[made(node)].answered:
+    if not node.is_a("largest", "smallest") or values[made(node)].answered:
         return None
     (x,) = node.inputs
     held, shape = layout(x), values[x].shape
-    if held.dim is None or held.dim not in _dims(node, len(shape)):
+    if held.dim is None or held.dim not in dims_of(node.target, node.arguments, len(shape)):
         return None
     if not all(held.local_size(shape[held.dim], size, rank) for rank in range(size)):
         return None  # of no entries none is the largest
-    return (EXTREMES[node.name], *(UNKNOWN for _ in node.outputs[1:]))
+    return (LARGEST if node.is_a("largest") else SMALLEST, *(UNKNOWN for _ in node.outputs[1:]))
 
 
 def made(node: OperationNode) -> int:
     """What an operation makes first."""
     return next(o for o in node.outputs if o is not None)
-
-
-def _dims(node: OperationNode, rank: int) -> list[int]:
-    dims = node.arguments[1] if len(node.arguments) > 1 else ()
-    dims = (dims,) if isinstance(dims, int) else dims
-    return [dim % rank for dim in dims or range(rank)]
 
 
 def ways_to_compare(
@@ -62,4 +48,4 @@ def ways_to_compare(
         yield {i: whole if values[i].differentiable else REPLICATED for i in own}
 
 
-__all__ = ["EXTREMES", "extremes", "ways_to_compare"]
+__all__ = ["extremes", "ways_to_compare"]

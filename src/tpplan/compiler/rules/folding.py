@@ -18,27 +18,18 @@ from tpplan.compiler.ir.layout import Layout
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Operation, Value
 from tpplan.compiler.rules.views import viewed
+from tpplan.ops.registry import image_dims
 
-# How many dims follow that of the channels, in the operand.
-FOLDING: Mapping[str, int] = {
-    "aten.pixel_shuffle.default": 2,
-    "aten.pixel_unshuffle.default": 2,
-    "aten.im2col.default": 2,
-    "aten.col2im.default": 1,
-}
-SAMPLING = frozenset(("aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default"))
 _FOREIGN = "needs values that other ranks hold"
 
 
 def folded(node: OperationNode, values: Sequence[LocalValue], held: Layout, size: int, batch: int) -> Layout | str:
     """The layout of what is folded or unfolded, which is a view of the channels and of places behind them."""
     before, after = values[node.inputs[0]].shape, values[next(o for o in node.outputs if o is not None)].shape
-    channels = len(before) - 1 - FOLDING[node.name]
+    channels = len(before) - 1 - image_dims(node.name)
     assert held.dim is not None
-    if held.dim > channels or (held.within and held.dim >= channels - 1):
+    if held.dim != channels or held.within:
         return _FOREIGN
-    if held.dim < channels:
-        return held
     many, few = before[channels], after[channels]
     source, target = ((many,), (few, many // few)) if many >= few else ((many, few // many), (few,))
     front = before[:channels]
@@ -56,18 +47,13 @@ def sampled(node: OperationNode, layouts: Mapping[int, Layout]) -> Layout | str:
 
 def folded_into(operation: Operation, values: Sequence[Value], dim: int) -> int | None:
     """Of how many channels an operation makes fewer, folding `dim`, which counts them; None if it doesn't."""
-    if operation.name not in FOLDING:
+    if not operation.is_a("fold"):
         return None
     before = values[operation.inputs[0]].shape
-    if dim != len(before) - 1 - FOLDING[operation.name]:
+    if dim != len(before) - 1 - image_dims(operation.name):
         return None
     count = values[next(o for o in operation.outputs if o is not None)].shape[dim]
     return count if count < before[dim] else None
 
 
-def keeps_dim(name: str, rank: int, dim: int) -> bool:
-    """Whether a dim of the first operand, which has so many, is that of the result."""
-    return dim < rank - 1 - FOLDING[name] if name in FOLDING else name in SAMPLING and dim < 2
-
-
-__all__ = ["FOLDING", "SAMPLING", "folded", "folded_into", "keeps_dim", "sampled"]
+__all__ = ["folded", "folded_into", "sampled"]

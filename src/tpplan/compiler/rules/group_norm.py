@@ -16,7 +16,6 @@ from tpplan.compiler.ir.layout import Layout, Pack, packed
 from tpplan.compiler.ir.region import LocalValue
 from tpplan.compiler.ir.trace import Reference
 
-GROUP_NORM = "aten.native_group_norm.default"
 CHANNELS, GROUPS = 4, 6  # the positions of these arguments
 
 
@@ -45,4 +44,4 @@ def local_sizes(arguments: Sequence[Any], layout: Layout, size: int, rank: int) 
     return own, groups * own // channels
 
 
-__all__ = ["CHANNELS", "GROUPS", "GROUP_NORM", "group_normed", "local_sizes"]
+__all__ = ["CHANNELS", "GROUPS", "group_normed", "local_sizes"]

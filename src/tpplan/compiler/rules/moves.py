@@ -20,37 +20,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
-from typing import Any
 
 from tpplan.compiler.ir.layout import REPLICATED, REPLICATED_PARTIAL, Layout, reshard_between
 from tpplan.compiler.ir.region import LocalValue, OperationNode
-from tpplan.compiler.rules.packed import SELECT, SPLITS, VIEWS
+from tpplan.ops.dim_map import dims_of
 
-MEANS = frozenset(("aten.mean.dim", "aten.mean.default"))
 _MOST = 4
-_TAKES_APART = VIEWS | SPLITS | {SELECT, "aten.slice.Tensor", "aten.unbind.int"}
 
 
 def averages(node: OperationNode, values: Sequence[LocalValue], layout: Callable[[int], Layout]) -> bool:
     """Whether it is a mean over a dim of which each rank has its own part."""
-    if node.name not in MEANS:
+    if not node.is_a("mean"):
         return False
     (x,) = node.inputs
     held = layout(x)
     if held.dim is None or held.has_replicas or held.within or any(pack.among for pack in held.packs):
         return False
-    return held.dim in mean_dims(node.arguments, len(values[x].shape))
-
-
-def mean_dims(arguments: Sequence[Any], rank: int) -> list[int]:
-    """The dims that a mean is over, counted from the front."""
-    dims = arguments[1] if len(arguments) > 1 and arguments[1] else range(rank)
-    return [dim % rank for dim in dims]
+    return held.dim in dims_of(node.target, node.arguments, len(values[x].shape))
 
 
 def may_move(node: OperationNode) -> bool:
     """Whether operands of an operation may be moved before it."""
-    return not node.overwritten and node.name not in _TAKES_APART
+    return not node.overwritten and not node.is_a("reshape", "split", "select", "slice", "unbind")
 
 
 def ways_to_move(
@@ -98,4 +89,4 @@ def _targets(
             yield from ({i: replace(held, dim=dim)} for dim in alike)
 
 
-__all__ = ["MEANS", "averages", "may_move", "mean_dims", "ways_to_move"]
+__all__ = ["averages", "may_move", "ways_to_move"]

@@ -17,30 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tpplan.compiler.ir.heads import head_parts
 from tpplan.compiler.ir.layout import REPLICATED_PARTIAL, Layout, Pack, packed, sharded
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
-from tpplan.compiler.rules.batch_norm import BATCH_NORM, batch_normed
-from tpplan.compiler.rules.convolution import CONVOLUTION, convolved
-from tpplan.compiler.rules.folding import FOLDING, SAMPLING, folded, sampled
-from tpplan.compiler.rules.group_norm import GROUP_NORM, group_normed
-from tpplan.compiler.rules.pooling import POOLING, pooled
+from tpplan.compiler.rules.batch_norm import batch_normed
+from tpplan.compiler.rules.convolution import convolved
+from tpplan.compiler.rules.folding import folded, sampled
+from tpplan.compiler.rules.group_norm import group_normed
 from tpplan.compiler.rules.views import viewed
-
-VIEWS = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"))
-SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unsafe_split.Tensor"))
-REPEAT = "aten.repeat.default"
-EXPAND = "aten.expand.default"
-GATHER = "aten.gather.default"
-GATED = "aten.glu.default"
-BATCHED = "aten.bmm.default"
-PICKS = frozenset(("aten.index.Tensor", "aten.index_select.default"))
-SELECT = "aten.select.int"
-_PAIRS = frozenset(("aten.view_as_complex.default", "aten.view_as_real.default"))  # the last dim's, or as a last dim
-_REORDERS = frozenset(f"aten.{name}" for name in ("flip.default", "roll.default"))
+from tpplan.ops.dim_map import dim_of, picked_dim
 
 Layouts = tuple[Layout, ...]
 Ask = Callable[[dict[int, Layout]], "Layouts | str"]
@@ -49,10 +36,7 @@ Ask = Callable[[dict[int, Layout]], "Layouts | str"]
 def concerns(node: OperationNode, layouts: dict[int, Layout]) -> bool:
     """Whether these rules decide, and not DTensor's alone."""
     return (
-        node.name in (CONVOLUTION, GROUP_NORM, BATCH_NORM)
-        or node.name in POOLING
-        or node.name in FOLDING
-        or node.name in SAMPLING
+        node.is_a("convolution", "group norm", "batch norm", "pool", "fold", "sampling")
         or any(not held.is_plain for held in layouts.values())
         or _joins(node, layouts)
     )
@@ -73,24 +57,23 @@ def results(
     split = [(number, held) for number, held in layouts.items() if held.is_sharded]
     if not split:
         return "needs values that other ranks hold"
-    if node.name == CONVOLUTION:
+    if node.is_a("convolution"):
         return convolved(node.arguments, values, layouts, size)
-    if node.name == GROUP_NORM:
+    if node.is_a("group norm"):
         return group_normed(node.arguments, values, layouts, size)
-    if node.name == BATCH_NORM:
+    if node.is_a("batch norm"):
         return batch_normed(node.arguments, values, layouts)
     number, held = split[0]
     assert held.dim is not None
-    if node.name in POOLING:
-        return pooled(node, values[number], held)
-    if node.name in FOLDING or node.name in SAMPLING:
-        sampling = node.name in SAMPLING
-        made_of = sampled(node, layouts) if sampling else folded(node, values, held, size, batch)
+    if node.is_a("pool"):
+        return "needs values that other ranks hold"
+    if node.is_a("fold", "sampling"):
+        made_of = sampled(node, layouts) if node.is_a("sampling") else folded(node, values, held, size, batch)
         return made_of if isinstance(made_of, str) else (made_of,)
     shape = values[number].shape
     if _joins(node, layouts):
         return _joined(node, values, layouts)
-    if node.name in VIEWS:
+    if node.is_a("reshape"):
         made = viewed(shape, values[_output(node)].shape, held, size, batch)
         return (made,) if made is not None else "cuts across the packs of the sharded dim"
     if every_so_many(node, values, layouts):
@@ -100,25 +83,25 @@ def results(
     along = _taken_along(node, shape)
     if along is not None and (along == held.dim or held.shares(along, size, 0)[0]):
         stretches = _stretches(node, values, along)
-        return stretches if isinstance(stretches, str) else _taken(held, along, stretches, size, node.name != SELECT)
-    if node.name in _PAIRS:
-        # DTensor's rule is that of a view, and refuses a dim of fewer entries than ranks.
-        last = held.dim + (1 if held.within else 0)
-        return (held,) if last < len(values[_output(node)].shape) else "pairs entries of the dim that is sharded"
-    if node.name == GATED and gated_dim(node.arguments, len(shape)) == held.dim:
+        return (
+            stretches if isinstance(stretches, str) else _taken(held, along, stretches, size, not node.is_a("select"))
+        )
+    if node.is_a("pairs"):
+        return "pairs entries of the dim that is sharded"
+    if node.is_a("gate") and dim_of(node.target, node.arguments, len(shape)) == held.dim:
         half = shape[held.dim] // 2
         halves = _taken(held, held.dim, ((0, half), (half, half)), size, True)
         alike = not isinstance(halves, str) and halves[0] == halves[1]
         return halves[:1] if alike else "gates one half of the sharded dim by the other"
-    if node.name == GATHER:
+    if node.is_a("gather"):
         # Every rank looks up its own entries in its own part.
         alike = len(layouts) == 2 and len(set(layouts.values())) == 1 and node.arguments[1] % len(shape) != held.dim
         return (held,) if alike else "looks up elements that other ranks hold"
-    if node.name == REPEAT:
+    if node.is_a("repeat"):
         return _repeated(node, shape, held, size, batch)
-    if node.name == BATCHED and _multiplies_own_rows(node, layouts):
+    if node.is_a("batched product") and _multiplies_own_rows(node, layouts):
         return (layouts[node.inputs[0]],)
-    if node.name == EXPAND and _repeats(values, number, node, held):
+    if node.is_a("expand") and _repeats(values, number, node, held):
         within = _repeats_on(held, values[_output(node)].shape[held.dim + 1], size)
         return (replace(held, within=(within,)),) if within is not None else "repeats heads in another number"
     return _alike(node, values, dict(split), layouts, ask)
@@ -137,35 +120,16 @@ def every_so_many(node: OperationNode, values: Sequence[LocalValue], layouts: di
     start: int
     end: int | None
     step: int
-    if node.name != "aten.slice.Tensor" or len(node.arguments) < 5:
+    if not node.is_a("slice") or len(node.arguments) < 5:
         return False
     held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
     start, end, step = node.arguments[2] or 0, node.arguments[3], node.arguments[4]
-    along = _along(node, shape)
+    along = dim_of(node.target, node.arguments, len(shape))
     return held.dim == along and step > 1 and 0 <= start < step and (end is None or end >= shape[along])
 
 
 def _output(node: OperationNode) -> int:
     return next(o for o in node.outputs if o is not None)
-
-
-def _along(node: OperationNode, shape: tuple[int, ...]) -> int:
-    position = 1 if node.name == "aten.slice.Tensor" else 2
-    dim: int = node.arguments[position] if len(node.arguments) > position else 0
-    return dim % len(shape)
-
-
-def gated_dim(arguments: Sequence[Any], rank: int) -> int:
-    """The dim, of so many, of which a gated linear unit takes the halves."""
-    return (arguments[1] if len(arguments) > 1 else -1) % rank
-
-
-def picked_dim(name: str, arguments: Sequence[Any], rank: int) -> int | None:
-    """The dim, of so many, of which a single row of numbers picks entries."""
-    if name == "aten.index_select.default":
-        return arguments[1] % rank
-    rows = [dim for dim, index in enumerate(arguments[1]) if index is not None]
-    return rows[0] if len(rows) == 1 else None
 
 
 def picked_stretch(picks: Sequence[int] | None, count: int) -> tuple[int, int] | None:
@@ -178,22 +142,20 @@ def picked_stretch(picks: Sequence[int] | None, count: int) -> tuple[int, int] |
 
 def _taken_along(node: OperationNode, shape: tuple[int, ...]) -> int | None:
     """The dim of which an operation takes stretches; None if it doesn't do that."""
-    if node.name in SPLITS or node.name == "aten.slice.Tensor":
-        return _along(node, shape)
-    if node.name == SELECT:
-        return node.arguments[1] % len(shape)
-    return picked_dim(node.name, node.arguments, len(shape)) if node.name in PICKS else None
+    if node.is_a("split", "slice", "select"):
+        return dim_of(node.target, node.arguments, len(shape))
+    return picked_dim(node.arguments, len(shape)) if node.is_a("pick") else None
 
 
 def _stretches(node: OperationNode, values: Sequence[LocalValue], along: int) -> list[tuple[int, int]] | str:
     """The stretches of a dim, as starts and lengths, that an operation takes; a text if it takes others."""
     count = values[node.inputs[0]].shape[along]
-    if node.name in SPLITS:
+    if node.is_a("split"):
         lengths = [values[o].shape[along] for o in node.outputs if o is not None]
         return list(zip(_starts(lengths), lengths, strict=True))
-    if node.name == SELECT:
+    if node.is_a("select"):
         return [(node.arguments[2] % count, 1)]
-    if node.name in PICKS:
+    if node.is_a("pick"):
         # Numbers that the model's own code holds are a stretch, if they follow one another.
         numbers = [i for i in node.inputs[1:] if values[i].picks is not None]
         stretch = picked_stretch(values[numbers[0]].picks, count) if len(numbers) == 1 else None
@@ -235,8 +197,6 @@ def _repeated(node: OperationNode, shape: tuple[int, ...], held: Layout, size: i
     assert held.dim is not None
     times: Sequence[int] = node.arguments[1]
     dim = held.dim + len(times) - len(shape)
-    if times[dim] == 1 and (not held.within or times[dim + 1] == 1):
-        return (replace(held, dim=dim),)
     if not held.is_plain or held.interleave != 1 or not held.is_even(shape[held.dim], size):
         return "repeats a dim that is packed or unevenly split"
     if times[dim] == batch and dim == 0:
@@ -268,14 +228,14 @@ def _repeats_on(held: Layout, repeats: int, size: int) -> Pack | None:
 
 def _joins(node: OperationNode, layouts: dict[int, Layout]) -> bool:
     """Whether it is a concatenation of sharded tensors; `_joined` tells whether along the sharded dim."""
-    return node.name == "aten.cat.default" and bool(layouts) and all(held.is_sharded for held in layouts.values())
+    return node.is_a("join") and bool(layouts) and all(held.is_sharded for held in layouts.values())
 
 
 def _joined(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> Layouts | str:
     tensors: tuple[Reference, ...] = tuple(r for r in node.arguments[0] if r.identifier in layouts)
     held = [layouts[r.identifier] for r in tensors]
     rank = len(values[tensors[0].identifier].shape)
-    dim: int = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
+    dim = dim_of(node.target, node.arguments, rank)
     if len(set(held)) == 1 and held[0].dim != dim:
         return (held[0],)
     if any(h.interleave != 1 or h.within for h in held):
@@ -300,7 +260,7 @@ def _alike(
     kinds = {(held.packs, held.within) for held in split.values()}
     if len(kinds) > 1:
         return "combines a packed value with one that is sharded differently"
-    if node.name in _REORDERS:
+    if node.is_a("reorder"):
         return "reorders a packed dim"
     ((packs, within),) = kinds
     number, held = next(iter(split.items()))
@@ -332,16 +292,4 @@ def _alike(
     return tuple(found)
 
 
-__all__ = [
-    "EXPAND",
-    "GATHER",
-    "PICKS",
-    "REPEAT",
-    "SELECT",
-    "SPLITS",
-    "VIEWS",
-    "concerns",
-    "picked_dim",
-    "picked_stretch",
-    "results",
-]
+__all__ = ["concerns", "every_so_many", "picked_stretch", "results"]

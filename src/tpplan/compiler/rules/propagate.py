@@ -31,11 +31,11 @@ from tpplan.compiler.ir.layout import (
     Features,
     Layout,
     Pack,
+    in_packs,
     layout_of,
     sharded,
 )
 from tpplan.compiler.ir.layout import packed as split_in_packs
-from tpplan.compiler.ir.operators import Operator, lookup, with_dims_from_the_front
 from tpplan.compiler.ir.program import splits_sequence
 from tpplan.compiler.ir.region import LocalValue, OperationNode
 from tpplan.compiler.ir.trace import Reference
@@ -44,29 +44,16 @@ from tpplan.compiler.rules.classes import class_layouts, sums_rows
 from tpplan.compiler.rules.declared import layouts_by_rules, rules_of
 from tpplan.compiler.rules.extremes import extremes, ways_to_compare
 from tpplan.compiler.rules.gradient import gradient_layouts
+from tpplan.compiler.rules.kept import kept_layouts
 from tpplan.compiler.rules.moves import averages, may_move, ways_to_move
 from tpplan.compiler.rules.slices import ways_to_slice
 from tpplan.ops.declared import registering
+from tpplan.ops.dim_map import with_dims_from_the_front
+from tpplan.ops.issued import MM, RULED_AS
+from tpplan.ops.registry import Operator, lookup
 
-_COPY = "aten.copy_.default"
-NEW = frozenset(f"aten.{name}.default" for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
-ZEROS = frozenset(f"aten.{name}.default" for name in ("zeros", "new_zeros", "zeros_like"))
-_SLICE = "aten.slice.Tensor"
-_COPIES = frozenset(f"aten.{name}.default" for name in ("alias", "detach", "clone", "_to_copy"))
 _END = sys.maxsize
-_PRODUCT, _CLONE = torch.ops.aten.mul.Tensor, torch.ops.aten.clone.default
-_BAGS, _MODE, _MAXIMUM = torch.ops.aten._embedding_bag.default, 4, 2
-_FOURIER = frozenset(f"aten._fft_{name}.default" for name in ("c2c", "r2c", "c2r"))  # for which DTensor has no rules
-_TRANSPOSES = frozenset(("aten.transpose.int", "aten.permute.default", "aten.t.default"))
-# Writing by rows is linear in both tensors, and the same in place; not all versions of DTensor have rules for that.
-_WRITES = {
-    torch.ops.aten.index_add_.default: torch.ops.aten.index_add.default,
-    torch.ops.aten.index_copy.default: torch.ops.aten.index_add.default,
-    torch.ops.aten.index_copy_.default: torch.ops.aten.index_add.default,
-    torch.ops.aten.index_put_.default: torch.ops.aten.index_put.default,
-    torch.ops.aten.scatter_add_.default: torch.ops.aten.scatter_add.default,
-}
-FILLS = frozenset(f"aten.{name}.default" for name in ("empty", "zeros", "ones", "full")) | NEW
+_MODE, _MAXIMUM = 4, 2  # of bags
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +210,7 @@ class Propagator:
         if node.target is GRADIENT:
             made = gradient_layouts(node, values, layout)
             return Refusal("communication", made, operands) if isinstance(made, str) else [Outcome(made)]
-        if node.name in NEW:
+        if node.is_a("new"):
             return self._new(node, values, operands)
         if node.target in CLASS_OPERATIONS and not all(held.is_replicated for _, held in operands):
             found = class_layouts(node, values, dict(operands), self._class_rule)
@@ -235,10 +222,10 @@ class Propagator:
             found = self._replicated(node, values, operands)
             if isinstance(found, Refusal):
                 return found
-            made_anew = _unread_gradient(node, values) if node.name in FILLS else []
+            made_anew = _unread_gradient(node, values) if node.is_a("fill", "new") else []
             return [*found, *self._by_heads(node, values, operands), *_partial_zeros(node, values), *made_anew]
         if node.overwritten:
-            if node.name == _COPY and len({held for _, held in operands}) == 1 and not operands[0][1].within:
+            if node.is_a("copy into") and len({held for _, held in operands}) == 1 and not operands[0][1].within:
                 return [Outcome((operands[0][1],))]  # each rank fills its part of the tensor from its part of the other
             return Refusal("in-place", "writes in place to a tensor that is read again elsewhere", operands)
         operator = lookup(node.name)
@@ -326,10 +313,10 @@ class Propagator:
         self, node: OperationNode, values: Sequence[LocalValue], operands: tuple[tuple[int, Layout], ...]
     ) -> list[Outcome]:
         """The ways in which each rank makes what belongs to its heads or features, from replicated values or none."""
-        if node.name not in FILLS and node.name != packed.EXPAND:
+        if not node.is_a("fill", "new", "expand"):
             return []
         ways = self.heads
-        if node.name in FILLS:
+        if node.is_a("fill", "new"):
             ways |= self.features
         if not ways:
             return []
@@ -337,7 +324,7 @@ class Propagator:
         after = values[output]
         before = values[operands[0][0]].shape if operands else ()
         whole_gradient = bool(operands) and operands[0][1] == REPLICATED and after.differentiable
-        if node.name == packed.EXPAND and (len(before) != len(after.shape) or whole_gradient):
+        if node.is_a("expand") and (len(before) != len(after.shape) or whole_gradient):
             return []
         parameter = frozenset(i for i, _ in operands if values[i].parameter is not None and values[i].differentiable)
         grown = [
@@ -368,10 +355,11 @@ class Propagator:
             plain = {i: in_packs(held, values[i].shape) for i, held in layouts.items()}
             made = layouts_by_rules(rules, node, values, plain, self.size)
             return Refusal("communication", made, tuple(layouts.items())) if isinstance(made, str) else made
-        if node.name in _FOURIER:
-            return _of_fourier(node, layouts)
-        if node.name in _TRANSPOSES:
-            layouts = {i: in_packs(held, values[i].shape) for i, held in layouts.items()}
+        kept = kept_layouts(node, values, layouts)
+        if kept is not None:
+            return kept
+        if node.is_a("fourier"):
+            return Refusal("communication", "transforms along a split dim", tuple(layouts.items()))
         if packed.concerns(node, layouts) or self._views_uneven(node, values, layouts):
             return self._packed(node, values, layouts)
         arguments = _drop_empty_operands(node, values)
@@ -390,11 +378,7 @@ class Propagator:
         operands = tuple(layouts.items())
         if isinstance(known, str):
             kind, _, reason = known.partition(":")
-            if (
-                node.name in packed.VIEWS
-                or node.name in (packed.REPEAT, packed.GATHER)
-                or packed.every_so_many(node, values, layouts)
-            ):
+            if node.is_a("reshape", "repeat", "gather") or packed.every_so_many(node, values, layouts):
                 retried = self._packed(node, values, layouts)
                 return Refusal(kind, reason, operands) if isinstance(retried, Refusal) else retried
             strided = self._strided(node, values, layouts)
@@ -407,7 +391,7 @@ class Propagator:
             if held.interleave != 1 and (held.interleave != self.batch or held.dim != 0):
                 return self._packed(node, values, layouts)
             outputs.append(held)
-        flat = node.name in packed.VIEWS and len(values[node.outputs[0] or 0].shape) == 2
+        flat = node.is_a("reshape") and len(values[node.outputs[0] or 0].shape) == 2
         flat = flat and len(values[node.inputs[0]].shape) < 4  # of four dims, the second are heads
         if self.batch == 1 and flat and _flattens(operands, outputs[0]):
             reason = "flattens a sharded sequence at batch size 1; compile with an example batch of 2 or more"
@@ -435,7 +419,7 @@ class Propagator:
 
     def _views_uneven(self, node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
         """Whether it is a view of a dim that the axis doesn't divide: DTensor's rules of views aren't made for that."""
-        if node.name not in packed.VIEWS:
+        if not node.is_a("reshape"):
             return False
         held, shape = layouts[node.inputs[0]], values[node.inputs[0]].shape
         return held.dim is not None and not held.is_even(shape[held.dim], self.size)
@@ -456,23 +440,21 @@ class Propagator:
         self, node: OperationNode, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]
     ) -> tuple[Layout | None, ...] | str:
         target = node.target
-        if target is torch.ops.aten._grouped_mm.default:
+        if node.is_a("grouped product"):
             grouped = _one_group(arguments)
             if grouped is None:
                 return "communication:needs rows that other ranks hold, to know which group they are of"
-            target, arguments, keywords = torch.ops.aten.mm.default, grouped, ()
-        if target is _CLONE:  # of which not all versions of DTensor know that the copy of a partial value is one
-            target, keywords = torch.ops.aten.alias.default, ()
-        if target is _BAGS:
+            target, arguments, keywords = MM, grouped, ()
+        if node.is_a("bag"):
             return _of_bags(arguments)
-        target = _WRITES.get(target, target)
-        if target in _WRITES.values() and _all_partial(arguments):
+        target = RULED_AS.get(target, target)
+        if target in RULED_AS.values() and _all_partial(arguments):
             return tuple(PARTIAL for _ in node.outputs)
         try:
             placements = propagate(target, arguments, dict(keywords), self.size)
         except NoRule as error:
             return f"no-rule:{error}"
-        if placements is None and target is _PRODUCT and isinstance(arguments[1], OperatorMeta):
+        if placements is None and node.is_a("times") and isinstance(arguments[1], OperatorMeta):
             # torch 2.11 has some rules for one order only.
             placements = propagate(target, arguments[1::-1], {}, self.size)
         if placements is None:
@@ -482,14 +464,6 @@ class Propagator:
         if len(placements) != len(node.outputs):
             return "no-rule:DTensor's rule doesn't tell the placement of every result"
         return tuple(REPLICATED if p is None else layout_of(p) for p in placements)
-
-
-def _of_fourier(node: OperationNode, layouts: dict[int, Layout]) -> tuple[Layout, ...] | Refusal:
-    """A Fourier transform keeps what is split along another dim, and is linear."""
-    ((_, held),) = layouts.items()
-    if held.dim in node.arguments[1] or held.within:
-        return Refusal("communication", "transforms along a split dim", tuple(layouts.items()))
-    return (held,)
 
 
 def flat_heads(pack: Pack, batch: int) -> Layout:
@@ -509,7 +483,7 @@ def _takes_partial(
 
 def _counts_rows(node: OperationNode, layouts: dict[int, Layout]) -> bool:
     """Whether it is a table whose gradient is scaled by the counts of ids that each rank has some of."""
-    scales = node.target is torch.ops.aten.embedding.default and len(node.arguments) > 3 and node.arguments[3]
+    scales = node.is_a("row look-up") and len(node.arguments) > 3 and node.arguments[3]
     return bool(scales) and layouts[node.inputs[1]].is_sharded
 
 
@@ -518,7 +492,7 @@ def _with_dims_from_the_front(operator: Operator, node: OperationNode, values: S
 
     The first operand of a concatenation may be empty and have one dim.
     """
-    like = node.outputs[0] if operator.new_dim or node.target is torch.ops.aten.cat.default else node.inputs[0]
+    like = node.outputs[0] if operator.new_dim or node.is_a("join") else node.inputs[0]
     if like is None:
         return node
     rank = len(values[like].shape)
@@ -537,7 +511,7 @@ def _unread_gradient(node: OperationNode, values: Sequence[LocalValue]) -> list[
 def _partial_zeros(node: OperationNode, values: Sequence[LocalValue]) -> list[Outcome]:
     """Zeros are the sum of every rank's zeros: partial products may be added to them before they are reduced."""
     output = next((o for o in node.outputs if o is not None), None)
-    if node.name not in ZEROS or output is None:
+    if not node.is_a("zeros") or output is None:
         return []
     made = values[output]
     return [Outcome((PARTIAL,))] if made.dtype.is_floating_point and len(made.shape) > 1 else []
@@ -583,13 +557,6 @@ def _one_group(arguments: tuple[Any, ...]) -> tuple[OperatorMeta, OperatorMeta] 
     return rows, OperatorMeta(matrices.shape[1:], matrices.stride[1:], matrices.dtype, split)
 
 
-def in_packs(held: Layout, shape: tuple[int, ...]) -> Layout:
-    """A strided shard as packs."""
-    if held.dim is None or held.interleave == 1:
-        return held
-    return split_in_packs(held.dim, [Pack(shape[held.dim] // held.interleave)] * held.interleave)
-
-
 def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
     """Whether a view joined a sharded sequence, dim 1, with a batch of size 1 before it."""
     return len(operands) == 1 and operands[0][1].dim == 1 and output.dim == 0
@@ -597,7 +564,7 @@ def _flattens(operands: tuple[tuple[int, Layout], ...], output: Layout) -> bool:
 
 def tail_of(node: OperationNode, values: Sequence[LocalValue]) -> int:
     """How many entries from the end of dim 1 it takes, by their number; 0 if it takes others."""
-    if node.name != _SLICE or len(node.arguments) < 3:
+    if not node.is_a("slice") or len(node.arguments) < 3:
         return 0
     operand: Reference
     operand, dim, start, *others = node.arguments
@@ -609,15 +576,15 @@ def tail_of(node: OperationNode, values: Sequence[LocalValue]) -> int:
 def copies(node: OperationNode, values: Sequence[LocalValue]) -> bool:
     """Whether its result is its operand, of the same shape, perhaps in another dtype."""
     made = node.outputs[0]
-    viewed = node.name in packed.VIEWS and made is not None and values[made].shape == values[node.inputs[0]].shape
-    return viewed or node.name in _COPIES
+    viewed = node.is_a("reshape") and made is not None and values[made].shape == values[node.inputs[0]].shape
+    return viewed or node.is_a("alias", "detach", "copy", "cast")
 
 
 def _keeps_tail(node: OperationNode, values: Sequence[LocalValue], layouts: dict[int, Layout]) -> bool:
     """Whether of a tensor whose last entries are known no others are read."""
     if copies(node, values):
         return True
-    if node.name != _SLICE:
+    if not node.is_a("slice"):
         return False
     operand: Reference = node.arguments[0]
     if len(node.arguments) > 1 and node.arguments[1] % len(values[operand.identifier].shape) != 1:
@@ -627,7 +594,7 @@ def _keeps_tail(node: OperationNode, values: Sequence[LocalValue], layouts: dict
 
 def _counts_from_the_end(node: OperationNode, layouts: dict[int, Layout], values: Sequence[LocalValue]) -> bool:
     """Whether it takes so many entries from the end of a split sequence, all of them only by the example's length."""
-    if node.name != _SLICE or len(node.arguments) < 3:
+    if not node.is_a("slice") or len(node.arguments) < 3:
         return False
     operand: Reference
     operand, dim, start = node.arguments[:3]
@@ -637,30 +604,18 @@ def _counts_from_the_end(node: OperationNode, layouts: dict[int, Layout], values
 
 def _meaningful_inputs(node: OperationNode, values: Sequence[LocalValue]) -> tuple[int, ...]:
     """The operands that carry data: `cat` ignores empty one-dim tensors (a key-value cache starts with one)."""
-    if node.target is torch.ops.aten.cat.default:
+    if node.is_a("join"):
         kept = tuple(i for i in node.inputs if values[i].shape != (0,))
         return kept or node.inputs
     return node.inputs
 
 
 def _drop_empty_operands(node: OperationNode, values: Sequence[LocalValue]) -> tuple[Any, ...]:
-    if node.target is not torch.ops.aten.cat.default:
+    if not node.is_a("join"):
         return node.arguments
     tensors, *rest = node.arguments
     kept = tuple(t for t in tensors if not isinstance(t, Reference) or values[t.identifier].shape != (0,))
     return (kept or tensors, *rest)
 
 
-__all__ = [
-    "FILLS",
-    "NEW",
-    "PARTIAL",
-    "ZEROS",
-    "Outcome",
-    "Propagator",
-    "Refusal",
-    "copies",
-    "flat_heads",
-    "in_packs",
-    "tail_of",
-]
+__all__ = ["PARTIAL", "Outcome", "Propagator", "Refusal", "copies", "flat_heads", "tail_of"]

@@ -39,7 +39,6 @@ from tpplan.compiler.ir.trace import (
     Path,
     Sides,
     Trace,
-    operator_name,
     quoted,
 )
 from tpplan.compiler.ir.wrappers import is_wrapper, wrapper_on_meta
@@ -57,16 +56,12 @@ from tpplan.compiler.trace.state import Slot, changes, slots_of, told
 from tpplan.compiler.trace.surroundings import Surroundings, cached_tensors
 from tpplan.compiler.trace.wrapped import Wrapped
 
-_OF_TABLES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "embedding.default", "gather.default", "index.Tensor", "index_add.default", "index_copy.default",
-        "index_put.default", "index_select.default", "scatter.src", "scatter.value", "scatter_add.default",
-        "take.default",
-    )
-)  # fmt: skip
-_LOOKUPS = _OF_TABLES | {operator_name(target) for target in LOSSES | {GATHER}}
 _TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+
+
+def _looks_up(node: Operation) -> bool:
+    """Whether it reads or writes entries by number, and so refuses numbers that are out of range."""
+    return node.is_a("row look-up", "gather", "pick", "write", "take") or node.target in LOSSES | {GATHER}
 
 
 class BoundaryRule(Protocol):
@@ -698,7 +693,7 @@ def without_dead_operations(root: Frame, effects: set[int]) -> Frame:
                 body.append(clean(node))
                 continue
             overwritten = tuple(identifier for identifier in node.overwritten if identifier in live)
-            if overwritten or node.name in _LOOKUPS or any(output in live for output in node.outputs):
+            if overwritten or _looks_up(node) or any(output in live for output in node.outputs):
                 live.update(node.inputs)
                 body.append(node if overwritten == node.overwritten else replace(node, overwritten=overwritten))
             else:

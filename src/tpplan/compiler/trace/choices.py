@@ -20,18 +20,8 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.ir.trace import Frame, Operation, Trace, Value
+from tpplan.ops.dim_map import dims_of
 
-INDEXING = frozenset(
-    (
-        torch.ops.aten.index.Tensor,
-        torch.ops.aten.index_put.default,
-        torch.ops.aten.index_put_.default,
-        torch.ops.aten._index_put_impl_.default,
-    )
-)
-_WRITES = ("aten.index_add", "aten.index_put", "aten.scatter")
-_CHOOSERS = {"aten.argmax.default": 1, "aten.max.dim": 1, "aten.topk.default": 2}  # with the place of the dim
-_VIEWS = frozenset(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "detach", "clone"))
 _BOOLEAN = (torch.bool, torch.uint8)
 
 
@@ -65,8 +55,8 @@ def called_with_found(trace: Trace) -> set[str]:
                     found.update(crossing.target for crossing in node.exits)
                 continue
             # What rows are written to has the size that it had before.
-            read = node.inputs[:1] if node.name.startswith(_WRITES) else node.inputs
-            if node.target is torch.ops.aten.nonzero.default or any(i in found for i in read):
+            read = node.inputs[:1] if node.is_a("write") else node.inputs
+            if node.is_a("places") or any(i in found for i in read):
                 found.update(output for output in node.outputs if output is not None)
     return called
 
@@ -81,11 +71,10 @@ def choices_of(body: Iterable[object], value: int, values: Sequence[Value]) -> i
     made = {o: node for node in body if isinstance(node, Operation) for o in node.outputs if o is not None}
     while (node := made.get(value)) is not None:
         shape = values[node.inputs[0]].shape if node.inputs else ()
-        place = _CHOOSERS.get(node.name)
-        if place is not None:
-            dim = node.arguments[place] if len(node.arguments) > place else -1
-            return shape[dim] if isinstance(dim, int) and shape else None
-        if node.name not in _VIEWS and node.name != "aten.alias.default":
+        if node.is_a("choice"):
+            dims = dims_of(node.target, node.arguments, len(shape)) if shape else ()
+            return shape[dims[0]] if len(dims) == 1 else None
+        if not node.is_a("reshape", "detach", "copy", "alias"):
             return None
         value = node.inputs[0]
     return None
@@ -95,7 +84,7 @@ def found_among(body: Iterable[object], value: int, values: Sequence[Value]) -> 
     """Of how many numbers a value is a place where these aren't zero, or a view of such places; 0 if it is none."""
     made = {o: node for node in body if isinstance(node, Operation) for o in node.outputs if o is not None}
     while (node := made.get(value)) is not None and len(node.inputs) == 1:
-        if node.target is torch.ops.aten.nonzero.default:
+        if node.is_a("places"):
             shape = values[node.inputs[0]].shape
             return shape[0] if len(shape) == 1 else 0
         value = node.inputs[0]
@@ -107,6 +96,6 @@ def _is_prime(number: int) -> bool:
 
 
 __all__ = [
-    "INDEXING", "called_with_found", "choices_of", "found_among", "found_count", "has_boolean_rows",
+    "called_with_found", "choices_of", "found_among", "found_count", "has_boolean_rows",
     "with_numbered_rows",
 ]  # fmt: skip

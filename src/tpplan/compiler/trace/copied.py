@@ -21,21 +21,11 @@ import torch
 from torch import Tensor
 
 from tpplan.compiler.ir.trace import Frame, Operation, Reference, Value
+from tpplan.ops.issued import ALIAS
 
-_ALIAS: Any = torch.ops.aten.alias.default
-_CAST = "aten._to_copy.default"
-_CLAMP = "aten.clamp.default"
-_NEW = frozenset(f"aten.{name}" for name in ("zeros.default", "new_zeros.default", "zeros_like.default"))
-_MOVING = _NEW | frozenset(
-    f"aten.{name}"
-    for name in (
-        _CAST.removeprefix("aten."), "alias.default", "bitwise_and.Scalar", "bitwise_left_shift.Tensor_Scalar",
-        "bitwise_or.Tensor", "bitwise_or_.Tensor", "bitwise_right_shift.Tensor_Scalar", "cat.default", "clone.default",
-        "contiguous.default", "copy_.default", "detach.default", "expand.default", "permute.default",
-        "reshape.default", "select.int", "slice.Tensor", "squeeze.dim", "stack.default", "transpose.int",
-        "unsqueeze.default", "view.default", "_unsafe_view.default", "__and__.Scalar", "__lshift__.Scalar",
-        "__or__.Tensor", "__rshift__.Scalar",
-    )
+_MOVING = (
+    "zeros", "cast", "alias", "copy", "copy into", "detach", "bits", "join", "stack", "expand", "transposition",
+    "reshape", "select", "slice", "squeeze", "unsqueeze",
 )  # fmt: skip
 _WHOLE = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 _known: dict[object, bool] = {}
@@ -59,12 +49,12 @@ def with_copies(
         if not isinstance(node, Operation) or node.outputs not in among or len(node.outputs) != 1:
             continue
         (made,) = node.outputs
-        if made is None or made in moved or node.name not in _MOVING:
+        if made is None or made in moved or not node.is_a(*_MOVING):
             continue
         found = _Moves(operations, values, made)
         if found.source is not None and found.is_copy():
             source = found.source
-            body[place] = Operation(_ALIAS, (Reference(source),), {}, (source,), node.outputs, (), node.location)
+            body[place] = Operation(ALIAS, (Reference(source),), {}, (source,), node.outputs, (), node.location)
             moved |= found.made
     return replace(frame, body=tuple(body))
 
@@ -110,7 +100,7 @@ class _Moves:
 
     def _moves(self, node: Operation) -> bool:
         whole = all(self._values[v].dtype in _WHOLE for v in (*node.inputs, *node.outputs) if v is not None)
-        return node.name in _MOVING and whole
+        return node.is_a(*_MOVING) and whole
 
     def is_copy(self) -> bool:
         """Whether the value is, bit by bit, the one that the operations begin with."""
@@ -160,10 +150,10 @@ def _largest(operations: Sequence[Operation], maker: dict[int, int], value: int,
     """A number whose bits are all that a value may have: fewer than its dtype's after a clamp."""
     every = -1 if dtype.is_signed else (1 << dtype.itemsize * 8) - 1
     cast = operations[maker[value]] if value in maker else None
-    if cast is None or cast.name != _CAST or cast.inputs[0] not in maker:
+    if cast is None or not cast.is_a("cast") or cast.inputs[0] not in maker:
         return every
     clamp = operations[maker[cast.inputs[0]]]
-    ends = clamp.arguments[1:3] if clamp.name == _CLAMP else ()
+    ends = clamp.arguments[1:3] if clamp.is_a("clamp") else ()
     if len(ends) < 2 or not all(isinstance(end, (int, float)) for end in ends) or ends[0] < 0:
         return every
     return min(torch.iinfo(dtype).max, (1 << int(ends[1]).bit_length()) - 1)

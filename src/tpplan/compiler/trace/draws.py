@@ -21,9 +21,8 @@ from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Drawn, Draws
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.ops.declared import rule_of
+from tpplan.ops.registry import DRAWN_BY_SHAPE
 
-DRAWN_BY_SHAPE = ("aten::rand", "aten::normal_", "aten::uniform_", "aten::exponential_", "aten::bernoulli")
-"""How operators begin that take one number of the stream for each entry, whatever their operands' numbers are."""
 _OF_TORCH = frozenset(("aten", "prims", "tpplan"))
 _SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
@@ -157,4 +156,4 @@ def _merged(calls: Iterable[tuple[str, ...]]) -> Draws:
     return drawn[0] if len(set(drawn)) == 1 else drawn
 
 
-__all__ = ["DRAWN_BY_SHAPE", "drawn_in_parts", "is_draw", "random_draws"]
+__all__ = ["drawn_in_parts", "is_draw", "random_draws"]

@@ -25,8 +25,6 @@ from tpplan.compiler.trace.recorder import Recorder
 from tpplan.ops.flex import BATCH, HEAD, FlexCall, flex_attention
 
 _INDICES = (BATCH, HEAD, "q", "k")
-_INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.select.int
-_SAME = frozenset(getattr(torch.ops.aten, name).default for name in ("alias", "detach", "clone", "_to_copy"))
 _SPLIT = frozenset((BATCH, HEAD))  # the dims of which a rank may have a part
 _Part = tuple[int, tuple[int, ...]]  # of which value, and which of its dims are left
 
@@ -148,12 +146,12 @@ class _Read:
         """Follow the indices into the tensors that are read."""
         part = self._part(node.inputs[0]) if node.inputs else None
         made: _Part | None = None
-        if node.target in _SAME:
+        if node.is_a("alias", "detach", "copy", "cast"):
             made = part
             if node.inputs[0] in self.scalars:
                 self.scalars[node.outputs[0] or 0] = self.scalars[node.inputs[0]]
                 return
-        elif part is not None and node.target is _INDEX and self._picks(node.arguments[1]):
+        elif part is not None and node.is_a("index") and self._picks(node.arguments[1]):
             owner, left = part
             given = [None if held is None else held.identifier for held in node.arguments[1]]
             for dim, value in zip(left, given, strict=False):
@@ -162,7 +160,7 @@ class _Read:
             self._read([value for value in given if value is not None and self._part(value) is not None])
             rest = [dim for dim, value in zip(left, given, strict=False) if value is None]
             made = owner, (*rest, *left[len(given) :])
-        elif part is not None and node.target is _SELECT:
+        elif part is not None and node.is_a("select"):
             owner, left = part
             place = node.arguments[1] % len(left)
             self._tell(owner, left[place], "")

@@ -23,10 +23,10 @@ from torch import Tensor
 from tpplan.compat import OpOverload, Unwatched, is_random, schema_mutates, schema_returns_view, storage_key
 from tpplan.compiler.ir.facts import Computed, Facts, Read, Slot, on, replaced, results_of
 from tpplan.compiler.ir.trace import Geometry, Path
+from tpplan.ops.registry import UNSET
 
 _LARGEST = 1 << 25  # bytes of one result
 _MOST = 1 << 28  # bytes of all
-_UNSET = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
 
 
 class Known:
@@ -238,7 +238,7 @@ def _bytes(made: Sequence[Geometry | None]) -> int:
 
 
 def _is_unset(func: OpOverload) -> bool:
-    return func.name().startswith(_UNSET)
+    return func.name().startswith(UNSET)
 
 
 __all__ = ["Known"]

@@ -40,7 +40,6 @@ from tpplan.compat import (
     written_tensors,
 )
 from tpplan.compiler.ir.objects import note_alike
-from tpplan.compiler.ir.operators import lookup
 from tpplan.compiler.ir.trace import (
     Assumption,
     Crossing,
@@ -56,7 +55,6 @@ from tpplan.compiler.ir.trace import (
 from tpplan.compiler.ir.wrappers import is_wrapper
 from tpplan.compiler.trace.chance import TORCH, Chances
 from tpplan.compiler.trace.choices import (
-    INDEXING,
     choices_of,
     found_among,
     found_count,
@@ -68,6 +66,7 @@ from tpplan.compiler.trace.draws import is_draw
 from tpplan.compiler.trace.known import Known
 from tpplan.compiler.trace.noted import Aside, NotedFunction, NotedHook, OpenFrame, UnfollowedError
 from tpplan.compiler.trace.statistics import statistic_of
+from tpplan.ops.registry import has_role, lookup
 
 INTERNAL = (str(FilePath(torch.__file__).parent), str(FilePath(__file__).parents[2]))
 _META = torch.device("meta")
@@ -363,7 +362,7 @@ class Recorder(RecordingMode):
             return self._find(func, args, operands)
         if func is torch.ops.aten._unique2.default and (distinct := self._distinct(args, operands)) is not None:
             return distinct
-        if func in INDEXING and has_boolean_rows(args):
+        if has_role(operator_name(func), "indexing") and has_boolean_rows(args):
             with self:
                 return func(*with_numbered_rows(args), **keywords)
         if (steps := statistic_of(func, args, keywords)) is not None and not any(map(self.is_given, operands)):

@@ -31,10 +31,10 @@ from torch import Tensor
 from tpplan.compat import SYMBOLIC, OpOverload, SizeSymbols, enable_python_dispatcher, expression_of, schema_mutates
 from tpplan.compiler.ir.trace import Geometry, Location, Trace
 from tpplan.compiler.trace.recorder import INTERNAL, Recorder
+from tpplan.ops.issued import ALIAS, SLICE
 
 _LIBRARIES = (*INTERNAL, str(FilePath(sympy.__file__).parent), "<")
 _COVER = str(FilePath(__file__).parents[1] / "cover.py")
-_SLICE: Any = torch.ops.aten.slice.Tensor
 _LIKE: dict[type, object] = dict(zip(SYMBOLIC, (0, 0.0, False), strict=True))
 _lock = threading.RLock()
 
@@ -58,7 +58,7 @@ class SymbolicRecorder(Recorder):
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _SLICE and self.frames and self.indexing is tuple and not kwargs and _takes_all(args):
+        if func is SLICE and self.frames and self.indexing is tuple and not kwargs and _takes_all(args):
             return self._same(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -66,7 +66,7 @@ class SymbolicRecorder(Recorder):
         """What torch hands out of a slice that takes all: where sizes are numbers, it records none."""
         value = self.value_of(tensor)
         with enable_python_dispatcher():
-            made = torch.ops.aten.alias.default(tensor)
+            made = ALIAS(tensor)
         self._identity[id(made)] = value
         self._alive.append(made)
         return made
@@ -78,7 +78,7 @@ class SymbolicRecorder(Recorder):
         value = self.held_value(result)
         if value is None or value != self.held_value(tensor):
             return result
-        return torch.ops.aten.alias.default(tensor)
+        return ALIAS(tensor)
 
     def _run(
         self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], memoise: bool

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tpplan.compat import schema_mutates
@@ -26,9 +25,7 @@ from tpplan.compiler.ir.wrappers import WrapperError, inner_tensors, is_wrapper,
 from tpplan.compiler.trace.copied import with_copies
 from tpplan.compiler.trace.noted import UnfollowedError
 from tpplan.compiler.trace.recorder import Recorder
-
-_ALIAS: Any = torch.ops.aten.alias.default
-_CLONE: Any = torch.ops.aten.clone.default
+from tpplan.ops.issued import ALIAS, CLONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ class Wrapped:
             raise UnfollowedError(str(error)) from error
         body = [node for node in aside.body if isinstance(node, Operation)]
         value = recorder.value_of(made)
-        if body and body[-1].target is _CLONE and body[-1].outputs == (value,):
+        if body and body[-1].target is CLONE and body[-1].outputs == (value,):
             value = body.pop().inputs[0]
         return _Shown(tensor, tuple(inner_tensors(tensor)), tuple(body), value)
 
@@ -200,7 +197,7 @@ class _Reading:
             self._number.update((mine, its) for mine, its in numbered if mine is not None and its is not None)
             return ()
         value = self._shown[made[0]]
-        return (Operation(_ALIAS, (Reference(value),), {}, (value,), node.outputs, (), node.location),)
+        return (Operation(ALIAS, (Reference(value),), {}, (value,), node.outputs, (), node.location),)
 
     def _refuse_write(self, node: Operation) -> None:
         for position in schema_mutates(node.target):

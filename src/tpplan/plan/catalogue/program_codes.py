@@ -275,7 +275,7 @@ silences the note; a model with more heads splits them by the same `colwise` rul
         summary="An operator that isn't in the table of audited operators meets a sharded or partial value.",
         explanation="""
 A rule says what an operator yields for shards, and the compiler uses a rule only if a test has checked it numerically,
-forward and backward (`compiler/ir/operators.py` is the list). An operator that isn't in the list, such as a custom one,
+forward and backward (`ops/registry.py` is the list). An operator that isn't in the list, such as a custom one,
 runs on whole values only: write `output: replicate` for the module whose result it reads, or
 leave out the rules of the module that calls it.
 """,
