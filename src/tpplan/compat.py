@@ -842,7 +842,7 @@ def schema_mutates(operator: OpOverload) -> tuple[int, ...]:
 @functools.cache
 def written_tensors(operator: OpOverload) -> tuple[int, ...]:
     """Of the tensor arguments of an operator of others that it writes to and doesn't return: which they are."""
-    if operator.namespace in ("aten", "prims", "c10d_functional", "_c10d_functional"):
+    if operator.namespace in (*TORCH_NAMESPACES, "c10d_functional", "_c10d_functional"):
         return ()
     names, _ = tensor_arguments(operator)
     held = operator._schema.arguments
@@ -1807,8 +1807,15 @@ def run_flex_attention(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
 
     As it is written it holds all scores in memory, and what its functions read gets no gradient.
     """
+    from torch._dynamo.exc import BackendCompilerFailed  # it takes a second
+
     with torch.compiler.set_stance("default"):
-        return _compiled_flex_attention(args[0].is_cuda)(*args[:_FLEX_ARGUMENTS], **keywords)
+        if args[0].is_cuda:
+            try:
+                return _compiled_flex_attention(True)(*args[:_FLEX_ARGUMENTS], **keywords)
+            except BackendCompilerFailed:  # inductor has no kernel for some sizes
+                pass
+        return _compiled_flex_attention(False)(*args[:_FLEX_ARGUMENTS], **keywords)
 
 
 _FLEX_ARGUMENTS = 7  # behind these come tensors that Dynamo has taken out of functions, which are none outside of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -118,6 +119,9 @@ class Flash(nn.Module):
         return x + self.o(flash_attn_func(q, k, v, self.dropout, self.slopes).flatten(2))
 
 
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+
+
 class Packed(nn.Module):
     """Sequences one behind the other."""
 
@@ -125,7 +129,7 @@ class Packed(nn.Module):
         super().__init__()
         self.q, self.o = nn.Linear(16, heads * 8), nn.Linear(heads * 8, 16)
         self.k, self.v = nn.Linear(16, keys * 8), nn.Linear(16, keys * 8)
-        self.settings = {"enable_gqa": True} if keys < heads else {}
+        self.settings: dict[str, Any] = {"enable_gqa": True} if keys < heads and TAKES_GROUPS else {}
 
     def forward(self, x: Tensor, ends: Tensor, longest: int) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, 8)) for layer in (self.q, self.k, self.v))

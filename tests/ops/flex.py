@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-compiled = torch.compile(flex_attention, backend="eager")
+attend: Any = flex_attention
+compiled: Any = torch.compile(attend, backend="eager")
 SIZE = 4
 
 
 class Attention(nn.Module):
     """Heads, of which some share a key."""
 
-    call: Any = staticmethod(flex_attention)
+    call: Any = staticmethod(attend)
 
     def __init__(self, heads: int = 8, keys: int = 4) -> None:
         super().__init__()
@@ -176,9 +177,11 @@ CONFIG: dict[str, Any] = {
 def llama(implementation: str) -> nn.Module:
     """A Llama whose attention is that of transformers by this name, without inductor."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.integrations.flex_attention import WrappedFlexAttention
+    from transformers.integrations import flex_attention as integration
 
-    WrappedFlexAttention.__init__ = lambda *_: None
-    WrappedFlexAttention._compiled_flex_attention = staticmethod(compiled)
+    wrapped: Any = integration.WrappedFlexAttention
+    wrapped.__init__ = lambda *_: None
+    wrapped._compiled_flex_attention = staticmethod(compiled)
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation=implementation)).double().eval()
+    settings: dict[str, Any] = {**CONFIG, "attn_implementation": implementation}
+    return LlamaForCausalLM(LlamaConfig(**settings)).double().eval()

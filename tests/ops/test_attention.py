@@ -157,9 +157,10 @@ def calls_of(ids: Tensor) -> list[dict[str, Any]]:
 
 
 def in_transformers(member: Member, implementation: str) -> list[float]:
-    stock = llama(implementation).requires_grad_(False)
+    stock: Any = llama(implementation).requires_grad_(False)
     ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
-    model = tpplan.parallelize(copy.deepcopy(stock), "plans/llama.yaml", member.mesh(), inputs={"input_ids": ids})
+    inputs = {"input_ids": ids}
+    model: Any = tpplan.parallelize(copy.deepcopy(stock), "plans/llama.yaml", member.mesh(), inputs=inputs)
     found = [difference(*(held(**given).logits for held in (model, stock))) for given in calls_of(ids)]
     generated: list[Any] = [held.generate(ids, max_new_tokens=5, do_sample=False) for held in (model, stock)]
     return [*found, float(not torch.equal(*generated))]

@@ -9,13 +9,9 @@ out: which of the body's sums the norm reads; or why the two stay apart
 
 from __future__ import annotations
 
-import torch
-
 from tpplan.compat import schema_mutates
 from tpplan.compiler.ir.region import CallNode, Instance, OperationNode, Region
 from tpplan.compiler.ir.trace import Operation, Reference, Trace
-
-_SUM = torch.ops.aten.add.Tensor
 
 
 def sum_before(instance: Instance, child: Instance, trace: Trace, recorded: frozenset[str]) -> int | str:
@@ -45,7 +41,7 @@ def sum_before(instance: Instance, child: Instance, trace: Trace, recorded: froz
 
 
 def _is_sum(node: OperationNode, region: Region) -> bool:
-    if node.target is not _SUM or node.keywords:
+    if not node.is_a("plus") or node.keywords:
         return False
     shapes = [region.values[held.identifier].shape for held in node.arguments if isinstance(held, Reference)]
     return len(shapes) == 2 and shapes[0] == shapes[1]

@@ -16,14 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tpplan.compat import OpOverload, is_random, schema_defaults
+from tpplan.compat import TORCH_NAMESPACES, OpOverload, is_random, schema_defaults
 from tpplan.compiler.ir.layout import REPLICATED, Layout
 from tpplan.compiler.ir.program import Drawn, Draws
 from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.ops.declared import rule_of
 from tpplan.ops.registry import DRAWN_BY_SHAPE
 
-_OF_TORCH = frozenset(("aten", "prims", "tpplan"))
+_KNOWN = frozenset((*TORCH_NAMESPACES, "tpplan"))
 _SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
 
@@ -38,7 +38,7 @@ def is_draw(operator: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[
         # An operator lives as long as the process, and its own hash is computed in Python.
         switches = _known[id(operator)] = _switches(operator)
     if switches is _NEVER:
-        rule = rule_of(str(operator)) if operator.namespace not in _OF_TORCH else None
+        rule = rule_of(str(operator)) if operator.namespace not in _KNOWN else None
         return rule is not None and rule.random
     for position, name, default in switches:
         held = arguments[position] if position < len(arguments) else keywords.get(name, default)

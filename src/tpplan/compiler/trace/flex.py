@@ -56,7 +56,8 @@ def record_flex_attention(
     ]
     listed = [held for held in mask if isinstance(held, Tensor)]
     shown = ["tensor" if isinstance(held, Tensor) else repr(held) for held in mask]
-    plain = (*shown, repr(call["scale"]), repr(sorted((call["kernel_options"] or {}).items(), key=str)))
+    options: Mapping[str, Any] = call["kernel_options"] or {}
+    plain = (*shown, repr(call["scale"]), repr(sorted(options.items(), key=str)))
     own = [_dims_of_mask(held, query.shape) for held in listed]
     return flex_attention(
         FlexCall(
@@ -162,7 +163,7 @@ class _Read:
             made = owner, (*rest, *left[len(given) :])
         elif part is not None and node.is_a("select"):
             owner, left = part
-            place = node.arguments[1] % len(left)
+            place: int = node.arguments[1] % len(left)
             self._tell(owner, left[place], "")
             made = owner, (*left[:place], *left[place + 1 :])
         else:
@@ -170,7 +171,8 @@ class _Read:
         self._made.update((output, made) for output in node.outputs if output is not None)
 
     def _picks(self, indices: Sequence[Reference | None]) -> bool:
-        return all(held is None or not self.recorder.values[held.identifier].shape for held in indices)
+        picked = [self.recorder.values[held.identifier] for held in indices if held is not None]
+        return not any(value.shape or value.dtype is torch.bool for value in picked)
 
     def _read(self, values: Sequence[int]) -> None:
         """Note that the numbers of some values are read: of indices, and of what is left of tensors."""

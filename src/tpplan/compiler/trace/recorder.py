@@ -404,7 +404,7 @@ class Recorder(RecordingMode):
         if kept := written_tensors(func):  # what it writes to and doesn't return is another value from there on
             names = tensor_arguments(func)[0]
             given = dict(zip(schema_argument_names(func), args, strict=False)) | keywords
-            targets = [given.get(names[place]) for place in kept]
+            targets: list[Any] = [given.get(names[place]) for place in kept]
             made = [*made, *((t, _geometry_of(t) if isinstance(t, Tensor) else None) for t in targets)]
         if written:
             target = args[written[0]] if written[0] < len(args) else next(iter(keywords.values()))
