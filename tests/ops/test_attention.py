@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tpplan
 from tests.ops.flash import Flash, Packed, flash_attn_func
@@ -67,6 +67,48 @@ def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bo
 @pytest.mark.parametrize(("name", "rules"), CASES)
 def test_the_same_on_real_processes(name: str, rules: dict[str, Any], gradients: bool) -> None:
     for found in world(2).run(on_processes, name, rules, gradients):
+        assert max(found) < TOLERANCE
+
+
+class Masked(Attention):
+    """A block mask from outside, and a setting that a function reads."""
+
+    cap = 2.0
+
+    def forward(self, x: Tensor, block_mask: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        cap = self.cap
+        made = self.call(
+            q, k, v, lambda score, *_: cap * torch.tanh(score / cap), block_mask=block_mask, enable_gqa=True
+        )
+        return x + self.o(made.transpose(1, 2).flatten(2))
+
+
+def window(size: int) -> Any:
+    return create_block_mask(lambda b, h, q, k: (q >= k) & (q - k <= size), None, None, 8, 8, device="cpu")
+
+
+def by_document(seed: int) -> Any:
+    documents = torch.randint(0, 2, (2, 8), generator=torch.Generator().manual_seed(seed))
+    return create_block_mask(lambda b, h, q, k: documents[b, q] == documents[b, k], 2, None, 8, 8, device="cpu")
+
+
+def masked(member: Member) -> list[float]:
+    torch.manual_seed(0)
+    stock, x = Masked().double().requires_grad_(False), call(2, 8)
+    inputs = {"x": x, "block_mask": window(8)}
+    plan = {"version": 1, "modules": HEADS}
+    model: Any = tpplan.parallelize(copy.deepcopy(stock), plan, member.mesh(), inputs=inputs)
+    found: list[float] = []
+    for mask, cap in ((window(8), 2.0), (window(2), 2.0), (by_document(0), 2.0), (by_document(1), 2.0), (None, 0.1)):
+        model.cap = stock.cap = cap
+        found.append(difference(model(x, block_mask=mask), stock(x, block_mask=mask)))
+    return found
+
+
+@pytest.mark.processes
+def test_masks_and_settings_of_later_calls_are_theirs() -> None:
+    for found in world(2).run(masked):
         assert max(found) < TOLERANCE
 
 
