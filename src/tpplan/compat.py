@@ -1809,7 +1809,7 @@ def run_flex_attention(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """
     from torch._dynamo.exc import BackendCompilerFailed  # it takes a second
 
-    with torch.compiler.set_stance("default"):
+    with _STANCE.taken(False):
         if args[0].is_cuda:
             try:
                 return _compiled_flex_attention(True)(*args[:_FLEX_ARGUMENTS], **keywords)
@@ -1864,6 +1864,42 @@ def count_as_compiled() -> None:
         count(1)
 
 
+class _Stance:
+    """Whether what `torch.compile` has returned runs as it was before; threads share one stance, so they are counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._as_written = self._compiled = 0
+        self._before: Any = None
+
+    @contextmanager
+    def taken(self, as_written: bool) -> Generator[None]:
+        """A block with nothing compiled, or inside of one with what is called there compiled."""
+        before = set_compiler(None)  # a stance can't be taken where a caller is compiled
+        self._count(as_written, 1)
+        try:
+            yield
+        finally:
+            self._count(as_written, -1)
+            set_compiler(before)
+
+    def _count(self, as_written: bool, step: int) -> None:
+        from torch._dynamo import eval_frame  # it takes seconds
+
+        with self._lock:
+            was = self._as_written > 0 and not self._compiled
+            self._as_written += step if as_written else 0
+            self._compiled += 0 if as_written else step
+            now = self._as_written > 0 and not self._compiled
+            if now and not was:
+                self._before = eval_frame._set_stance(eval_frame.DynamoStance("force_eager"))
+            elif was and not now:
+                eval_frame._set_stance(self._before)
+
+
+_STANCE = _Stance()
+
+
 @contextmanager
 def nothing_compiled() -> Generator[None]:
     """A block in which what `torch.compile` has returned runs as it was before.
@@ -1873,12 +1909,8 @@ def nothing_compiled() -> Generator[None]:
     if {"torch._dynamo", "torch.nn.attention.flex_attention"}.isdisjoint(sys.modules) or is_traced():
         yield
         return
-    before = set_compiler(None)  # a stance can't be taken where a caller is compiled
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        set_compiler(before)
+    with _STANCE.taken(True):
+        yield
 
 
 def graph_break(reason: str) -> None:

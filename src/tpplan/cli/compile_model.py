@@ -43,7 +43,8 @@ def compile_for(arguments: argparse.Namespace, plan: Plan, model: nn.Module, inp
     """The program of `plan` for a model on the ranks of `--tp`; findings that keep it from compiling are raised."""
     from tpplan.api import compile_plan
 
-    return compile_plan(model, plan, tp=ranks_of(arguments), inputs=inputs, device=getattr(arguments, "device", None))
+    options = {"device": device} if (device := getattr(arguments, "device", None)) else {}
+    return compile_plan(model, plan, tp=ranks_of(arguments), inputs=inputs, **options)
 
 
 def findings_for(arguments: argparse.Namespace, plans: Iterable[Plan]) -> list[Diagnostic]:
