@@ -1865,7 +1865,7 @@ def count_as_compiled() -> None:
 
 
 class _Stance:
-    """Whether what `torch.compile` has returned runs as it was before; threads share one stance, so they are counted."""
+    """Whether what `torch.compile` has returned runs as it was before; threads share one stance, and are counted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
