@@ -97,6 +97,7 @@ __all__ = [
     "base_of",
     "buffer_versions",
     "compiled_inside",
+    "compiles",
     "computed_weights",
     "copy_all",
     "copy_hook",
@@ -1986,6 +1987,13 @@ def compiled_inside(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
         for name, child in owner._modules.items()
         if child is not None and uncompiled(child) is not child
     ]
+
+
+def compiles(model: nn.Module) -> bool:
+    """Whether the caller, or modules of a model, are compiled, rather than functions that its bodies call."""
+    held = (module.__dict__.get(COMPILED_CALL) for _, module in named_modules(model))
+    own = any(hasattr(call, "_torchdynamo_orig_callable") for call in held)
+    return own or active_compiler() is not None or bool(compiled_inside(model))
 
 
 def read_anew(compiled: Any) -> None:

@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -50,10 +50,12 @@ from tpplan.calls.steering import Steering
 from tpplan.calls.watch import Departure
 from tpplan.compat import (
     buffer_versions,
+    compiles,
     hooks_of,
     inside_transform,
     kept_buffers,
     named_modules,
+    nothing_compiled,
     own_buffers,
     own_parameters,
     random_state,
@@ -364,6 +366,10 @@ class CallGuard:
     def departure(self, decision: Decision, steps: Sequence[Step], replaced: frozenset[str]) -> Departure | None:
         """Where a call left the proved paths of its kind."""
         return self._paths.departure(decision.key, decision.proof, steps, replaced)
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """See `Prover`."""
+        return nullcontext() if self._model is None or compiles(self._model) else nothing_compiled()
 
     def names(self, decision: Decision) -> Mapping[int, str]:
         """See `Prover`."""

@@ -8,6 +8,7 @@ nothing was written that a second run would write again. Otherwise it is refused
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from tpplan.ambience import is_seen, unseen
@@ -16,7 +17,7 @@ from tpplan.calls.errors import UnprovedCallError
 from tpplan.calls.passed import Passed
 from tpplan.calls.proofs import Proof
 from tpplan.calls.watch import Departure, Watch, sides
-from tpplan.compat import is_checkpointed, nothing_compiled
+from tpplan.compat import is_checkpointed
 from tpplan.compiler.explain.captures import models_own
 from tpplan.compiler.ir.steps import Step
 from tpplan.compiler.ir.trace import Sides
@@ -35,6 +36,10 @@ class Prover(Protocol):
 
     def names(self, decision: Decision) -> Mapping[int, str]:
         """The names of modules, by id, if steps of such a call are to tell them."""
+        ...
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """A block in which functions that bodies call aren't compiled; modules that are, stay so."""
         ...
 
     def on_any_rank(self, flag: bool) -> bool:
@@ -137,7 +142,7 @@ class GuardedCall:
         self._versions, self._generators = self._prover.buffer_versions(), generators()
         watch, result, error, changed = Watch(self._prover.names(self._decision)), None, None, None
         try:
-            with nothing_compiled(), watch:
+            with self._prover.as_written(), watch:
                 result = forward()
         except ChangingHookError as raised:
             changed = raised
