@@ -75,7 +75,9 @@ def compile_plan(
 
     Raises:
         PlanError: the plan has mistakes.
-        CompileError: plan and model don't fit together; all findings are in `diagnostics`.
+        CompileError: plan and model don't fit together, or the model can't run on `device`; all findings are in
+            `diagnostics`.
+        ValueError: `tp` is less than 1, or `device` is none of torch's.
     """
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     if tp < 1:
@@ -84,10 +86,17 @@ def compile_plan(
         inner = served(stock, loaded, tp, inputs)
         if device is None:
             return prove(Request(inner.model, inner.plan, tp, *inner.call)).program
-        there = torch.device(device)
+        there = _device(device)
         compiled = prove(Request(inner.model, inner.plan, tp, *inner.call, device=there))
         notes = dry_run(inner.model, compiled, *inner.call, there)
     return replace(compiled.program, diagnostics=(*compiled.program.diagnostics, *notes))
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'{device!r} isn\'t a device of torch: write `"cuda"` for a GPU, or `"cpu"`') from None
 
 
 def suggest_plan(

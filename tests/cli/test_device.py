@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ class Branches(nn.Module):
 
 
 def test_code_takes_the_path_of_the_device() -> None:
-    with torch.device("meta"):
-        model = Branches()
+    model = on_meta(Branches)
     collectives = [
         tpplan.compile_plan(model, PAIR, 2, torch.zeros(2, 16), device=device).count_collectives()
         for device in (None, "cpu", "cuda")
@@ -46,12 +46,57 @@ def test_code_takes_the_path_of_the_device() -> None:
 def test_what_cant_run_there_is_a_finding() -> None:
     class Fails(Branches):
         def forward(self, x: Tensor) -> Tensor:
-            made = super().forward(x)
-            assert type(made).__name__ != "FakeTensor", "made for numbers"
-            return made
+            made = self.up(x)
+            if type(made).__name__ == "FakeTensor":
+                assert made.shape[-1] == 24, "made for all features"
+            return self.down(made.relu())
 
-    with pytest.raises(tpplan.CompileError, match=r"TP136.*AssertionError: made for numbers"):
+    with pytest.raises(tpplan.CompileError, match=r"TP136.*as rank 0: AssertionError: made for all features"):
         tpplan.compile_plan(Fails(), PAIR, 2, torch.zeros(2, 16), device="cpu")
+
+
+class Holds(Branches):
+    """Tensors beside parameters and buffers."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.tables = torch.ones(16), [torch.ones(16)]
+        self.register_buffer("shift", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.tables[0] * self.shift
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_BUILD)])
+@pytest.mark.parametrize("make", [Holds, lambda: on_meta(Holds)])
+def test_what_modules_hold_lies_with_their_parameters(make: Callable[[], nn.Module], device: str) -> None:
+    program = tpplan.compile_plan(make(), PAIR, 2, torch.zeros(2, 16), device=device)
+    assert "TP136" not in {found.code for found in program.diagnostics}
+
+
+def test_a_model_that_fails_unsharded_is_told_so() -> None:
+    class Mixed(Branches):
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x).__name__ == "FakeTensor":
+                raise RuntimeError("two different devices")
+            return super().forward(x)
+
+    with pytest.raises(
+        tpplan.CompileError, match=r"TP136.*the unsharded model can't run on `cpu` either.*two different"
+    ):
+        tpplan.compile_plan(Mixed(), PAIR, 2, torch.zeros(2, 16), device="cpu")
+
+
+def test_no_device_of_torch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'gpu' isn't a device of torch: write `\"cuda\"`"):
+        tpplan.compile_plan(Branches(), PAIR, 2, torch.zeros(2, 16), device="gpu")
 
 
 def test_reading_numbers_is_a_note() -> None:

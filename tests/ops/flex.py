@@ -121,6 +121,53 @@ class HeadBias(Slopes):
         self.slopes = nn.Parameter(torch.randn(heads))
 
 
+class Mixed(Slopes):
+    """The head's slope, beside that of the first."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + (slopes[h] - slopes[0]) * (k - q)}
+
+
+class Scaled(Slopes):
+    """Slopes that the function computes with before it picks one."""
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes
+        return {"score_mod": lambda score, b, h, q, k: score + (slopes * 2)[h] * (k - q)}
+
+
+class PerQuery(Attention):
+    """A slope for each head, entry and query, of a column."""
+
+    def __init__(self, heads: int = 8, keys: int = 4) -> None:
+        super().__init__(heads, keys)
+        self.slopes = nn.Linear(16, heads)
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        slopes = self.slopes(x).transpose(1, 2)
+        return {"score_mod": lambda score, b, h, q, k: score + slopes[b, h, q] * (k - q)}
+
+
+class Sized(nn.Module):
+    """Sizes that follow from sizes, so that its own code doesn't work on parts; with slopes for its heads."""
+
+    slopes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("slopes", 0.5 ** torch.arange(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        size, slopes = width // self.heads, self.slopes
+        q, k, v = (layer(x).view(batch, length, self.heads, size).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        made = attend(q, k, v, lambda score, b, h, i, j: score + slopes[h] * (j - i))
+        return self.o(made.transpose(1, 2).reshape(batch, length, width))
+
+
 class Numbered(Attention):
     """ALiBi by the head's number."""
 
@@ -156,8 +203,8 @@ class WindowedHeads(Slopes):
 
 MODELS: dict[str, type[Attention]] = {
     kind.__name__: kind
-    for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Padded, Bias, Slopes, HeadBias, Numbered,
-                 MaskedHeads, WindowedHeads)
+    for kind in (Attention, Distance, Softcap, Compiled, Causal, Documents, Padded, Bias, Slopes, HeadBias, Mixed,
+                 Scaled, PerQuery, Numbered, MaskedHeads, WindowedHeads)
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tpplan
 from tests.ops.flash import Flash, Packed, flash_attn_func
-from tests.ops.flex import MODELS, Attention, HeadBias, gradients_on_a_cpu, llama
+from tests.ops.flex import MODELS, Attention, HeadBias, Sized, gradients_on_a_cpu, llama
 from tests.runtime.simulated import worst
 from tests.runtime.test_owner import difference
 from tests.runtime.world import Member, world
@@ -22,15 +22,17 @@ HEADS: dict[str, Any] = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "r
 SLOPES = {**HEADS, "slopes": "colwise"}
 TOLERANCE = 1e-12  # of float64, relative
 # Where a function reads the head's number, or one list for all heads, every rank computes all heads.
-WHOLE = frozenset(("Numbered", "MaskedHeads", "Slopes", "HeadBias"))
-COLLECTIVES = {"Bias": {"all-reduce": 2}}  # the gradient of what all heads read
+WHOLE = frozenset(("Numbered", "MaskedHeads", "Slopes", "HeadBias", "Mixed", "Scaled"))
+COLLECTIVES = {"Bias": {"all-reduce": 2}, "PerQuery": {"all-reduce": 2}}  # and the gradient of what all heads read
 
 
 def call(batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(length)).double()
 
 
-CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [("Slopes", SLOPES), ("HeadBias", SLOPES)]
+CASES = [(name, HEADS) for name in MODELS if name != "WindowedHeads"] + [
+    ("Slopes", SLOPES), ("HeadBias", SLOPES), ("PerQuery", SLOPES)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -39,7 +41,8 @@ def test_heads_are_split_where_no_function_reads_them(name: str, rules: dict[str
     with gradients_on_a_cpu():
         program = tpplan.compile_plan(MODELS[name]().double(), {"version": 1, "modules": rules}, tp, call(2, 8))
     whole = name in WHOLE and rules is HEADS
-    expected = {"all-gather": 4, "all-reduce": 1} if whole else COLLECTIVES.get(name, {"all-reduce": 1})
+    reads = COLLECTIVES.get(name, {"all-reduce": 1}) if rules is HEADS else {"all-reduce": 1}
+    expected = {"all-gather": 4, "all-reduce": 1} if whole else reads
     assert program.count_collectives() == expected
     assert any(found.code == "TP104" for found in program.diagnostics) == whole
 
@@ -84,6 +87,20 @@ class Masked(Attention):
         return x + self.o(made.transpose(1, 2).flatten(2))
 
 
+def recorded(member: Member) -> list[float]:
+    torch.manual_seed(0)
+    stock = nn.Sequential(Sized(), nn.LayerNorm(16)).double().requires_grad_(False)
+    plan = {"version": 1, "modules": {f"0.{name}": rule for name, rule in HEADS.items()}}
+    model: Any = tpplan.parallelize(copy.deepcopy(stock), plan, member.mesh(), inputs=call(2, 8))
+    return [difference(model(call(*size)), stock(call(*size))) for size in ((2, 8), (3, 12))]
+
+
+@pytest.mark.processes
+def test_no_body_with_functions_runs_from_a_record() -> None:
+    for found in world(2).run(recorded):
+        assert max(found) < TOLERANCE
+
+
 def window(size: int) -> Any:
     return create_block_mask(lambda b, h, q, k: (q >= k) & (q - k <= size), None, None, 8, 8, device="cpu")
 
@@ -124,16 +141,6 @@ def test_what_a_function_reads_by_another_size_is_whole() -> None:
     assert program.count_collectives() == {"all-gather": 3, "all-reduce": 1}
 
 
-class Branches(Attention):
-    def settings(self, x: Tensor) -> dict[str, Any]:
-        return {"score_mod": lambda score, b, h, q, k: score * 2 if q > k else score}
-
-
-class CallsModule(Attention):
-    def settings(self, x: Tensor) -> dict[str, Any]:
-        return {"score_mod": lambda score, b, h, q, k: score + 0 * self.q.forward(x).sum()}
-
-
 READS = {
     "Numbered": "needs each head, as its `score_mod` reads its number",
     "MaskedHeads": "needs each head, as its `mask_mod` reads its number",
@@ -147,15 +154,42 @@ def test_which_function_reads_the_head_is_said(name: str) -> None:
     assert READS[name] in "\n".join(found.text for found in program.diagnostics)
 
 
-def test_a_function_that_branches_is_refused() -> None:
-    model = Branches().requires_grad_(False)
-    with pytest.raises(tpplan.CompileError, match=r"the `score_mod` of a `flex_attention` branches on a number"):
+class Refused(Attention):
+    """One whose function does what isn't computing a score."""
+
+    counter: Tensor
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.register_buffer("counter", torch.zeros(8))
+
+    def settings(self, x: Tensor) -> dict[str, Any]:
+        functions: dict[str, Any] = {
+            "branches on a number": lambda score, b, h, q, k: score * 2 if q > k else score,
+            "calls a module": lambda score, b, h, q, k: score + self.q(x).sum(),
+            "draws random numbers": lambda score, b, h, q, k: score + torch.rand_like(score),
+            "writes to a tensor that it doesn't make": lambda score, b, h, q, k: score + self.counter.add_(1)[q],
+        }
+        return {"score_mod": functions[self.fault]}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["branches on a number", "calls a module", "draws random numbers", "writes to a tensor that it doesn't make"],
+)
+def test_a_function_that_does_more_is_refused(fault: str) -> None:
+    model = Refused(fault).requires_grad_(False)
+    with pytest.raises(tpplan.CompileError, match=rf"TP110.*the `score_mod` of a `flex_attention` {fault}"):
         tpplan.compile_plan(model, {"version": 1, "modules": HEADS}, 2, call(2, 8).float())
 
 
 def test_training_on_a_cpu_is_what_torch_refuses() -> None:
-    with pytest.raises(tpplan.CompileError, match="does not support backward on CPU"):
+    with pytest.raises(tpplan.CompileError, match="does not support backward on CPU") as caught:
         tpplan.compile_plan(Attention(), {"version": 1, "modules": HEADS}, 2, call(2, 8).float())
+    assert '`compile_plan(…, device="cuda")`' in str(caught.value)
+    program = tpplan.compile_plan(Attention(), {"version": 1, "modules": HEADS}, 2, call(2, 8).float(), device="cuda")
+    assert program.count_collectives() == {"all-reduce": 1}
 
 
 FLASH: dict[str, tuple[Any, dict[str, Any], int, dict[str, int]]] = {
@@ -179,9 +213,17 @@ def test_operators_of_flash_attn_have_rules(name: str) -> None:
     assert max(worst(model, rules, tp, calls[0], calls)) < TOLERANCE
 
 
-def test_dropout_is_drawn_by_all_ranks_alike() -> None:
-    program = tpplan.compile_plan(Flash(dropout=0.1), {"version": 1, "modules": HEADS}, 2, call(2, 6).float())
-    assert program.count_collectives()["all-gather"]
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_each_rank_draws_the_dropout_of_its_heads(dropout: float) -> None:
+    program = tpplan.compile_plan(Flash(dropout=dropout), {"version": 1, "modules": HEADS}, 2, call(2, 6).float())
+    assert program.count_collectives() == {"all-reduce": 1}
+    assert program.modules[0].random == ("split" if dropout else None)
+
+
+def test_rules_that_are_never_tried_are_assumed() -> None:
+    program = tpplan.compile_plan(Flash(), {"version": 1, "modules": HEADS}, 2, call(2, 6).float())
+    (assumed,) = program.assumed
+    assert assumed.startswith("flash_attn::_flash_attn_forward: b s! (k g) d!") and "audit=False" in assumed
 
 
 @pytest.mark.parametrize(("keys", "tp", "reduces"), [(8, 2, 1), (4, 4, 1), (2, 4, 2)])

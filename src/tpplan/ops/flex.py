@@ -22,6 +22,7 @@ from torch import Tensor
 from tpplan.compat import flex_strides
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.functions import DeclaredFunction
+from tpplan.plan import InternalError
 from tpplan.plan.operator_rule import OperatorRule, read_rule
 
 BATCH, HEAD = "b", "h"
@@ -63,6 +64,8 @@ class _FlexAttention(DeclaredFunction):
     """The operator for calls of one rule."""
 
     def _run(self, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+        if not tensors[0].is_meta:
+            raise InternalError("`flex_attention` is run by an operator that has none of its functions")
         query, _, value = tensors[:3]
         precision = torch.promote_types(query.dtype, torch.float32)
         made = query.new_empty((*query.shape[:3], value.shape[-1]))
@@ -70,6 +73,7 @@ class _FlexAttention(DeclaredFunction):
         return [flex_strides(made, query), *statistics]
 
 
+_names: set[str] = set()
 _known: dict[tuple[str, int], list[_FlexAttention]] = {}
 
 
@@ -82,6 +86,7 @@ def _operator_of(call: FlexCall) -> _FlexAttention:
         reasons = {name: why for index, why in _reasons(call) for name in _NAMES[index]}
         rule = with_fields(read_rule(_rule_text(call)), derived=True, reasons=tuple(reasons.items()))
         found = _FlexAttention(_named, rule, None)
+        _names.add(str(found.defined(len(tensors))))
     else:
         known.remove(found)
     known.insert(0, found)  # the last one first: a rank's part comes after the whole
@@ -93,6 +98,11 @@ def _named(*_: Any) -> Any:
 
 
 _named.__name__ = "flex_attention"
+
+
+def is_flex(name: str) -> bool:
+    """Whether an operator, by its full name, stands for a call of `flex_attention`: it computes shapes alone."""
+    return name.partition(".default")[0] in _names
 
 
 def _reasons(call: FlexCall) -> Iterator[tuple[str, str]]:
@@ -129,4 +139,4 @@ def _rule_text(call: FlexCall) -> str:
     return f"{', '.join(terms)} -> {batch} {head} s! e!, {batch} {head} s!, {batch} {head} s!"
 
 
-__all__ = ["BATCH", "HEAD", "FlexCall", "flex_attention"]
+__all__ = ["BATCH", "HEAD", "FlexCall", "flex_attention", "is_flex"]

@@ -24,6 +24,7 @@ from torch import Tensor
 from tpplan.compat import READ_VERSION
 from tpplan.plan.operator_rule import Dim, OperatorRule
 
+UNTRIED = "its rule has `audit=False`"
 DRAWS = "it draws random numbers, so that shapes alone were tried"
 _ENTRIES, _FEW = 5, 16
 _MOST = 1 << 22  # entries of a call whose own sizes are tried as well
@@ -82,8 +83,6 @@ def tried(rule: OperatorRule, call: Call, device: torch.device, ranks: int) -> s
     Raises:
         ClaimError: one doesn't hold.
     """
-    if not rule.audit:
-        return "its rule was registered with `audit=False`"
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         failed = _tried(rule, call, device, ranks)
     return failed or (DRAWS if rule.random else "")
@@ -388,4 +387,4 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.double() if part.dtype.is_floating_point else part for part in parts]).sum(0)
 
 
-__all__ = ["DRAWS", "Call", "ClaimError", "Operand", "tried"]
+__all__ = ["DRAWS", "UNTRIED", "Call", "ClaimError", "Operand", "tried"]

@@ -78,7 +78,6 @@ class OperatorRule:
         audit: whether it may be tried.
         own: the results of which some sizes are their own, or that say nothing of the call: states of generators.
         reasons: why names are whole, where there is more to say than that the rule has them so.
-        draws: the argument that lets it draw random numbers, where it isn't 0.
         derived: whether it follows from another rule, which is tried, or from what others say of their operator.
         placed: whether it says of one dim alone how it may be split, as placements do.
     """
@@ -94,7 +93,6 @@ class OperatorRule:
     audit: bool = True
     derived: bool = False
     own: frozenset[int] = frozenset()
-    draws: str = ""
     reasons: tuple[tuple[str, str], ...] = ()
     placed: bool = False
 

@@ -9,21 +9,31 @@ tensors of that device, with a rank's shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.ambience import ambience
-from tpplan.compat import NEEDS_NUMBERS, fake_tensors, has_device, is_built_for, nothing_compiled
-from tpplan.compiler.ir.pytree import tensors_of, with_tensors
-from tpplan.compiler.ir.trace import Path
+from tpplan.compat import (
+    NEEDS_NUMBERS,
+    OwnTensor,
+    TorchDispatchMode,
+    fake_tensors,
+    flattened_tree,
+    has_device,
+    is_built_for,
+    nothing_compiled,
+    rebuilt_tree,
+)
+from tpplan.compiler.ir.pytree import with_tensors
 from tpplan.compiler.pipeline import Compiled
 from tpplan.compiler.trace.capture import argument_names
+from tpplan.compiler.trace.skeleton import make_skeleton
 from tpplan.compiler.trace.surroundings import Surroundings
 from tpplan.plan import CompileError, Diagnostic, Severity, TpplanError
-from tpplan.rehearsal.rehearse import cannot_run, lowered_on_shapes
+from tpplan.rehearsal.rehearse import cannot_run, differentiate, kinds_of_ranks, like_on, lowered_on_shapes
 
 
 @ambience()
@@ -48,37 +58,82 @@ def dry_run(
         A note, if the run couldn't go to its end here.
 
     Raises:
-        CompileError: TP136, if the sharded model can't run there.
+        CompileError: TP136, if the model can't run there.
     """
     if not is_built_for(device):  # autograd ends the process there
-        return [_note(f"this build of torch has no `{device.type}`", "run it where a build has, which takes no device",
-                      device)]  # fmt: skip
-    names = argument_names(type(model).forward)
-    ranks = {id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}
-
-    def on_device(_: Path, tensor: Tensor) -> Tensor:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return made.requires_grad_().clone() if tensor.requires_grad else made
-
-    for rank in sorted(ranks.values()):
+        return [
+            _note(f"this build of torch has no `{device.type}`", "run it where a build has, which takes no GPU", device)
+        ]
+    example = (arguments, keywords, argument_names(type(model).forward))
+    for rank in kinds_of_ranks(compiled):
         with fake_tensors(), nothing_compiled():
             skeleton, _ = lowered_on_shapes(model, compiled.program, rank, device)
-            around = Surroundings(skeleton)
             try:
-                call = with_tensors(arguments, keywords, names, on_device)
-                result = skeleton(*call[0], **call[1])
-                if has_device(device):
-                    outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
-                    torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+                _run(skeleton, example, device)
             except TpplanError:
                 raise
             except NEEDS_NUMBERS:
                 return [_note("it reads the numbers of a tensor", "nothing is wrong; run it on such a device", device)]
             except Exception as error:
-                raise CompileError([cannot_run(error, rank, skeleton)]) from error
-            finally:
-                around.restore()
+                finding = _of_stock(model, compiled, example, device) or cannot_run(error, rank, skeleton)
+                raise CompileError([finding]) from error
     return []
+
+
+_Example = tuple[Sequence[Any], Mapping[str, Any], Sequence[str]]
+
+
+def _run(model: nn.Module, example: _Example, device: torch.device) -> None:
+    around = Surroundings(model)
+    try:
+        with _FromMeta(device):
+            call = with_tensors(*example, like_on(device))
+            result = model(*call[0], **call[1])
+            if has_device(device):
+                differentiate(result)
+    finally:
+        around.restore()
+
+
+def _of_stock(model: nn.Module, compiled: Compiled, example: _Example, device: torch.device) -> Diagnostic | None:
+    """The finding for a model that can't run there unsharded either."""
+    skeleton = make_skeleton(model).model.train(compiled.program.training)
+    try:
+        _run(skeleton, example, device)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        return Diagnostic(
+            code="TP136",
+            message=f"the unsharded model can't run on `{device.type}` either: {type(error).__name__}"
+            f"{': ' + text[0] if text else ''}",
+            help="let the line make what it needs on the device of the tensors beside it: `device=x.device`",
+            notes=cannot_run(error, 0, skeleton).notes,
+        )
+    return None
+
+
+class _FromMeta(TorchDispatchMode):
+    """Tensors that modules hold beside parameters and buffers are on `meta` in a skeleton: they lie with the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, form = flattened_tree((args, kwargs or {}))
+        args, keywords = rebuilt_tree([self._there(leaf) for leaf in leaves], form)
+        return func(*args, **keywords)
+
+    def _there(self, held: Any) -> Any:
+        if not isinstance(held, Tensor) or isinstance(held, OwnTensor) or held.device.type != "meta":
+            return held
+        if id(held) not in self._made:
+            made = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=self._device)
+            self._made[id(held)] = (held, made)
+        return self._made[id(held)][1]
 
 
 def _note(why: str, way_out: str, device: torch.device) -> Diagnostic:

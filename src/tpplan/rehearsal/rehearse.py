@@ -141,12 +141,13 @@ def rehearse(
         CompileError: the lowered model raised.
         InternalError: it has no backward, and the stock model has one.
     """
-    names = argument_names(type(model).forward)
-    ranks = {id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}
-    found: list[Rehearsed] = []
-    for rank in sorted(ranks.values()):
-        found.append(_rehearse(model, compiled, (tuple(arguments), dict(keywords)), names, rank))
-    return found
+    names, example = argument_names(type(model).forward), (tuple(arguments), dict(keywords))
+    return [_rehearse(model, compiled, example, names, rank) for rank in kinds_of_ranks(compiled)]
+
+
+def kinds_of_ranks(compiled: Compiled) -> list[int]:
+    """The first rank of each kind: ranks with the same steps run the same."""
+    return sorted({id(compiled.streams[rank]): rank for rank in sorted(compiled.streams, reverse=True)}.values())
 
 
 def _rehearse(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str], rank: int) -> Rehearsed:
@@ -185,24 +186,25 @@ def lowered_on_shapes(
     return skeleton, axis
 
 
-def _differentiate(result: Any) -> Exception | None:
-    """Run the backward of a result; what it raised."""
+def differentiate(result: Any) -> None:
+    """Run the backward of a result."""
     outputs = [t for _, t in tensors_of((result,), {}, ("result",)) if t.requires_grad]
-    try:
-        torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
-    except Exception as error:
-        return error
-    return None
+    torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
 
 
 def _differentiated(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str]) -> Exception | None:
     """Run the call and its backward on shapes; what the backward raised."""
-    call = with_tensors(*example, names, _like)
+    call = with_tensors(*example, names, like_on(_META))
     taken = frozenset(a.location for a in compiled.assumptions if a.taken and a.location is not None)
     device, values = torch.device(compiled.program.device), compiled.facts is not None
     with on_shapes(model, taken, device, values=values, picking=compiled.picking) as recorder:
         tell_inputs(recorder, example, call, names)
-        return _differentiate(model(*call[0], **call[1]))
+        result = model(*call[0], **call[1])
+        try:
+            differentiate(result)
+        except Exception as error:
+            return error
+    return None
 
 
 def _differentiable(model: nn.Module, compiled: Compiled, example: _Call, names: Sequence[str]) -> bool:
@@ -233,11 +235,16 @@ def cannot_run(error: Exception, rank: int, model: nn.Module) -> Diagnostic:
     )
 
 
-def _like(_: Path, tensor: Tensor) -> Tensor:
-    if is_wrapper(tensor):
-        return wrapper_on_meta(tensor)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return made.requires_grad_().clone() if tensor.requires_grad else made  # no leaf: bodies may write to it
+def like_on(device: torch.device) -> Callable[[Path, Tensor], Tensor]:
+    """Makes tensors like those of a call on a device."""
+
+    def like(_: Path, tensor: Tensor) -> Tensor:
+        if is_wrapper(tensor):
+            return wrapper_on_meta(tensor)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return made.requires_grad_().clone() if tensor.requires_grad else made  # no leaf: bodies may write to it
+
+    return like
 
 
 # -- equal calls ----------------------------------------------------------------------------------------------------
@@ -316,4 +323,13 @@ def _is_in(name: str, modules: frozenset[str]) -> bool:
     return True
 
 
-__all__ = ["Rehearsed", "ShapeCommunicator", "cannot_run", "lowered_on_shapes", "rehearse"]
+__all__ = [
+    "Rehearsed",
+    "ShapeCommunicator",
+    "cannot_run",
+    "differentiate",
+    "kinds_of_ranks",
+    "like_on",
+    "lowered_on_shapes",
+    "rehearse",
+]

@@ -20,7 +20,7 @@ from tpplan.compiler.rules.declared import operands_of, result_terms, rules_of, 
 from tpplan.ops.declared import OperatorRuleError, check_rule
 from tpplan.ops.dims import dims_of, sizes_of
 from tpplan.ops.functions import SPACE
-from tpplan.ops.trial import DRAWS, Call, ClaimError, Operand, tried
+from tpplan.ops.trial import DRAWS, UNTRIED, Call, ClaimError, Operand, tried
 from tpplan.plan import Diagnostic, Plan, Severity
 from tpplan.plan.operator_rule import OperatorRule
 from tpplan.plan.positions import SourceText
@@ -79,13 +79,16 @@ def try_rules(
         name = operation.target.name().removesuffix(".default")
         if not rule.placed:
             check_rule(name, rule, None)  # it may have been defined after its rule
+        if not rule.audit:
+            found[f"{name}: {rule.text} ({UNTRIED})"] = None
+            continue
         try:
             trial = _trial(name, rule, operation, values, ranks)
         except ClaimError as error:
             raise OperatorRuleError([_untrue(name, rule, str(error))]) from error
         failed = trial(device)
         if failed:
-            found[f"{name}: {rule.text} ({failed})"] = trial if rule.audit and failed != DRAWS else None
+            found[f"{name}: {rule.text} ({failed})"] = None if failed == DRAWS else trial
     return found
 
 

@@ -128,10 +128,11 @@ def _told(cause: BaseException, name: str) -> tuple[str, str] | None:
 def _raised(cause: BaseException, name: str) -> tuple[str, str]:
     """What a module itself raised."""
     first = str(cause).strip().splitlines()
-    return (
-        f"{name} raised {type(cause).__name__}{': ' + first[0] if first else ''}",
-        "check that the model runs on these inputs without sharding, or pass `inputs=` that it accepts",
-    )
+    way_out = "check that the model runs on these inputs without sharding, or pass `inputs=` that it accepts"
+    if first and re.search(r"\bCPU\b", first[0]):
+        way_out += "; if it is for a GPU, check it as there: `tpplan validate … --device cuda`, or "
+        way_out += '`compile_plan(…, device="cuda")`'
+    return f"{name} raised {type(cause).__name__}{': ' + first[0] if first else ''}", way_out
 
 
 def models_own(error: BaseException | None) -> Exception | None:

@@ -26,6 +26,7 @@ from tpplan.compiler.rewrite.attention import Attention, attentions, references
 from tpplan.compiler.rewrite.settle import Settled
 from tpplan.compiler.rules.own_arguments import with_own_arguments
 from tpplan.ops.dim_map import dim_of, dims_of, size_argument
+from tpplan.ops.flex import is_flex
 from tpplan.ops.issued import SLICE_COPY, VIEWS_OF_PARTS
 
 
@@ -65,6 +66,8 @@ def local_steps(
             continue
         if isinstance(node, Operation) and node.overwritten:
             moved.clear()
+        if isinstance(node, Operation) and is_flex(node.name):
+            raise ReplayError("the body calls `flex_attention` with functions of its own, which a record hasn't")
         here = _before(node, settled.moves)
         instead: dict[int, int] = {}
         for value, target in here.items():

@@ -123,8 +123,6 @@ def declared_layouts(
 def _results(
     rule: OperatorRule, node: OperationNode, values: Sequence[LocalValue], layouts: Mapping[int, Layout], size: int
 ) -> Iterator[Layout]:
-    if _argument(node, rule.draws):
-        raise _NoLayoutError("draws random numbers, the same on each rank")
     operands = [(name, term, value) for name, term, value in operands_of(node, rule) if value is not None]
     partial = [name for name, _, value in operands if layouts[value].forward == "P"]
     split = [(term, value) for _, term, value in operands if layouts[value].is_sharded]
@@ -192,11 +190,6 @@ def _results(
         if found is None or (summed and not found.has_replicas):
             raise _NoLayoutError("makes a result of parts that no layout describes")
         yield found
-
-
-def _argument(node: OperationNode, name: str) -> Any:
-    """What an operation is called with as this argument; None if it isn't."""
-    return (dict(zip(schema_argument_names(node.target), node.arguments, strict=False)) | dict(node.keywords)).get(name)
 
 
 def _is_shared_out(

@@ -23,7 +23,7 @@ from tpplan.compiler.ir.trace import Frame, Operation, Trace
 from tpplan.ops.declared import rule_of
 from tpplan.ops.registry import DRAWN_BY_SHAPE
 
-_KNOWN = frozenset((*TORCH_NAMESPACES, "tpplan"))
+_OF_TORCH = frozenset((*TORCH_NAMESPACES, "tpplan"))
 _SWITCHES = frozenset({"dropout_p", "dropout", "train", "training"})
 
 
@@ -33,13 +33,13 @@ def is_draw(operator: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[
     Fused attention may draw, and draws nothing if its dropout is 0; one call of it is one draw, as is the one dropout
     that it decomposes into. An operator that makes no tensor, such as torch's choice of a kernel, draws nothing.
     """
-    switches = _known.get(id(operator))
-    if switches is None:
+    known = _known.get(id(operator))
+    if known is None:
         # An operator lives as long as the process, and its own hash is computed in Python.
-        switches = _known[id(operator)] = _switches(operator)
-    if switches is _NEVER:
-        rule = rule_of(str(operator)) if operator.namespace not in _KNOWN else None
-        return rule is not None and rule.random
+        known = _known[id(operator)] = (is_random(operator), _switches(operator))
+    random, switches = known
+    if not random and not _is_told(operator):
+        return False
     for position, name, default in switches:
         held = arguments[position] if position < len(arguments) else keywords.get(name, default)
         if held is not None and not held:
@@ -48,14 +48,17 @@ def is_draw(operator: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[
 
 
 _Switches = tuple[tuple[int, str, Any], ...]
-_NEVER: _Switches = ((-1, "", None),)
-_known: dict[int, _Switches] = {}
+_known: dict[int, tuple[bool, _Switches]] = {}
+
+
+def _is_told(operator: OpOverload) -> bool:
+    """Whether an operator draws by its rule."""
+    rule = None if operator.namespace in _OF_TORCH else rule_of(str(operator))
+    return rule is not None and rule.random
 
 
 def _switches(operator: OpOverload) -> _Switches:
     """The arguments with which an operator is told not to draw, with their places and defaults."""
-    if not is_random(operator):
-        return _NEVER
     named = enumerate(schema_defaults(operator))
     return tuple((position, name, default) for position, (name, default) in named if name in _SWITCHES)
 

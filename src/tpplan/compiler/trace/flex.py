@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tpplan.compat import FLEX_ATTENTION, Unwatched, flex_function
+from tpplan.compat import FLEX_ATTENTION, Unwatched, flex_function, schema_mutates
 from tpplan.compiler.ir.trace import Operation, Reference
-from tpplan.compiler.trace.noted import UnfollowedError
+from tpplan.compiler.trace.draws import is_draw
+from tpplan.compiler.trace.noted import Aside, UnfollowedError
 from tpplan.compiler.trace.recorder import Recorder
 from tpplan.ops.flex import BATCH, HEAD, FlexCall, flex_attention
 
@@ -104,10 +105,10 @@ class _Read:
         self._name_of = name
         with self.recorder.aside() as aside, self.mode, torch.no_grad():
             result = flex_function(function, given)
-        if aside.calls or aside.branches:
+        fault = self._fault(aside)
+        if fault:
             raise UnfollowedError(
-                f"the `{name}` of a `flex_attention` {'calls a module' if aside.calls else 'branches on a number'}",
-                "compute what it needs before the call, and index that",
+                f"the `{name}` of a `flex_attention` {fault}", "compute what it needs before the call, and index that"
             )
         names, lines = {**self.scalars}, list[str]()
         for node in aside.body:
@@ -120,6 +121,21 @@ class _Read:
             made = self.recorder.value_of(result)
         self._read([made])
         return "\n".join([*lines, self._name(made, names)])
+
+    def _fault(self, aside: Aside) -> str:
+        """What no operation on one score can stand for; "" for nothing."""
+        nodes = [node for node in aside.body if isinstance(node, Operation)]
+        if aside.calls:
+            return "calls a module"
+        if aside.branches:
+            return "branches on a number"
+        if any(is_draw(node.target, node.arguments, node.keywords) for node in nodes):
+            return "draws random numbers"
+        made = {output for node in nodes for output in node.outputs}
+        written = (node for node in nodes if schema_mutates(node.target))
+        if any(not made.issuperset(node.inputs[:1]) and node.inputs[0] not in self.scalars for node in written):
+            return "writes to a tensor that it doesn't make"
+        return ""
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are read, in the order in which they are named."""

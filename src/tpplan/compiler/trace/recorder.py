@@ -389,7 +389,7 @@ class Recorder(RecordingMode):
         inputs = tuple([self.value_of(operand) for operand in operands])
         arguments = tuple([self._refer(argument) for argument in args])
         named = {name: self._refer(argument) for name, argument in keywords.items() if name != "device"}
-        written, view, detached = _traits(func)
+        written, view, detached, kept = _traits(func)
         result, made = self._run(func, args, keywords, memoise=not written and not view)
         numbers: Sequence[Any] | None = None
         if self.known is not None:
@@ -401,7 +401,7 @@ class Recorder(RecordingMode):
             and any([self.values[identifier].differentiable for identifier in inputs])
         )
         overwritten: tuple[int, ...] = ()
-        if kept := written_tensors(func):  # what it writes to and doesn't return is another value from there on
+        if kept:  # what it writes to and doesn't return is another value from there on
             names = tensor_arguments(func)[0]
             given = dict(zip(schema_argument_names(func), args, strict=False)) | keywords
             targets: list[Any] = [given.get(names[place]) for place in kept]
@@ -810,17 +810,18 @@ def _check_alignment(tensor: Tensor) -> None:
         )
 
 
-def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool]:
-    """Which arguments an operator writes to, whether it returns a view, and whether it cuts the gradient off."""
+def _traits(func: OpOverload) -> tuple[tuple[int, ...], bool, bool, tuple[int, ...]]:
+    """What it writes to; whether it returns a view, or cuts the gradient off; the tensors that it writes and keeps."""
     # An operator lives as long as the process, and its own hash is computed in Python.
     found = _known_traits.get(id(func))
     if found is None:
         detached = func.name() in _WITHOUT_GRADIENT
-        found = _known_traits[id(func)] = (schema_mutates(func), schema_returns_view(func), detached)
+        found = (schema_mutates(func), schema_returns_view(func), detached, written_tensors(func))
+        _known_traits[id(func)] = found
     return found
 
 
-_known_traits: dict[int, tuple[tuple[int, ...], bool, bool]] = {}
+_known_traits: dict[int, tuple[tuple[int, ...], bool, bool, tuple[int, ...]]] = {}
 _WITHOUT_GRADIENT = frozenset(
     f"aten::{name}" for name in ("detach", "detach_", "new_empty", "new_full", "new_ones", "new_zeros")
 )
