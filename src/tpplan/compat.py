@@ -216,6 +216,7 @@ __all__ = [
     "without_packing",
     "wrapper_like",
     "written_tensors",
+    "written_values",
 ]
 
 COMPOSED = frozenset((STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"))
@@ -850,6 +851,16 @@ def written_tensors(operator: OpOverload) -> tuple[int, ...]:
     returned = {found.alias_info is not None and found.alias_info.is_write for found in operator._schema.returns}
     written = [held[place].name for place in schema_mutates(operator)] if True not in returned else []
     return tuple(names.index(name) for name in written if name in names)
+
+
+def written_values(operator: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+    """What a call writes to and doesn't return, in the order of `written_tensors`; None for what it isn't given."""
+    places = written_tensors(operator)
+    if not places:
+        return []
+    names = tensor_arguments(operator)[0]
+    given = {**dict(zip(schema_argument_names(operator), args, strict=False)), **keywords}
+    return [given.get(names[place]) for place in places]
 
 
 def qualified_name(packet: OpOverloadPacket) -> str:

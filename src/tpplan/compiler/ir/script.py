@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.compat import named_modules
+from tpplan.compat import OpOverload, named_modules, written_values
 from tpplan.compiler.ir.pytree import children, rebuilt
 from tpplan.compiler.ir.trace import Path, Reference
 from tpplan.plan import TpplanError
@@ -109,9 +109,12 @@ def play(
         keywords = {name: fill(held) for name, held in step.keywords.items()}
         if step.on_device:
             keywords["device"] = device
+        arguments = [_listed(fill(a)) for a in step.arguments]
         with torch.no_grad() if step.gradless else nullcontext():
-            result: Any = step.target(*(_listed(fill(a)) for a in step.arguments), **keywords)
+            result: Any = step.target(*arguments, **keywords)
         made: list[Any] = [*result] if isinstance(result, (tuple, list)) else [result]
+        if len(made) < len(step.outputs):  # it goes on with what the operator wrote to
+            made += written_values(cast(OpOverload, step.target), arguments, keywords)
         for output, shape, held in zip(step.outputs, step.shapes, made, strict=True):
             if output is not None:
                 if first and tuple(held.shape) != shape:

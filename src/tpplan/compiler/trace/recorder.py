@@ -31,13 +31,12 @@ from tpplan.compat import (
     random_state,
     run_as_written,
     runs_as_written,
-    schema_argument_names,
     schema_mutates,
     schema_returns_view,
     set_random_state,
     sizes_by_numbers,
-    tensor_arguments,
     written_tensors,
+    written_values,
 )
 from tpplan.compiler.ir.objects import note_alike
 from tpplan.compiler.ir.trace import (
@@ -392,7 +391,7 @@ class Recorder(RecordingMode):
         written, view, detached, kept = _traits(func)
         result, made = self._run(func, args, keywords, memoise=not written and not view)
         numbers: Sequence[Any] | None = None
-        if self.known is not None:
+        if self.known is not None and not kept:
             held = dict(zip(map(id, operands), inputs, strict=True))
             numbers = self.known.computed(func, args, keywords, held, [g for _, g in made], bool(written))
         differentiable = (
@@ -401,18 +400,20 @@ class Recorder(RecordingMode):
             and any([self.values[identifier].differentiable for identifier in inputs])
         )
         overwritten: tuple[int, ...] = ()
-        if kept:  # what it writes to and doesn't return is another value from there on
-            names = tensor_arguments(func)[0]
-            given = dict(zip(schema_argument_names(func), args, strict=False)) | keywords
-            targets: list[Any] = [given.get(names[place]) for place in kept]
+        base = inputs[0] if (view or written) and inputs else None
+        bases = [base for _ in made]
+        if kept:  # what it writes to and doesn't return is another value from there on, of the same memory
+            targets = written_values(func, args, keywords)
+            own = [self.value_of(target) if isinstance(target, Tensor) else None for target in targets]
+            overwritten = self._aliases_of([target for target in targets if isinstance(target, Tensor)])
+            bases = [*(None for _ in made), *own]
             made = [*made, *((t, _geometry_of(t) if isinstance(t, Tensor) else None) for t in targets)]
-        if written:
+        elif written:
             target = args[written[0]] if written[0] < len(args) else next(iter(keywords.values()))
             targets = [target] if isinstance(target, Tensor) else [t for t in target if isinstance(t, Tensor)]
             overwritten = self._aliases_of(targets)
         outputs: list[int | None] = []
-        base = inputs[0] if (view or written) and inputs else None
-        for item, geometry in made:
+        for (item, geometry), base in zip(made, bases, strict=True):
             if geometry is None:
                 outputs.append(None)
                 continue
