@@ -31,7 +31,7 @@ help:
 	@echo "make states     try every use of parameters and states, and write docs/state.md"
 	@echo "make generation try every way of generating, and write docs/generation.md"
 	@echo "make docs       regenerate the generated pages      make wheel      build sdist and wheel into dist/"
-	@echo "make gpu        test and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
+	@echo "make gpu        test kernels and attention, and measure the kernels, on a machine with a GPU and torch, in the interpreter GPU_PYTHON"
 	@echo "make mutations  plant bugs, and say which tests notice"
 	@echo "make setup      only the virtual environment        make clean      remove what was built, not $(VENV)"
 
@@ -116,7 +116,8 @@ gpu:
 	$(GPU_PYTHON) -m pip install --quiet 'pytest>=8.4' 'hypothesis>=6.100' 'ruamel.yaml>=0.18' 'rich>=13' 'pydantic>=2' \
 	    'safetensors>=0.4.3' 'numpy>=1.26'
 	-$(GPU_PYTHON) -m pip install --quiet --no-deps liger-kernel==0.8.5
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/kernels -m gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/kernels tests/ops/test_attention_on_a_gpu.py -m gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/cli/test_device.py
 	PYTHONPATH=src $(GPU_PYTHON) -m tpplan.bench.kernels $(ARGS)
 
 wheel: $(VENV)/.extra-dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_heads_are_split_where_no_function_reads_them(name: str, rules: dict[str
     assert any(found.code == "TP104" for found in program.diagnostics) == whole
 
 
+def of_gradients(models: Sequence[nn.Module], results: Sequence[Tensor]) -> float:
+    """The largest difference between the gradients of two models, of which these are the results."""
+    for model, result in zip(models, results, strict=True):
+        model.zero_grad()
+        result.square().sum().backward()
+    return difference(*([parameter.grad for parameter in model.parameters()] for model in models))
+
+
 def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bool) -> list[float]:
     torch.manual_seed(0)
     stock = MODELS[name]().double().requires_grad_(gradients)
@@ -58,10 +67,7 @@ def on_processes(member: Member, name: str, rules: dict[str, Any], gradients: bo
             results = [held(call(batch, length)) for held in (model, stock)]
             found.append(difference(*results))
             if gradients:
-                for held, result in zip((model, stock), results, strict=True):
-                    held.zero_grad()
-                    result.square().sum().backward()
-                found.append(difference(*([p.grad for p in held.parameters()] for held in (model, stock))))
+                found.append(of_gradients((model, stock), results))
     return found
 
 
@@ -278,10 +284,7 @@ def with_flash(member: Member | None) -> Any:
         for given in ({"input_ids": ids}, {"input_ids": ids[:, :9], "labels": ids[:, :9]}):
             results = [held(**given).logits for held in (model, stock)]
             found.append(difference(*results))
-            for held, result in zip((model, stock), results, strict=True):
-                held.zero_grad()
-                result.square().sum().backward()
-            found.append(difference(*([p.grad for p in held.parameters()] for held in (model, stock))))
+            found.append(of_gradients((model, stock), results))
     return found
 
 

@@ -53,6 +53,13 @@ class FusedRMSNormAffineFunction(torch.autograd.Function):
         return own, (gradients[0] * normed).flatten(0, -2).sum(0), None, None, None
 
 
+def softmax_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    """The gradient of scores, by what a forward has saved."""
+    (made,) = ctx.saved_tensors
+    inner = gradient * made
+    return ctx.scale * (inner - made * inner.sum(-1, keepdim=True))
+
+
 class ScaledMaskedSoftmax(torch.autograd.Function):
     """Scores (b, np, sq, sk), and a mask (b, 1, sq, sk) of those that don't count."""
 
@@ -66,9 +73,7 @@ class ScaledMaskedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (made,) = ctx.saved_tensors
-        inner = gradients[0] * made
-        return ctx.scale * (inner - made * inner.sum(-1, keepdim=True)), None, None
+        return softmax_backward(ctx, gradients[0]), None, None
 
 
 class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
@@ -85,9 +90,7 @@ class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (made,) = ctx.saved_tensors
-        inner = gradients[0] * made
-        return ctx.scale * (inner - made * inner.sum(-1, keepdim=True)), None
+        return softmax_backward(ctx, gradients[0]), None
 
 
 tpplan.register_operator(FusedRMSNormAffineFunction, "... f!, f! -> ... f!")

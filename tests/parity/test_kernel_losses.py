@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import tpplan
+from tests.kernels.launches import counted
 from tests.parity.test_class_functions import PLAN, Head, Loss, criterion, of_rows, plain, summed, weighed, with_z
-from tpplan import kernels
 from tpplan.compiler.ir.program import KernelUse
-from tpplan.kernels import backend
 from tpplan.parity import verify_program
 from tpplan.runtime import class_rows
 from tpplan.runtime.class_rows import ClassPart, Rows, Sums, joined
@@ -23,20 +23,10 @@ ROWS, WIDTH = 6, 8
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def launched() -> Iterator[Counter[str]]:
     """As where kernels run: how often each of the two operators is called."""
-    monkeypatch.setattr(backend, "runs_kernels", lambda tensor: not tensor.is_meta)
-    monkeypatch.setattr(kernels, "available", lambda device: kernels.Backend("triton", "for the test"))
-    calls: Counter[str] = Counter()
-    for name in ("PARTS", "BACKWARD"):
-        operator = getattr(class_rows, name)
-
-        def call(*given: Any, name: str = name, operator: Any = operator) -> Any:
-            calls[name] += 1
-            return operator(*given)
-
-        monkeypatch.setattr(class_rows, name, call)
-    return calls
+    with counted(class_rows, "PARTS", "BACKWARD") as calls:
+        yield calls
 
 
 def smoothed(model: Head, logits: Tensor, labels: Tensor) -> Tensor:

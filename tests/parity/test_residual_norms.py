@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
+from tests.kernels.launches import counted
 from tests.models.tiny import tiny_model
 from tpplan import kernels
 from tpplan.compat import fake_process_group, local_of
 from tpplan.compiler.ir.program import KernelUse
-from tpplan.kernels import backend
 from tpplan.runtime.fused_sums import ResidualNorm
 
 ASKED = "\nkernels: {residual_norm: triton}\n"
@@ -29,20 +29,10 @@ HIDDEN = 16
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def launched() -> Iterator[Counter[str]]:
     """As where kernels run: how often each of the two functions is called on numbers."""
-    monkeypatch.setattr(backend, "runs_kernels", lambda tensor: not tensor.is_meta)
-    monkeypatch.setattr(kernels, "available", lambda device: kernels.Backend("triton", "for the test"))
-    calls: Counter[str] = Counter()
-    for name in ("residual_layer_norm", "residual_rms_norm"):
-        stock = getattr(kernels, name)
-
-        def call(*given: Any, name: str = name, stock: Any = stock, **keywords: Any) -> Any:
-            calls[name] += not given[0].is_meta
-            return stock(*given, **keywords)
-
-        monkeypatch.setattr(kernels, name, call)
-    return calls
+    with counted(kernels, "residual_layer_norm", "residual_rms_norm") as calls:
+        yield calls
 
 
 def fused_in(program: tpplan.Program) -> list[str]:
