@@ -138,12 +138,6 @@ def _results(
     if any(term.dims is None for term, _ in split):
         raise _NoLayoutError("needs all of an argument that is split, as its rule has `_` there")
     named = [(dims_of(term, len(values[v].shape)), v) for _, term, v in operands if term.dims is not None]
-    for dims, value in named:
-        held = layouts[value]
-        own = () if held.dim is None else dims[held.dim].names
-        whole = own[0] if own and rule.whole.issuperset(own) else None
-        if whole is not None:
-            raise _NoLayoutError(dict(rule.reasons).get(whole) or f"needs all of `{whole}` by its rule, which is split")
     results = [(term, o) for term, o in zip(result_terms(rule, node), node.outputs, strict=True)]
     shapes = [(dims, values[v].shape) for dims, v in named]
     shapes += [
@@ -152,11 +146,8 @@ def _results(
         if o is not None and term.dims is not None and number not in rule.own
     ]
     counts = sizes_of(shapes, told_sizes(rule, node))
-    ranks = [_names_on(rank, named, values, layouts, counts, size) for rank in range(size)]
+    ranks = [_names_on(rule, rank, named, values, layouts, counts, size) for rank in range(size)]
     parted = [n for n in ranks[0] if any(len(held[n]) != counts.get(n) for held in ranks)]
-    lacking = next((n for n in parted if n in rule.whole), None)
-    if lacking is not None:
-        raise _NoLayoutError(f"needs all of `{lacking}` by its rule, which is split")
     for number, (term, output) in enumerate(results):
         if output is not None and number in rule.own and len(term.dims or ()) != len(values[output].shape):
             yield REPLICATED
@@ -234,7 +225,7 @@ def with_local_sizes(
     try:
         counts = sizes_of([(dims, values[value].shape) for dims, value in named], told_sizes(rule, operation))
         own = {value: layouts.get(value, REPLICATED) for _, value in named}
-        held = _names_on(rank, named, values, own, counts, size)
+        held = _names_on(rule, rank, named, values, own, counts, size)
     except (_NoLayoutError, ValueError):
         return operation
     sizes = {argument: len(held[name]) for argument, name in rule.sizes if name in held}
@@ -257,6 +248,7 @@ def result_terms(rule: OperatorRule, node: OperationNode | Operation) -> tuple[T
 
 
 def _names_on(
+    rule: OperatorRule,
     rank: int,
     named: Sequence[tuple[tuple[Dim, ...], int]],
     values: Sequence[LocalValue] | Sequence[Value],
@@ -270,6 +262,9 @@ def _names_on(
         held, shape = layouts[value], values[value].shape
         for dim, entries in zip(dims, _held(held, shape, size, rank), strict=True):
             for name, part in _by_name(dim, entries, shape, counts):
+                if name in rule.whole and len(part) != counts.get(name):
+                    why = dict(rule.reasons).get(name)
+                    raise _NoLayoutError(why or f"needs all of `{name}` by its rule, which is split")
                 if found.setdefault(name, part) != part:
                     raise _NoLayoutError(f"would get another part of `{name}` from each of two arguments")
     return found
