@@ -94,6 +94,21 @@ def test_a_model_that_fails_unsharded_is_told_so() -> None:
         tpplan.compile_plan(Mixed(), PAIR, 2, torch.zeros(2, 16), device="cpu")
 
 
+@pytest.mark.parametrize(("device", "unused"), [("cpu", True), ("cuda", False)])
+def test_kernels_for_a_gpu_have_an_effect_there(device: str, unused: bool) -> None:
+    class Normed(Branches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(self.norm(x)))
+
+    plan = {**PAIR, "kernels": {"layer_norm": "triton"}}
+    program = tpplan.compile_plan(Normed(), plan, 2, torch.zeros(2, 16), device=device)
+    assert ("TP150" in {found.code for found in program.diagnostics}) == unused
+
+
 def test_no_device_of_torch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'gpu' isn't a device of torch: write `\"cuda\"`"):
         tpplan.compile_plan(Branches(), PAIR, 2, torch.zeros(2, 16), device="gpu")

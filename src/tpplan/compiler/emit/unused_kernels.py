@@ -35,7 +35,9 @@ def unused_kernels(plan: Plan, uses: Sequence[KernelUse], device: torch.device |
                 message=f"`{rule.kind}: {rule.choice}` has no effect: {reason}",
                 span=rule.choice_span,
                 label="no effect",
-                help="remove it, or write `auto`, which takes a kernel wherever one fits",
+                help="remove it"
+                if KINDS[rule.kind].asked
+                else "remove it, or write `auto`, which takes a kernel wherever one fits",
                 subject=None if rule.pattern is None else rule.pattern.text,
             )
 
@@ -52,6 +54,8 @@ def _reason(plan: Plan, rule: KernelRule, uses: Sequence[KernelUse], device: tor
         return "" if heeded else _nowhere(rule, [use.refused for use in held] + unfused)
     if not any(not use.refused for use in held):
         return _nowhere(rule, [use.refused for use in held] + unfused)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return ""  # it is for a GPU that isn't here
     there = kernels.available(device)
     return "" if there.name == "triton" else f"the model's own operations run, as there is no kernel: {there.reason}"
 
