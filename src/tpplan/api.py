@@ -196,6 +196,8 @@ def _parallelize(
     agree(group, None if compiled is None else compiled.digest, error, draws)
     assert loaded is not None and inner is not None and compiled is not None and program is not None
     axis = ranks_of(group)
+    if program.one_shot:
+        axis.sum_in_one_step(program.one_shot, device_of_mesh(over))
     guard = CallGuard(make_skeleton(inner.model).model, inner.plan, compiled, *inner.call, axis)
     lower(inner.model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     if inner.name:

@@ -163,6 +163,7 @@ __all__ = [
     "native_apply",
     "new_distributed_tensor",
     "nothing_compiled",
+    "one_shot_sum",
     "ordinary_call",
     "over_ranks",
     "own_buffers",
@@ -181,6 +182,7 @@ __all__ = [
     "recomputes",
     "refused_option",
     "register_sharding",
+    "rendezvous",
     "replicas_without_mesh",
     "run_as_written",
     "run_flex_attention",
@@ -197,6 +199,7 @@ __all__ = [
     "set_random_state",
     "skip_frame",
     "storage_key",
+    "symmetric_empty",
     "take_as_constant",
     "takes_apart",
     "takes_device",
@@ -1933,6 +1936,25 @@ def graph_break(reason: str) -> None:
 def take_as_constant(function: Callable[..., Any]) -> None:
     """Have Dynamo call `function` as it is, and put its result into the graph; torch's decorator imports Dynamo."""
     cast("Any", function)._dynamo_marked_constant = True
+
+
+def symmetric_empty(size: int, device: torch.device) -> Tensor:
+    """So many bytes that other ranks' GPUs can read, once all have met (`rendezvous`)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(size, dtype=torch.uint8, device=device)
+
+
+def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group read each other's memory; each calls this with its own, all of one size."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.rendezvous(memory, group.group_name)
+
+
+def one_shot_sum(place: Tensor, own: Tensor, group: str) -> None:
+    """The sum over the ranks of a group, in place of `own`; `place` is as large, in memory that they all read."""
+    cast("Any", torch.ops.symm_mem).one_shot_all_reduce_copy_out(place, own, "sum", group, own)
 
 
 def traced_all_reduce(tensor: Tensor, group: str) -> Tensor:

@@ -21,6 +21,7 @@ from tpplan.plan import shipped_plan_names
 
 TORCH = "parallelize_module"
 _KINDS = {
+    "one_shot_all_reduce": Collective.ONE_SHOT,
     "all_reduce": Collective.ALL_REDUCE,
     "allreduce": Collective.ALL_REDUCE,
     "reduce_scatter": Collective.REDUCE_SCATTER,

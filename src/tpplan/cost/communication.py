@@ -2,7 +2,7 @@
 
 T(all-reduce) = 2(N-1)α + 2(N-1)/N · D/β; all-gather, reduce-scatter and all-to-all take half of that, with D the bytes
 of the whole tensor (Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH",
-2005).
+2005). A one-shot all-reduce has one step, in which each rank reads the whole of every other.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def ring_steps(collective: str, size: int) -> int:
     """Steps of the ring algorithm of `collective` on `size` ranks."""
     return {
         "all-reduce": 2 * (size - 1),
+        "one-shot all-reduce": 1,
         "all-gather": size - 1,
         "reduce-scatter": size - 1,
         "all-to-all": size - 1,
@@ -45,6 +46,8 @@ def bytes_sent(collective: str, whole: int, size: int) -> int:
     share = whole * (size - 1) // size
     if collective == "all-reduce":
         return 2 * share
+    if collective == "one-shot all-reduce":
+        return whole * (size - 1)
     if collective == "all-to-all":
         return share // size
     return share if collective in ("all-gather", "reduce-scatter") else 0

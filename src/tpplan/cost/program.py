@@ -6,7 +6,6 @@ out: `Traffic` of the forward and of the backward, of the sum of parameter gradi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -99,12 +98,9 @@ def module_traffic(modules: Iterable[ModuleProgram], size: int) -> StepTraffic:
 
 def gradient_sum_traffic(program: Program) -> Traffic:
     """The coalesced sums of partial parameter gradients: one all-reduce for each dtype, once a backward."""
-    whole: Counter[str] = Counter()
-    for parameter in program.summed_parameters:
-        whole[parameter.dtype] += parameter.summed_bytes
     total = Traffic()
-    for held in whole.values():
-        total += _collective("all-reduce", held, program.size)
+    for name, held in program.gradient_sums:
+        total += _collective(name, held, program.size)
     return total
 
 

@@ -100,6 +100,8 @@ class ThreadCommunicator:
         counts: how often each collective ran.
     """
 
+    one_shot = 0
+
     def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
         """Be `rank` of those that meet at `rendezvous`."""
         self.size = rendezvous.size

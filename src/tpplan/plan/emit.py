@@ -20,6 +20,8 @@ def plan_to_dict(plan: Plan) -> dict[str, object]:
         document["kernels"] = _kernels(plan.kernels)
     if plan.operators:
         document["operators"] = {rule.name: rule.rule.text for rule in plan.operators}
+    if plan.one_shot:
+        document["one_shot_all_reduce"] = plan.one_shot
     return document
 
 

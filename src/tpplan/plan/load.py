@@ -84,6 +84,7 @@ class _Loader:
             rules=merged.rules,
             kernels=merged.kernels,
             operators=merged.operators,
+            one_shot=merged.one_shot or 0,
             sources=tuple(item.shown for item in sources),
         )
 
@@ -184,6 +185,7 @@ def _merge(base: Document, child: Document) -> Document:
         rules=tuple[Rule, ...]((*kept, *added)),
         kernels=_merge_kernels(base.kernels, child.kernels),
         operators=tuple({rule.name: rule for rule in (*base.operators, *child.operators)}.values()),
+        one_shot=base.one_shot if child.one_shot is None else child.one_shot,
     )
 
 

@@ -22,6 +22,7 @@ class Plan:
         rules: the rules, a base plan's first.
         kernels: the kernel choices, a base plan's first.
         operators: the rules of operators, a base plan's first.
+        one_shot: the largest all-reduces that ranks do in one step, in bytes.
         sources: the files that it was read from, the outermost first.
     """
 
@@ -31,6 +32,7 @@ class Plan:
     rules: tuple[Rule, ...] = ()
     kernels: tuple[KernelRule, ...] = ()
     operators: tuple[OperatorEntry, ...] = ()
+    one_shot: int = 0
     sources: tuple[str, ...] = field(default=(), compare=False)
 
     def match(self, module_names: Iterable[str], parameter_names: Iterable[str] = ()) -> Matched:

@@ -34,6 +34,7 @@ class Document(NamedTuple):
         rules: the rules, in the order of the file.
         kernels: the kernel choices, in the order of the file.
         operators: the rules of operators, in the order of the file.
+        one_shot: the largest all-reduces that are done in one step, in bytes, if given.
     """
 
     name: str | None
@@ -42,6 +43,7 @@ class Document(NamedTuple):
     rules: tuple[Rule, ...]
     kernels: tuple[KernelRule, ...]
     operators: tuple[OperatorEntry, ...]
+    one_shot: int | None
 
 
 def read_document(root: Node | None, file: str, problems: Problems) -> Document | None:
@@ -69,6 +71,7 @@ def read_document(root: Node | None, file: str, problems: Problems) -> Document 
         tuple(read_rules(given["modules"], file, problems)) if "modules" in given else (),
         tuple(_read_kernels(given["kernels"], file, problems)) if "kernels" in given else (),
         tuple(_read_operators(given["operators"], file, problems)) if "operators" in given else (),
+        _read_bytes(given["one_shot_all_reduce"], problems) if "one_shot_all_reduce" in given else None,
     )
 
 
@@ -123,6 +126,14 @@ def _read_operators(node: Node, file: str, problems: Problems) -> Iterator[Opera
             problems.add("TP022", error.message, span, label=error.message, help=error.help)
             continue
         yield OperatorEntry(key.text.removesuffix(".default"), rule, value.span, origin_of(key, file))
+
+
+def _read_bytes(node: Node, problems: Problems) -> int | None:
+    if not isinstance(node, ScalarNode) or type(node.value) is not int or node.value < 0:
+        message = "`one_shot_all_reduce` has to be a number of bytes"
+        wrong_type(node, message, problems, "write `one_shot_all_reduce: 262144`")
+        return None
+    return node.value
 
 
 _EXAMPLE = '"my::attn": "b h s! d!, b h t! d!, b h t! d! -> b h s! d!"'

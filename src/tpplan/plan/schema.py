@@ -50,6 +50,8 @@ class PlanFile:
     """Kernel choices by kind, or by a module pattern and then by kind."""
     operators: dict[str, str] | None = None
     """How operators of torch.library work on parts of their arguments: rules by name, `my::attn`."""
+    one_shot_all_reduce: int | None = None
+    """The largest all-reduces, in bytes, that ranks do in one step, each reading what all others have."""
 
 
 PLAN_KEYS: Final = tuple(entry.name for entry in fields(PlanFile))

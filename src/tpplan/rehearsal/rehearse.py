@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from tpplan.ambience import ambience
 from tpplan.compat import fake_mesh, named_modules, native_apply, runs_backward
-from tpplan.compiler.ir.layout import Pack
+from tpplan.compiler.ir.layout import Pack, all_reduce_of
 from tpplan.compiler.ir.program import ParameterPlacement, Program
 from tpplan.compiler.ir.pytree import tensors_of, with_items, with_tensors
 from tpplan.compiler.ir.steps import Heard, Stream, renamed
@@ -58,12 +58,13 @@ class ShapeCommunicator:
         """Be `rank` of `size`."""
         self.size = size
         self.rank = rank
+        self.one_shot = 0
         self.counts: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
-        self._count("all-reduce", tensor, 1)
+        self._count(all_reduce_of(tensor.nbytes, tensor.dtype, self.one_shot), tensor, 1)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _BLOCK_STYLE = "bold cyan"
 _SUBTOTAL_STYLE = "italic"
 _WIDEST_PLACEMENT = 16
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_COLLECTIVES = ("all-reduce", "one-shot all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def communication_table(program: Program, items: Sequence[Item], width: int) -> Table:

@@ -6,6 +6,7 @@ Other implementations stand in for it elsewhere: shapes only (the compiler's che
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, Self, cast
 
@@ -24,6 +25,7 @@ from tpplan.compat import (
     traced_reduce_scatter,
 )
 from tpplan.runtime.faults import lost_rank
+from tpplan.runtime.one_shot import SharedMemory, share_memory
 
 
 class Communicator(Protocol):
@@ -32,10 +34,12 @@ class Communicator(Protocol):
     Attributes:
         size: number of ranks.
         rank: this one's number on the axis.
+        one_shot: the largest all-reduces that are done in one step, in bytes.
     """
 
     size: int
     rank: int
+    one_shot: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks. May write to `tensor`, which must be the caller's own."""
@@ -75,11 +79,14 @@ class ProcessGroupCommunicator:
         place: which module's boundary it serves, for errors.
         adjoint: whether it serves a backward.
         counted: whether a program says how often that is.
+        shared: where small tensors are summed in one step, if the ranks share memory.
     """
 
     place = ""
     adjoint = False
     counted = True
+    one_shot = 0
+    shared: SharedMemory | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the ranks of `group`, in its order."""
@@ -101,11 +108,26 @@ class ProcessGroupCommunicator:
         made.place = place
         return made
 
+    def sum_in_one_step(self, largest: int, device: torch.device) -> None:
+        """From now on sum tensors of up to `largest` bytes in one step; each rank calls this, which warns if none can.
+
+        (An `all_reduce` in a graph of torch.compile is the graph's: inductor has an option for it.)
+        """
+        found = share_memory(self.group, largest, device)
+        if isinstance(found, SharedMemory):
+            self.shared = found
+            return
+        warnings.warn(
+            f"the plan asks for one-shot all-reduces, but the process group's own are used: {found}", stacklevel=3
+        )
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
         if is_traced():
             return _like(traced_all_reduce(_real(tensor), self._name), tensor)
         tensor = tensor.contiguous()
+        if self.shared is not None and self.shared.sums(tensor):
+            return tensor
         try:
             _wait(self.group.allreduce([_real(tensor)], self._summed))
         except RuntimeError as error:
@@ -114,7 +136,11 @@ class ProcessGroupCommunicator:
 
     def direct(self) -> ProcessGroupCommunicator:
         """The same ranks where neither a compiler nor a mode looks, and no gradient is recorded."""
-        return self if "all_reduce" in self.__dict__ else _Direct(self.group).at(self.place)  # or somebody counts
+        if "all_reduce" in self.__dict__:
+            return self  # somebody counts
+        made = _Direct(self.group).at(self.place)
+        made.shared = self.shared
+        return made
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """See `Communicator`."""
@@ -191,6 +217,8 @@ class _Direct(ProcessGroupCommunicator):
         """See `Communicator`."""
         if tensor.is_complex() or not tensor.is_contiguous():
             return super().all_reduce(tensor)
+        if self.shared is not None and self.shared.sums(tensor):
+            return tensor
         if tensor.device != self._device:
             self._meet(tensor.device)
         try:

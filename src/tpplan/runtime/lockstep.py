@@ -28,6 +28,7 @@ from tpplan.compat import (
     without_dispatch_modes,
     without_function_modes,
 )
+from tpplan.compiler.ir.layout import all_reduce_of
 from tpplan.compiler.ir.program import Program
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import ProcessGroupCommunicator, described
@@ -157,7 +158,7 @@ class LockstepCommunicator(ProcessGroupCommunicator):
     # -- collectives ----------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Communicator`."""
-        self._compare("all-reduce", tensor)
+        self._compare(all_reduce_of(tensor.nbytes, tensor.dtype, self.one_shot), tensor)
         return super().all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:

@@ -108,6 +108,7 @@ def lower(model: nn.Module, program: Program, distributor: Distributor, guard: G
             call runs by: `program`, or another that places all parameters alike.
     """
     modules = dict(named_modules(model))
+    distributor.axis.one_shot = program.one_shot
     held = _held_parameters(model, program)
     if distributor.owns:
         refuse_views(_stock(holders[0], placement) for placement, holders in held)

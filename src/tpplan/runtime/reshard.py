@@ -22,6 +22,9 @@ from tpplan.runtime.segments import in_packs, in_ranks, padded, taken
 
 Move = Callable[[Tensor], Tensor]
 
+_SUMS = (Collective.ALL_REDUCE, Collective.ONE_SHOT)
+"""The communicator knows which of a call's sizes: those of the program are of the example's."""
+
 
 class UnevenShardError(TpplanError):
     """A call's tensor can't be split evenly over the axis."""
@@ -219,7 +222,7 @@ def make_reshard(
     if source.tail or target.tail:
         moves = _of_tails(source, target, backward, axis)
         return ReshardStep(*moves, twice=twice)
-    if fresh and not twice and forward is Collective.ALL_REDUCE and backward is Collective.NONE:
+    if fresh and not twice and forward in _SUMS and backward is Collective.NONE:
         return SumInPlace(axis)
     before, after = _sharing(source, shape, axis), _sharing(target, shape, axis)
     there, back = _move(forward, before, after, axis), _move(backward, after, before, of_backward(axis))
@@ -345,7 +348,7 @@ def _fixed(dim: int, packs: tuple[Pack, ...], axis: Communicator) -> _Sharing:
 def _move(collective: Collective, source: _Sharing | None, target: _Sharing | None, axis: Communicator) -> Move:
     if collective is Collective.NONE:
         return _identity
-    if collective is Collective.ALL_REDUCE:
+    if collective in _SUMS:
         return lambda tensor: axis.all_reduce(tensor.clone())
     if collective is Collective.FIRST:
         return _identity if axis.rank == 0 else torch.zeros_like

@@ -23,7 +23,15 @@ from tpplan.compiler.emit.recurrent import gathered_states
 from tpplan.compiler.explain.origins import Origins
 from tpplan.compiler.ir.dataflow import DataFlow
 from tpplan.compiler.ir.dispatch import exchanged, summed
-from tpplan.compiler.ir.layout import PARTIAL, REPLICATED, REPLICATED_PARTIAL, Collective, Layout, reshard_between
+from tpplan.compiler.ir.layout import (
+    PARTIAL,
+    REPLICATED,
+    REPLICATED_PARTIAL,
+    Collective,
+    Layout,
+    all_reduce_of,
+    reshard_between,
+)
 from tpplan.compiler.ir.program import (
     Boundary,
     InputRecord,
@@ -72,7 +80,9 @@ def emit(
         inputs=tuple(_inputs(trace)),
         parameters=_parameters(model, size, binding, assignment),
         buffers=_buffers(trace, model, size, binding),
-        modules=_modules(model, size, trace, binding, assignment, origins, attributes, recorded),
+        modules=_with_one_shot(
+            _modules(model, size, trace, binding, assignment, origins, attributes, recorded), size, plan.one_shot
+        ),
         kernels=kernels,
         assumptions=tuple(
             f"{a.module or 'the model'} at {a.location.short if a.location else '?'}" for a in trace.assumptions
@@ -85,6 +95,28 @@ def emit(
         boundaries=_boundaries(trace, assignment),
         varied=_varied(trace, assignment),
         device=str(trace.device),
+        one_shot=plan.one_shot,
+    )
+
+
+def _with_one_shot(modules: tuple[ModuleProgram, ...], size: int, one_shot: int) -> tuple[ModuleProgram, ...]:
+    """The modules with the all-reduces that are done in one step, at the sizes of the example, named so."""
+
+    def named(reshards: tuple[Reshard, ...]) -> tuple[Reshard, ...]:
+        return tuple(map(of, reshards))
+
+    def of(reshard: Reshard) -> Reshard:
+        sums = all_reduce_of(reshard.padded_bytes(size), getattr(torch, reshard.dtype), one_shot)
+        ways = [sums if way is Collective.ALL_REDUCE else way for way in (reshard.forward, reshard.backward)]
+        return replace(reshard, forward=ways[0], backward=ways[1])
+
+    return (
+        tuple(
+            replace(module, entries=named(module.entries), inner=named(module.inner), exits=named(module.exits))
+            for module in modules
+        )
+        if one_shot
+        else modules
     )
 
 

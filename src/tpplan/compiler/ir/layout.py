@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -29,6 +30,7 @@ class Collective(StrEnum):
 
     NONE = "none"
     ALL_REDUCE = "all-reduce"
+    ONE_SHOT = "one-shot all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_TO_ALL = "all-to-all"
@@ -40,6 +42,20 @@ class Collective(StrEnum):
     def communicates(self) -> bool:
         """Whether ranks exchange anything."""
         return self not in (Collective.NONE, Collective.SLICE, Collective.PAD, Collective.FIRST)
+
+
+def all_reduce_of(count: int, dtype: torch.dtype, one_shot: int) -> Collective:
+    """How ranks sum a tensor: in one step, each reading what all others have, or as the process group does it.
+
+    All ranks must decide alike, so it depends on nothing else.
+
+    Args:
+        count: bytes of the tensor.
+        dtype: of the tensor: torch's kernel knows float32 and bfloat16, in whole words of 4 bytes.
+        one_shot: the largest that are summed in one step, in bytes.
+    """
+    fits = 0 < count <= one_shot and not count % 4 and dtype in (torch.float32, torch.bfloat16)
+    return Collective.ONE_SHOT if fits else Collective.ALL_REDUCE
 
 
 class Pack(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from tpplan.compiler.ir.layout import Collective, Layout, Pack
+from tpplan.compiler.ir.layout import Collective, Layout, Pack, all_reduce_of
 from tpplan.plan import Diagnostic, Exchange
 
 PROGRAM_VERSION = 3
@@ -515,6 +515,7 @@ class Program:
         boundaries: by module, what isn't whole outside of it, for modules that are called by themselves; nor is this.
         varied: modules of which these differ between calls; nor is this.
         device: where the model runs, as its bodies were told; nor is this.
+        one_shot: the largest all-reduces that ranks do in one step, in bytes, as the plan says.
     """
 
     plan: str
@@ -539,6 +540,7 @@ class Program:
     )
     varied: frozenset[str] = field(default=frozenset(), compare=False)
     device: str = field(default="cpu", compare=False)
+    one_shot: int = 0
     version: int = PROGRAM_VERSION
 
     # -- what it costs --------------------------------------------------------------------------------------------
@@ -569,15 +571,21 @@ class Program:
                 if way.communicates and times:
                     counted[str(way)] += times
         if backward and sums:
-            dtypes = {p.dtype for p in self.parameters if p.summed and p.trainable}
-            if dtypes:
-                counted[str(Collective.ALL_REDUCE)] += len(dtypes)
+            counted.update(name for name, _ in self.gradient_sums)
         return counted
 
     @property
     def summed_parameters(self) -> tuple[ParameterPlacement, ...]:
         """Parameters whose gradients are summed over the axis."""
         return tuple(p for p in self.parameters if p.summed and p.trainable)
+
+    @property
+    def gradient_sums(self) -> list[tuple[str, int]]:
+        """The sums of their gradients, one for each dtype: the collective's name, and its bytes."""
+        counted: Counter[str] = Counter()
+        for parameter in self.summed_parameters:
+            counted[parameter.dtype] += parameter.summed_bytes
+        return [(str(all_reduce_of(n, getattr(torch, name), self.one_shot)), n) for name, n in counted.items()]
 
     @property
     def flattens_batch(self) -> bool:
@@ -635,7 +643,7 @@ class Program:
         """Nested plain data; `from_dict` reads it back (diagnostics, boundaries and device apart)."""
         plain = asdict(replace(self, diagnostics=(), boundaries={}, varied=frozenset()))
         del plain["diagnostics"], plain["boundaries"], plain["varied"], plain["device"]
-        for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn"):
+        for name in ("assumed", "picked", "left", "buffers", "takes_gradients", "drawn", "one_shot"):
             if not plain[name]:
                 del plain[name]
         for module in plain["modules"]:

@@ -14,8 +14,8 @@ RULE_CODES: Final[tuple[Entry, ...]] = (
         summary="A key that the plan language doesn't know.",
         explanation="""
 Ignoring a misspelt key would change what the plan means, so unknown keys are errors. A plan knows `version`, `name`,
-`extends`, `axis`, `modules`, `kernels` and `operators`; a rule in its long form `style`, `input`, `output`, `packed`
-and `local`; `kernels` its kinds. Patterns go under `modules:`.
+`extends`, `axis`, `modules`, `kernels`, `operators` and `one_shot_all_reduce`; a rule in its long form
+`style`, `input`, `output`, `packed` and `local`; `kernels` its kinds. Patterns go under `modules:`.
 """,
         bad="""
 version: 1
