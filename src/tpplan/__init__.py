@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tpplan.training import follow
-
 if TYPE_CHECKING:
     from tpplan import generation, loss
     from tpplan.api import (
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
         load_plan,
     )
     from tpplan.pretrained import from_pretrained
+    from tpplan.process import follow_training_loops, process_changes, undo_process_changes
     from tpplan.runtime.around import ChangedAroundError
     from tpplan.runtime.averaging import DataParallelError
     from tpplan.runtime.class_scope import ClassCallError
@@ -110,6 +109,7 @@ __all__ = [
     "check_plan",
     "clip_grad_norm_",
     "compile_plan",
+    "follow_training_loops",
     "from_pretrained",
     "generation",
     "init_weights",
@@ -119,9 +119,11 @@ __all__ = [
     "observe",
     "operator",
     "parallelize",
+    "process_changes",
     "register_operator",
     "save_weights",
     "suggest_plan",
+    "undo_process_changes",
     "verify",
     "warm_up",
 ]
@@ -142,6 +144,9 @@ _API = frozenset(
 # Where the rest is, beside `tpplan.plan`: most of it are errors that a user may catch.
 _ELSEWHERE = {
     "from_pretrained": "tpplan.pretrained",
+    "follow_training_loops": "tpplan.process",
+    "process_changes": "tpplan.process",
+    "undo_process_changes": "tpplan.process",
     "AloneError": "tpplan.runtime.standalone",
     "ChangedAroundError": "tpplan.runtime.around",
     "CheckpointError": "tpplan.checkpoint.files",
@@ -180,9 +185,6 @@ _ELSEWHERE = {
     "WatchError": "tpplan.runtime.lockstep",
     "warm_up": "tpplan.calls.warm",
 }
-
-
-follow()
 
 
 def __getattr__(name: str) -> object:

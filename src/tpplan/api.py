@@ -24,14 +24,13 @@ from tpplan.inputs import with_labels
 from tpplan.parity import ParityReport, verify
 from tpplan.plan import CompileError, Diagnostic, Plan, PlanSource, load_plan
 from tpplan.plan.vocabulary import DEFAULT_AXIS
+from tpplan.process import make_process_changes
 from tpplan.rehearsal.dry_run import dry_run
 from tpplan.rehearsal.prove import prove
 from tpplan.runtime.agreement import agree
 from tpplan.runtime.distribute import MeshDistributor, device_of_mesh
 from tpplan.runtime.lockstep import ranks_of
 from tpplan.runtime.lower import lower, wrap_around
-from tpplan.runtime.replicas import follow_wrappers
-from tpplan.runtime.stepping import step_on_parts
 from tpplan.runtime.wrapped import bare
 from tpplan.served import Served, served
 from tpplan.suggest import search, write_plan
@@ -202,8 +201,7 @@ def _parallelize(
     lower(inner.model, program, MeshDistributor(over, axis, group if broadcast else None), guard)
     if inner.name:
         wrap_around(model, inner.name)
-    follow_wrappers()
-    step_on_parts()
+    make_process_changes(group)
 
 
 def plan_name(model: nn.Module) -> str:

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench", "demo"),
     ("pretrained",),
     ("api",),
+    ("process",),
     ("calls",),
     ("report", "parity"),
     ("served",),

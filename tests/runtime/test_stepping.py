@@ -20,7 +20,7 @@ from tpplan.runtime.packed import PackedTensor, packed_tensor
 from tpplan.runtime.sharded import ShardedTensor
 from tpplan.runtime.stepping import BY_ELEMENT, step_on_parts
 
-step_on_parts()
+UNDO = step_on_parts()
 HOOKS = "torch.optim.optimizer._global_optimizer_pre_hooks"
 Parameters = list[nn.Parameter]
 Make = Callable[[Any], optim.Optimizer]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import tpplan
 from tests.plans.parity import tolerance
 from tests.runtime.world import Member, world
 from tests.training.runs import Run, launched, made, padded, samples, sharded, whole
@@ -27,6 +28,7 @@ def _loop(member: Member | None, folder: str, replicas: int = 1, linked: bool = 
         set_seed(1)
         size = 1 if member is None else member.size // replicas
         config = None if member is None else ParallelismConfig(tp_size=size, dp_shard_size=replicas)
+        tpplan.follow_training_loops()
         accelerator = Accelerator(
             cpu=True,
             gradient_accumulation_steps=2,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tpplan.process import undo_process_changes
 from tpplan.training.follow import ADAPTERS, follow
 
 
@@ -19,14 +21,16 @@ def adapt(module: ModuleType) -> None:
 
 
 @pytest.fixture
-def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    follow()
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    undo_process_changes()  # another finder would adapt them, too
+    undo = follow()
     monkeypatch.syspath_prepend(str(tmp_path))
     found = [f"{tmp_path.name}_{number}" for number in range(4)]
     for name in found:
         (tmp_path / f"{name}.py").write_text("def train():\n    return 1\n")
         monkeypatch.setitem(ADAPTERS, name, __name__)
-    return found
+    yield found
+    undo()
 
 
 def test_modules_are_adapted_once_loaded_and_stay_what_they_are(names: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -20,8 +20,6 @@ from torch import nn
 from tpplan.compat import group_timeout, runs_backward
 from tpplan.runtime import board
 from tpplan.runtime.board import LostRankError
-
-_follows_exits = False
 
 
 def lost_rank(what: str, error: BaseException, group: dist.ProcessGroup | None = None) -> LostRankError:
@@ -71,18 +69,27 @@ def leave(group: dist.ProcessGroup, error: BaseException) -> None:
     )
 
 
-def tell_of_exits() -> None:
-    """From now on, tell other ranks of an error by which this process ends, as one from a backward."""
-    global _follows_exits
-    if not _follows_exits:
-        _follows_exits, before = True, sys.excepthook
+def tell_of_exits() -> Callable[[], None]:
+    """From now on, tell other ranks of an error by which this process ends, as one from a backward.
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            before(kind, error, trace)
-            if not isinstance(error, LostRankError) and not board.has_left() and dist.is_initialized():
-                board.tell(f"ended by {_shown(error)}")
+    Returns:
+        What ends that; a hook that somebody has put around this one stays.
+    """
+    before, ended = sys.excepthook, False
 
-        sys.excepthook = hook
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if not ended and not isinstance(error, LostRankError) and not board.has_left() and dist.is_initialized():
+            board.tell(f"ended by {_shown(error)}")
+
+    def undo() -> None:
+        nonlocal ended
+        ended = True
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+    sys.excepthook = hook
+    return undo
 
 
 def _shown(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from tpplan.compiler.ir.layout import all_reduce_of
 from tpplan.compiler.ir.program import Program
 from tpplan.plan import TpplanError
 from tpplan.runtime.communicator import ProcessGroupCommunicator, described
-from tpplan.runtime.faults import naming_ranks, tell_of_exits
+from tpplan.runtime.faults import naming_ranks
 
 Facts = Sequence[tuple[str, str]]
 _KEPT = 4096
@@ -212,8 +212,6 @@ def ranks_of(group: dist.ProcessGroup) -> ProcessGroupCommunicator:
     """The ranks of a group; such as compare what they do under `TPPLAN_DEBUG=1`."""
     watched = os.environ.get("TPPLAN_DEBUG") not in (None, "", "0")
     alone = group.size() == 1 or dist.get_backend(group) == "fake"
-    if not alone:
-        tell_of_exits()
     return LockstepCommunicator(group) if watched and not alone else ProcessGroupCommunicator(group)
 
 

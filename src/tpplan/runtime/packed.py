@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpplan.compat import (
@@ -263,15 +264,21 @@ class _Returned:
     An optimizer is known by its first step, which torch makes itself, of no length, before it sets a state.
     """
 
-    _hooked: ClassVar[WeakSet[torch.optim.Optimizer] | None] = None
+    _hooked: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]] = WeakKeyDictionary()
     _seen: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
 
     @classmethod
-    def watch(cls) -> None:
-        """Look at optimizers from now on."""
-        if cls._hooked is None:
-            cls._hooked = WeakSet()
-            register_optimizer_step_pre_hook(cls._adopt)
+    def watch(cls) -> Callable[[], None]:
+        """Look at optimizers from now on; returns what ends that."""
+        before_steps = register_optimizer_step_pre_hook(cls._adopt)
+
+        def undo() -> None:
+            for handle in (before_steps, *cls._hooked.values()):
+                handle.remove()
+            cls._hooked.clear()
+            cls.expect()
+
+        return undo
 
     @classmethod
     def expect(cls) -> None:
@@ -283,9 +290,8 @@ class _Returned:
         if optimizer in cls._seen:
             return
         cls._seen.add(optimizer)
-        if cls._hooked is not None and optimizer not in cls._hooked:
-            cls._hooked.add(optimizer)
-            optimizer.register_load_state_dict_post_hook(cls._adopt_states)
+        if optimizer not in cls._hooked:
+            cls._hooked[optimizer] = optimizer.register_load_state_dict_post_hook(cls._adopt_states)
         cls._adopt_states(optimizer)
 
     @classmethod
@@ -298,7 +304,6 @@ class _Returned:
 
 def packed_tensor(local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> PackedTensor:
     """A packed tensor of `shape` around this rank's part, on a mesh of one axis."""
-    _Returned.watch()
     return made_dtensor(PackedTensor, local, mesh, [PackedShard(layout, shape)], shape)
 
 
@@ -348,6 +353,32 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.sizes))
 
 
-torch.serialization.add_safe_globals([Chunk, PackedTensor, _packed_shard])
+def watch_optimizers() -> Callable[[], None]:
+    """From now on let optimizers have packed states where their parameters are packed; returns what ends that."""
+    return _Returned.watch()
 
-__all__ = ["Chunk", "PackedShard", "PackedTensor", "StateError", "gathered", "packed_tensor", "refusal"]
+
+def allow_in_files() -> Callable[[], None]:
+    """Let `torch.load` read packed tensors with `weights_only=True`; returns what ends that."""
+    own: list[Any] = [Chunk, PackedTensor, _packed_shard]
+    torch.serialization.add_safe_globals(own)
+
+    def undo() -> None:
+        others: list[Any] = [*torch.serialization.get_safe_globals()]
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([held for held in others if held not in own])
+
+    return undo
+
+
+__all__ = [
+    "Chunk",
+    "PackedShard",
+    "PackedTensor",
+    "StateError",
+    "allow_in_files",
+    "gathered",
+    "packed_tensor",
+    "refusal",
+    "watch_optimizers",
+]

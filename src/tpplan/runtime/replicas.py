@@ -12,7 +12,7 @@ FSDP takes DTensors. Both are refused where their ranks hold different parts of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from tpplan.compat import OwnReducer, pending_fully_shard, refused_option
 from tpplan.compiler.ir.pytree import children
 from tpplan.runtime.averaging import MEBIBYTE, Averager, DataParallelError, equalise
 
 _AXIS = 'device_mesh=mesh["dp"]', 'fully_shard(model, mesh=mesh["dp"])'
-_handle: RemovableHandle | None = None
 
 
 class _Averaging(OwnReducer):
@@ -83,11 +81,9 @@ def _averaging_class(kind: type[DistributedDataParallel]) -> type[DistributedDat
     return type(kind.__name__, (_Averaging, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def follow_wrappers() -> None:
-    """From now on, let each DistributedDataParallel that is put around DTensors average them."""
-    global _handle
-    if _handle is None:
-        _handle = register_module_module_registration_hook(_wrapped)
+def follow_wrappers() -> Callable[[], None]:
+    """From now on, let DistributedDataParallel around DTensors average them; returns what ends that."""
+    return register_module_module_registration_hook(_wrapped).remove
 
 
 def _wrapped(parent: nn.Module, name: str, child: nn.Module | None) -> None:

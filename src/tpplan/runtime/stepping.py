@@ -13,7 +13,7 @@ to be put back if a step raises.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,10 +44,9 @@ _COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # numbers in their sta
 State = dict[str, Any]
 
 
-@functools.cache
-def step_on_parts() -> None:
-    """From now on let optimizers step on parts."""
-    register_optimizer_step_pre_hook(_replace_optimizer)
+def step_on_parts() -> Callable[[], None]:
+    """From now on let optimizers step on parts; returns what ends that."""
+    return register_optimizer_step_pre_hook(_replace_optimizer).remove
 
 
 def _replace_optimizer(

@@ -23,6 +23,7 @@ ADAPTERS = {
 """What adapts which module, by its function `adapt`."""
 
 _WRAPPED = "_tpplan_wrapped"
+_wrapped: list[tuple[type, str, Callable[..., Any]]] = []
 
 
 class _Finder(MetaPathFinder):
@@ -56,13 +57,22 @@ class _Loader(Loader):
         _adapt(module)
 
 
-def follow() -> None:
-    """From now on, let accelerate's and transformers' training loops know sharded models; done once."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+def follow() -> Callable[[], None]:
+    """From now on, let accelerate's and transformers' training loops know sharded models; returns what ends that."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
     for name in ADAPTERS:
         if name in sys.modules:
             _adapt(sys.modules[name])
+
+    def undo() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+        while _wrapped:
+            owner, name, stock = _wrapped.pop()
+            setattr(owner, name, stock)
+
+    return undo
 
 
 def _adapt(module: ModuleType) -> None:
@@ -92,6 +102,7 @@ def wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
     setattr(wrapped, _WRAPPED, True)
     setattr(owner, name, wrapped)
+    _wrapped.append((owner, name, stock))
 
 
 __all__ = ["ADAPTERS", "follow", "wrap"]
